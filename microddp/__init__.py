@@ -1,0 +1,7 @@
+"""Data-parallel training from scratch: the core that the book's chapters import."""
+
+from microddp.comms import Comms
+from microddp.job import init
+from microddp.mesh import get, register_mesh
+
+__all__ = ["Comms", "get", "init", "register_mesh"]

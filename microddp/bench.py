@@ -1,0 +1,204 @@
+"""Benchmarks: ``torchrun --nproc-per-node=2 -m microddp.bench allreduce --help``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from tqdm import tqdm
+
+from microddp import figures
+from microddp.allreduce import ALGORITHMS
+from microddp.comms import Comms
+from microddp.job import init
+from microddp.machine import cpu_cores
+from microddp.messages import bus_bandwidth
+from microddp.trace import Timing, measure
+
+SWEEP_MB = (1 / 16, 1 / 4, 1, 4, 8, 16, 32, 64)
+DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One algorithm at one size; times in milliseconds, bandwidths in GB/s (10^9 bytes)."""
+
+    algorithm: str
+    nbytes: int
+    median_ms: float
+    p95_ms: float
+    algorithm_gbs: float
+    bus_gbs: float
+    ratio_to_backend: float | None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; see ``--help``."""
+    parser = argparse.ArgumentParser(prog="python -m microddp.bench", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="BENCHMARK")
+    allreduce = commands.add_parser("allreduce", help="microddp's algorithms against the backend's")
+    _add_allreduce_options(allreduce)
+    options = parser.parse_args(arguments)
+    with init() as comms:
+        options.run(options, comms)
+
+
+def _add_allreduce_options(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=bench_allreduce)
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--size-mb", type=_positive(float), default=100, help="MiB (default 100)")
+    size.add_argument("--sweep", action="store_true", help="64 KiB to 64 MiB")
+    parser.add_argument(
+        "--algorithm", choices=[*ALGORITHMS, "backend", "all"], default="all", help="default: all"
+    )
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument("--iters", type=_positive(int), default=20, help="counted rounds")
+    parser.add_argument("--warmup", type=_positive(int), default=3, help="rounds not counted")
+    parser.add_argument("--check", action="store_true", help="compare with the known sum first")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows and the machine")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write time against size")
+
+
+def _positive(kind: type[Any]) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
+        return value
+
+    parse.__name__ = "positive number"  # argparse names it in its messages
+    return parse
+
+
+def bench_allreduce(options: argparse.Namespace, comms: Comms) -> None:
+    """Time every chosen algorithm at every size, taking turns within one run."""
+    chosen = [*ALGORITHMS] if options.algorithm in ("all", "backend") else [options.algorithm]
+    if options.algorithm == "backend":
+        chosen = []
+    reduce: dict[str, Callable[[torch.Tensor], object]] = {"backend": comms.all_reduce}
+    reduce |= {name: _bind(ALGORITHMS[name], comms) for name in chosen}
+    sizes = [int(mb * 2**20) for mb in (SWEEP_MB if options.sweep else (options.size_mb,))]
+    comms.print(comms.describe())
+    timings: dict[str, dict[int, Timing]] = {name: {} for name in reduce}
+    rounds = len(sizes) * (options.warmup + options.iters)
+    with tqdm(total=rounds, disable=None if comms.rank == 0 else True, unit="round", leave=False) as bar:
+        for nbytes in sizes:
+            dtype = DTYPES[options.dtype]
+            tensor = torch.empty(max(1, nbytes // dtype.itemsize), dtype=dtype, device=comms.device)
+            bar.set_description(figures.human_bytes(nbytes))
+            if options.check:
+                for name, call in reduce.items():
+                    check_sum(name, call, tensor, comms)
+            calls = {name: partial(call, tensor) for name, call in reduce.items()}
+            measured = measure(
+                calls,
+                comms,
+                warmup=options.warmup,
+                repeat=options.iters,
+                prepare=partial(tensor.fill_, 1),
+                progress=bar.update,
+            )
+            for name, timing in measured.items():
+                timings[name][nbytes] = timing
+    rows = [
+        _row(name, nbytes, by_size[nbytes], timings["backend"][nbytes], comms.world_size)
+        for nbytes in sizes
+        for name, by_size in timings.items()
+    ]
+    if comms.rank == 0:
+        _report(rows, options, comms, timings)
+
+
+def _bind(
+    algorithm: Callable[[torch.Tensor, Comms, str], None], comms: Comms
+) -> Callable[[torch.Tensor], None]:
+    return lambda tensor: algorithm(tensor, comms, "sum")
+
+
+def check_sum(
+    name: str, reduce: Callable[[torch.Tensor], object], tensor: torch.Tensor, comms: Comms
+) -> None:
+    """Compare an all-reduce with a sum that is known exactly, in any dtype.
+
+    Rank r contributes r + 1 in every third place, 1 in the others: the sums are small integers.
+
+    Raises:
+        RuntimeError: on every rank, if any rank has another result.
+    """
+    places = torch.arange(tensor.numel(), device=tensor.device) % 3 == 0
+    tensor.copy_(torch.where(places, comms.rank + 1, 1))
+    reduce(tensor)
+    n = comms.world_size
+    expected = torch.where(places, n * (n + 1) // 2, n).to(tensor.dtype)
+    wrong = torch.tensor([int((tensor != expected).sum())], device=comms.device)
+    wrong_on = comms.all_gather(wrong).flatten().tolist()
+    if any(wrong_on):
+        raise RuntimeError(
+            f"rank {comms.rank}: {name}: expected the exact sum in {tensor.numel()} places, "
+            f"got wrong ones: {wrong_on} by rank"
+        )
+
+
+def _row(name: str, nbytes: int, timing: Timing, backend: Timing, world_size: int) -> Row:
+    return Row(
+        algorithm=name,
+        nbytes=nbytes,
+        median_ms=timing.median * 1e3,
+        p95_ms=timing.percentile(95) * 1e3,
+        algorithm_gbs=nbytes / timing.median / 1e9,
+        bus_gbs=bus_bandwidth(nbytes, timing.median, world_size) / 1e9,
+        ratio_to_backend=None if timing is backend else timing.median / backend.median,
+    )
+
+
+def _report(
+    rows: Sequence[Row],
+    options: argparse.Namespace,
+    comms: Comms,
+    timings: dict[str, dict[int, Timing]],
+) -> None:
+    cells = [
+        {
+            "size": figures.human_bytes(row.nbytes),
+            "algorithm": row.algorithm,
+            "median ms": f"{row.median_ms:.3g}",
+            "p95 ms": f"{row.p95_ms:.3g}",
+            "algorithm GB/s": f"{row.algorithm_gbs:.3g}",
+            "bus GB/s": f"{row.bus_gbs:.3g}",
+            "time / backend": "" if row.ratio_to_backend is None else f"{row.ratio_to_backend:.2f}",
+        }
+        for row in rows
+    ]
+    print(tabulate(cells, headers="keys", colalign=("right", "left", *["right"] * 5)))
+    if options.check:
+        print("Every result was the exact sum.")
+    if comms.world_size > cpu_cores() and comms.device.type == "cpu":
+        print("More ranks than cores: the ranks wait for each other's turn on a core.")
+    if options.json:
+        report = {
+            "run": comms.describe(),
+            "command": sys.argv[1:],
+            "rows": [vars(row) for row in rows],
+        }
+        unfinished = options.json.with_name(options.json.name + ".part")
+        unfinished.write_text(json.dumps(report, indent=2) + "\n")
+        unfinished.replace(options.json)
+    if options.plot:
+        drawn = figures.times_by_size(timings, title=f"All-reduce, {comms.describe()}")
+        assert drawn is not None  # this is rank 0
+        drawn.savefig(options.plot, dpi=150, facecolor="white")
+
+
+if __name__ == "__main__":
+    main()

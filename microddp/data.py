@@ -1,0 +1,160 @@
+"""Data sets, and how the ranks divide them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import TensorDataset
+
+TEST_SHARE = 0.2  # of the digits, kept for testing
+
+
+class SyntheticDataset(TensorDataset):
+    """Samples of a known linear map: Y = X w* + noise.
+
+    Made on the device, so that timing it times no disk and no copy; the same on every rank that
+    passes the same seed and device type.
+
+    Args:
+        samples: number of rows.
+        inputs: columns of X.
+        outputs: columns of Y.
+        noise: standard deviation of the noise.
+        seed: of the generator that makes all of it.
+        device: where the tensors live.
+
+    Attributes:
+        true_weight: w*, of shape ``(inputs, outputs)``.
+    """
+
+    def __init__(
+        self,
+        samples: int,
+        inputs: int,
+        outputs: int,
+        *,
+        noise: float = 0.1,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, device=device)
+
+        x = normal(samples, inputs)
+        self.true_weight = normal(inputs, outputs) / inputs**0.5
+        super().__init__(x, x @ self.true_weight + noise * normal(samples, outputs))
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Handwritten digits, split for training and testing.
+
+    Attributes:
+        train: 1437 pairs of an 8 x 8 image, as 64 floats in [0, 1], and a class from 0 to 9.
+        test: 360 more pairs.
+    """
+
+    train: TensorDataset
+    test: TensorDataset
+
+
+def load_digits(device: torch.device | str = "cpu") -> Digits:
+    """The digits that come with scikit-learn: real images, no download.
+
+    Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI machine
+    learning repository, 1998 (its test set, 1797 images).
+    """
+    from sklearn import datasets, model_selection
+
+    images, labels = datasets.load_digits(return_X_y=True)
+    parts = model_selection.train_test_split(
+        torch.tensor(images, dtype=torch.float32) / 16,  # intensities are integers up to 16
+        torch.tensor(labels, dtype=torch.int64),
+        test_size=TEST_SHARE,
+        random_state=0,
+        stratify=labels,
+    )
+    x_train, x_test, y_train, y_test = (part.to(device) for part in parts)
+    return Digits(TensorDataset(x_train, y_train), TensorDataset(x_test, y_test))
+
+
+def shard(tensor: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
+    """Rank ``rank``'s rows of a batch: a view; the first ranks get one more if it is uneven.
+
+    Raises:
+        ValueError: ``rank`` is not below ``world_size``, or the tensor has no rows to split.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"expected 0 <= rank < {world_size}, got {rank}")
+    if tensor.dim() == 0:
+        raise ValueError(f"rank {rank}: expected a tensor with rows, got one without dimensions")
+    return tensor.tensor_split(world_size)[rank]
+
+
+def epoch_order(samples: int, epoch: int, seed: int = 0) -> torch.Tensor:
+    """A permutation of ``range(samples)`` that every rank can compute for itself.
+
+    It depends on nothing but its arguments, not on how often a generator was used before: the
+    ranks must agree on it, and no two epochs should share it.
+    """
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(samples, generator=generator)
+
+
+class ShardedBatches:
+    """This rank's share of each global batch.
+
+    All ranks together see the batches that one rank alone would see, in the same order, so the
+    number of ranks does not change what is learned. The last samples of an epoch that do not fill
+    a batch are left out; the next epoch has another order.
+
+    Args:
+        dataset: tensors with one row for each sample.
+        batch_size: samples of a *global* batch, a multiple of ``world_size``.
+        rank: this rank.
+        world_size: the number of ranks.
+        seed: of the order, the same on every rank.
+
+    Raises:
+        ValueError: the batch does not divide, or is larger than the data set.
+
+    Example:
+        >>> batches = ShardedBatches(load_digits().train, 96, comms.rank, comms.world_size)
+        >>> for epoch in range(3):
+        ...     for x, y in batches.epoch(epoch):
+        ...         ...
+    """
+
+    def __init__(
+        self, dataset: TensorDataset, batch_size: int, rank: int, world_size: int, seed: int = 0
+    ) -> None:
+        if batch_size % world_size:
+            raise ValueError(
+                f"rank {rank}: expected a global batch size that is a multiple of {world_size} "
+                f"ranks, got {batch_size}"
+            )
+        if not 0 < batch_size <= len(dataset):
+            raise ValueError(
+                f"rank {rank}: expected a batch size in 1..{len(dataset)}, got {batch_size}"
+            )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+
+    def __len__(self) -> int:
+        """The number of batches in an epoch."""
+        return len(self.dataset) // self.batch_size
+
+    def epoch(self, epoch: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        """The shards of one epoch's batches. Forgetting to say which epoch is not possible."""
+        order = epoch_order(len(self.dataset), epoch, self.seed)
+        for i in range(len(self)):
+            rows = order[i * self.batch_size : (i + 1) * self.batch_size]
+            mine = shard(rows, self.rank, self.world_size)
+            yield tuple(tensor[mine.to(tensor.device)] for tensor in self.dataset.tensors)

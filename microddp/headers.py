@@ -1,0 +1,79 @@
+"""Short texts between ranks: what a tensor is, said before it is sent.
+
+A header has a fixed size, so that a receiver needs to know nothing of what comes, and it is plain
+text, so that no rank unpickles what another one sent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+
+HEADER_BYTES = 256  # a call with its shape and dtype fits; longer texts are cut
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """Dtype and shape in words: ``"float32 (3, 5)"``."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+class Headers:
+    """The header messages of one group of ranks.
+
+    Args:
+        group: the ranks.
+        device: where the group's backend wants its tensors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self.rank = dist.get_rank(group)
+
+    def send(self, text: str, dst: int) -> dist.Work:
+        """Start to send a header to one rank; ``wait()`` on the result."""
+        work = dist.isend(self._encode(text), group=self.group, group_dst=dst)
+        assert work is not None  # only on ranks outside the group
+        return work
+
+    def recv(self, src: int) -> str:
+        """The next header from one rank."""
+        wire = self._encode("")
+        dist.recv(wire, group=self.group, group_src=src)
+        return self._decode(wire)
+
+    def share(self, text: str, src: int) -> str:
+        """On every rank the header that rank ``src`` passed. A collective."""
+        wire = self._encode(text)
+        dist.broadcast(wire, group=self.group, group_src=src)
+        return self._decode(wire)
+
+    def exchange(self, text: str) -> list[str]:
+        """On every rank the headers that all ranks passed, in rank order. A collective."""
+        mine = self._encode(text)
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(everyone, mine, group=self.group)
+        return [self._decode(wire) for wire in everyone]
+
+    def agree(self, call: str) -> None:
+        """Raise on every rank unless all pass the same text. A collective.
+
+        Raises:
+            RuntimeError: names the ranks that differ from the most frequent text.
+        """
+        said = self.exchange(call)
+        usual, _ = Counter(said).most_common(1)[0]
+        odd = [f"rank {rank} calls {text}" for rank, text in enumerate(said) if text != usual]
+        if odd:
+            raise RuntimeError(
+                f"rank {self.rank}: the ranks disagree: {'; '.join(odd)}; expected {usual}"
+            )
+
+    def _encode(self, text: str) -> torch.Tensor:
+        data = bytearray(text.encode()[:HEADER_BYTES].ljust(HEADER_BYTES))
+        return torch.frombuffer(data, dtype=torch.uint8).to(self.device)
+
+    def _decode(self, wire: torch.Tensor) -> str:
+        return bytes(wire.tolist()).decode(errors="replace").rstrip()

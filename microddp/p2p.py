@@ -1,0 +1,213 @@
+"""A rank's place in a group, and messages from one rank to another.
+
+With ``MICRODDP_DEBUG=1`` in the environment, the ranks also compare what they are about to do, at
+the price of one small message a call, and the error names the rank that differs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from microddp.headers import Headers, describe
+from microddp.machine import cpu_cores, cpu_name
+
+
+class Pending:
+    """A transfer under way. Its tensors may be read or written again once ``wait()`` returns."""
+
+    def __init__(self, *steps: Callable[[], object]) -> None:
+        self._steps = list(steps)
+
+    def wait(self) -> None:
+        """Block until the transfer is complete (on CUDA: until the stream may use the result).
+
+        Raises:
+            RuntimeError: the other side failed, or the time-out passed.
+        """
+        while self._steps:
+            self._steps.pop(0)()
+
+
+class PointToPoint:
+    """A process's place in a group of ranks, and messages to its other members.
+
+    Attributes:
+        rank: this process's number in the group, from 0.
+        world_size: the number of ranks in the group.
+        local_rank: this process's number on its own machine.
+        local_world_size: the number of ranks on its own machine.
+        device: where this rank computes.
+        backend: ``"gloo"`` or ``"nccl"``.
+        timeout: seconds after which a rank stops waiting for the others.
+        on_send: called as ``on_send(tensor, dst)`` for every message this rank sends, when set.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        local_rank: int,
+        local_world_size: int,
+        timeout: float,
+    ) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.local_rank = local_rank
+        self.local_world_size = local_world_size
+        self.device = device
+        self.backend = str(dist.get_backend(group))
+        self.timeout = timeout
+        self._debug = os.environ.get("MICRODDP_DEBUG", "0") == "1"
+        self.on_send: Callable[[torch.Tensor, int], None] | None = None
+        # gloo moves CUDA tensors only in all-reduce and broadcast: the rest goes through the host.
+        self._through_host = self.backend == "gloo" and device.type == "cuda"
+        self._headers = Headers(group, torch.device("cpu") if self._through_host else device)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(rank={self.rank}, world_size={self.world_size}, "
+            f"backend={self.backend!r}, device={str(self.device)!r})"
+        )
+
+    def print(self, *values: object) -> None:
+        """Print on rank 0 of this group, at once; silent on the others."""
+        if self.rank == 0:
+            print(*values, flush=True)
+
+    def describe(self) -> str:
+        """One line on what this run is: backend, ranks, devices, cores, versions and date."""
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        if self.device.type == "cuda":
+            gpus = min(self.local_world_size, torch.cuda.device_count())
+            where = f"{gpus} x {torch.cuda.get_device_name(self.device)}"
+            crowded = self.local_world_size > gpus
+        else:
+            where = f"{cpu_cores()} cores ({cpu_name()})"
+            crowded = self.local_world_size > cpu_cores()
+        sharing = ", more ranks than devices" if crowded else ""
+        versions = f"torch {torch.__version__}, Python {sys.version.split()[0]}"
+        return (
+            f"{self.backend}, {ranks} on {where}{sharing}, {versions}, {time.strftime('%Y-%m-%d')}"
+        )
+
+    def send(self, tensor: torch.Tensor, dst: int, *, async_op: bool = False) -> Pending:
+        """Send a contiguous tensor to rank ``dst``.
+
+        Args:
+            tensor: any shape and dtype; must stay as it is until the transfer is complete.
+            dst: the receiving rank of this group.
+            async_op: return at once; the caller waits on the result.
+
+        Raises:
+            ValueError: ``dst`` out of range or this rank itself, or a tensor not contiguous.
+            RuntimeError: the other rank failed, or the time-out passed.
+        """
+        self._check_peer("dst", dst)
+        self._check_tensor("send", tensor)
+        if self.on_send:
+            self.on_send(tensor, dst)
+        steps: list[Callable[[], object]] = []
+        if self._debug:
+            steps.append(self._headers.send(describe(tensor), dst).wait)
+        work = dist.isend(self._to_wire(tensor), group=self.group, group_dst=dst)
+        assert work is not None  # torch returns None only outside the group
+        return self._started([*steps, work.wait], async_op)
+
+    def recv(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Pending:
+        """Receive from rank ``src`` into a contiguous tensor of the same shape and dtype.
+
+        Arguments and errors are those of :meth:`send`.
+        """
+        self._check_peer("src", src)
+        self._check_tensor("recv", tensor)
+        wire = torch.empty_like(tensor, device="cpu") if self._through_host else tensor
+
+        def check_then_receive() -> None:
+            if (coming := self._headers.recv(src)) != describe(tensor):
+                raise RuntimeError(
+                    f"rank {self.rank}: recv expected {describe(tensor)} from rank {src}, "
+                    f"got {coming}"
+                )
+            dist.recv(wire, group=self.group, group_src=src)
+
+        steps: list[Callable[[], object]] = [check_then_receive]
+        if not self._debug:  # with it, the header must be read before the message can be
+            work = dist.irecv(wire, group=self.group, group_src=src)
+            assert work is not None
+            steps = [work.wait]
+        if wire is not tensor:
+            steps.append(lambda: tensor.copy_(wire))
+        return self._started(steps, async_op)
+
+    def sendrecv(
+        self,
+        outgoing: torch.Tensor,
+        dst: int,
+        incoming: torch.Tensor,
+        src: int,
+        *,
+        async_op: bool = False,
+    ) -> Pending:
+        """Send ``outgoing`` to ``dst`` while receiving ``incoming`` from ``src``.
+
+        The two travel together: a ring in which every rank called ``send`` and then ``recv``
+        would wait for ever. NCCL needs them as one batch, for the same reason.
+        Arguments and errors are those of :meth:`send`.
+        """
+        if self.backend != "nccl":
+            receiving = self.recv(incoming, src, async_op=True)
+            sending = self.send(outgoing, dst, async_op=True)
+            return self._started([receiving.wait, sending.wait], async_op)
+        for name, peer, tensor in (("dst", dst, outgoing), ("src", src, incoming)):
+            self._check_peer(name, peer)
+            self._check_tensor("sendrecv", tensor)
+        if self.on_send:
+            self.on_send(outgoing, dst)
+        batch = [
+            dist.P2POp(dist.irecv, incoming, group=self.group, group_peer=src),
+            dist.P2POp(dist.isend, outgoing, group=self.group, group_peer=dst),
+        ]
+        return self._started([w.wait for w in dist.batch_isend_irecv(batch)], async_op)
+
+    def _check_rank(self, name: str, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(
+                f"rank {self.rank}: expected {name} in 0..{self.world_size - 1}, got {rank}"
+            )
+
+    def _check_peer(self, name: str, rank: int) -> None:
+        self._check_rank(name, rank)
+        if rank == self.rank:
+            raise ValueError(f"rank {self.rank}: expected another rank as {name}, got itself")
+
+    def _check_tensor(self, call: str, tensor: torch.Tensor) -> None:
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"rank {self.rank}: {call} expected a contiguous tensor, got shape "
+                f"{tuple(tensor.shape)} with strides {tensor.stride()}"
+            )
+        if tensor.device.type != self.device.type:
+            raise ValueError(
+                f"rank {self.rank}: {call} expected a tensor on {self.device}, got {tensor.device}"
+            )
+
+    def _agree(self, call: str) -> None:
+        """With MICRODDP_DEBUG=1: raise on every rank unless all are about to make this call."""
+        if self._debug:
+            self._headers.agree(call)
+
+    def _to_wire(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.cpu() if self._through_host else tensor
+
+    def _started(self, steps: Sequence[Callable[[], object]], async_op: bool) -> Pending:
+        pending = Pending(*steps)
+        if not async_op:
+            pending.wait()
+        return pending

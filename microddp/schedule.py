@@ -1,0 +1,61 @@
+"""One training step, from the least that is right to the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from microddp.comms import Comms
+from microddp.trace import Timeline
+
+
+def naive_data_parallel_step(
+    model: nn.Module,
+    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    batch: tuple[torch.Tensor, torch.Tensor],
+    comms: Comms,
+    timeline: Timeline | None = None,
+) -> torch.Tensor:
+    """Train one step: forward and backward on this rank's shard, then average every gradient.
+
+    All communication comes after all computation, one all-reduce for each parameter. With equal
+    shards, a ``loss_fn`` that takes the mean and equal parameters at the start, the step is the
+    one that a single process would take on the whole batch.
+
+    Args:
+        model: this rank's replica.
+        loss_fn: from outputs and targets to a scalar, the mean over the samples.
+        optimizer: of the replica's parameters.
+        batch: inputs and targets of this rank's shard, on its device.
+        comms: the ranks that share the step.
+        timeline: records the phases as spans.
+
+    Returns:
+        The loss on this rank's shard: a detached scalar, taken before the step.
+
+    Raises:
+        RuntimeError: another rank failed, or the time-out passed.
+    """
+    span = timeline.span if timeline else _unrecorded
+    inputs, targets = batch
+    optimizer.zero_grad()
+    with span("forward"):
+        loss = loss_fn(model(inputs), targets)
+    with span("backward"):
+        loss.backward()  # type: ignore[no-untyped-call]
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            with span(f"all-reduce {name}", lane="communication"):
+                comms.all_reduce_mean(parameter.grad)
+    with span("optimizer"):
+        optimizer.step()
+    return loss.detach()
+
+
+def _unrecorded(name: str, lane: str = "compute") -> AbstractContextManager[None]:
+    del name, lane
+    return nullcontext()

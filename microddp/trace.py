@@ -1,0 +1,210 @@
+"""How things are timed: repeated measurements of a call, and a timeline of a step on every rank."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from microddp.comms import Comms
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Repeated measurements of one thing, each the slowest rank's time in seconds."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle measurement, seconds."""
+        return statistics.median(self.seconds)
+
+    def percentile(self, percent: float) -> float:
+        """The measurement that ``percent`` of all do not exceed, seconds."""
+        ordered = sorted(self.seconds)
+        return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The lower and upper quartile, seconds: half of all measurements lie between."""
+        return self.percentile(25), self.percentile(75)
+
+    def __str__(self) -> str:
+        low, high = self.spread
+        return f"{self.median * 1e3:.3g} ms ({low * 1e3:.3g} to {high * 1e3:.3g})"
+
+
+def measure(
+    calls: Mapping[str, Callable[[], object]],
+    comms: Comms,
+    *,
+    warmup: int = 3,
+    repeat: int = 15,
+    prepare: Callable[[], object] = lambda: None,
+    progress: Callable[[], object] = lambda: None,
+) -> dict[str, Timing]:
+    """Time several calls against each other, on all ranks together.
+
+    The calls take turns, so that a disturbance of the machine meets all of them alike; before each
+    one the ranks wait for each other. A measurement is the time of the slowest rank. CUDA work is
+    waited for before the clock is read.
+
+    Args:
+        calls: what to time, by name; every rank must pass the same names in the same order.
+        warmup: rounds that are run and not counted.
+        repeat: rounds that are counted, at least 1.
+        prepare: run before each call, outside the measurement.
+        progress: run after each round.
+
+    Returns:
+        A :class:`Timing` for each name, the same on every rank.
+
+    Raises:
+        ValueError: nothing to repeat.
+    """
+    if repeat < 1:
+        raise ValueError(f"rank {comms.rank}: expected at least one repeat, got {repeat}")
+    mine = torch.zeros(repeat, len(calls), dtype=torch.float64)
+    for i in range(-warmup, repeat):
+        for j, call in enumerate(calls.values()):
+            prepare()
+            comms.barrier()
+            start = _now(comms)
+            call()
+            elapsed = _now(comms) - start
+            if i >= 0:
+                mine[i, j] = elapsed
+        progress()
+    # gloo and NCCL both reduce float64; the maximum is what the job had to wait for.
+    slowest = mine.to(comms.device)
+    comms.all_reduce(slowest, "max")
+    columns = slowest.T.tolist()
+    return {name: Timing(tuple(column)) for name, column in zip(calls, columns, strict=True)}
+
+
+def _now(comms: Comms) -> float:
+    if comms.device.type == "cuda":
+        torch.cuda.synchronize(comms.device)
+    return time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that happened on one rank.
+
+    Attributes:
+        rank: where.
+        lane: the kind of thing, one row of the picture: ``"compute"``, ``"communication"``.
+        name: what it was.
+        start: seconds since the timeline began on that rank.
+        end: likewise.
+    """
+
+    rank: int
+    lane: str
+    name: str
+    start: float
+    end: float
+
+
+class Timeline:
+    """What began and ended when, on every rank.
+
+    The clock starts when the ranks have met in a barrier, so the ranks' times can be compared up to
+    the barrier's own skew. On CUDA a span is what the GPU did, by events on the current stream; on
+    CPU it is what the process did.
+
+    Example:
+        >>> timeline = Timeline(comms)
+        >>> with timeline.span("forward"):
+        ...     loss = model(x).sum()
+        >>> spans = timeline.gather()  # on rank 0
+    """
+
+    def __init__(self, comms: Comms) -> None:
+        self.comms = comms
+        self._spans: list[tuple[str, str, Instant, Instant]] = []
+        comms.barrier()
+        self._origin = Instant(comms.device)
+
+    @contextmanager
+    def span(self, name: str, lane: str = "compute") -> Iterator[None]:
+        """Record the block as one span, also if it raises."""
+        start = Instant(self.comms.device)
+        try:
+            yield
+        finally:
+            self._spans.append((lane, name, start, Instant(self.comms.device)))
+
+    def gather(self) -> list[Span] | None:
+        """Every rank's spans on rank 0, in rank order; ``None`` elsewhere. A collective."""
+        comms = self.comms
+        spans = [
+            Span(comms.rank, lane, name, self._origin.until(start), self._origin.until(end))
+            for lane, name, start, end in self._spans
+        ]
+        # As text: no rank unpickles what another one sent.
+        data = bytearray(json.dumps([asdict(span) for span in spans]).encode())
+        sizes = comms.all_gather(torch.tensor([len(data)], device=comms.device)).flatten().tolist()
+        mine = torch.frombuffer(data, dtype=torch.uint8).to(comms.device)
+        everyone = comms.gather(mine)
+        if everyone is None:
+            return None
+        texts = torch.split(everyone.cpu(), [int(size) for size in sizes])
+        return [Span(**span) for text in texts for span in json.loads(bytes(text.tolist()))]
+
+
+class Instant:
+    """A point in time: of the process on CPU, of the current stream on CUDA."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds = time.perf_counter()
+        self.event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self.event.record()
+
+    def until(self, later: Instant) -> float:
+        """Seconds from this instant to a later one. Waits for the GPU where there is one."""
+        if self.event is None or later.event is None:
+            return later.seconds - self.seconds
+        later.event.synchronize()
+        return float(self.event.elapsed_time(later.event)) / 1e3
+
+
+def save_chrome_trace(spans: Sequence[Span], path: str | Path) -> None:
+    """Write spans as a file that Perfetto and chrome://tracing open: a process for each rank.
+
+    The file appears whole or not at all.
+    """
+    lanes = {lane: i for i, lane in enumerate(dict.fromkeys(span.lane for span in spans))}
+    events: list[dict[str, object]] = [
+        {"name": key, "ph": "M", "pid": rank, "tid": tid, "args": {"name": label}}
+        for rank in sorted({span.rank for span in spans})
+        for key, tid, label in (
+            ("process_name", 0, f"rank {rank}"),
+            *(("thread_name", i, lane) for lane, i in lanes.items()),
+        )
+    ]
+    events += [
+        {
+            "name": span.name,
+            "ph": "X",
+            "pid": span.rank,
+            "tid": lanes[span.lane],
+            "ts": span.start * 1e6,  # the format counts in microseconds
+            "dur": (span.end - span.start) * 1e6,
+        }
+        for span in spans
+    ]
+    path = Path(path)
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_text(json.dumps({"traceEvents": events}))
+    unfinished.replace(path)
