@@ -92,7 +92,9 @@ def bench_allreduce(options: argparse.Namespace, comms: Comms) -> None:
     comms.print(comms.describe())
     timings: dict[str, dict[int, Timing]] = {name: {} for name in reduce}
     rounds = len(sizes) * (options.warmup + options.iters)
-    with tqdm(total=rounds, disable=None if comms.rank == 0 else True, unit="round", leave=False) as bar:
+    with tqdm(
+        total=rounds, disable=None if comms.rank == 0 else True, unit="round", leave=False
+    ) as bar:
         for nbytes in sizes:
             dtype = DTYPES[options.dtype]
             tensor = torch.empty(max(1, nbytes // dtype.itemsize), dtype=dtype, device=comms.device)

@@ -5,6 +5,7 @@ They are thin: each one checks its arguments on this rank, then calls ``torch.di
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -49,11 +50,12 @@ class Comms(PointToPoint):
         if dist.is_initialized():
             dist.destroy_process_group(None if whole_job else self.group)
 
-    def subgroup(self, ranks: Sequence[int]) -> Comms | None:
+    def subgroup(self, ranks: Sequence[int], timeout: float | None = None) -> Comms | None:
         """A group of some ranks of this one. Every rank of this group must call it.
 
         Args:
             ranks: the members, as ranks of this group, without repeats.
+            timeout: seconds, if its members should wait for a shorter or longer time.
 
         Returns:
             Their ``Comms`` on the members, ``None`` on the others.
@@ -69,10 +71,11 @@ class Comms(PointToPoint):
             self._check_rank("ranks", member)
         self._agree(f"subgroup({list(ranks)})")
         members = [dist.get_global_rank(self.group, member) for member in ranks]
-        group = dist.new_group(members, timeout=timedelta(seconds=self.timeout))
+        seconds = self.timeout if timeout is None else timeout
+        group = dist.new_group(members, timeout=timedelta(seconds=seconds))
         if self.rank not in ranks:
             return None
-        return Comms(group, self.device, self.local_rank, self.local_world_size, self.timeout)
+        return Comms(group, self.device, self.local_rank, self.local_world_size, seconds)
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
@@ -134,6 +137,16 @@ class Comms(PointToPoint):
         result = wire.new_empty((self.world_size, *wire.shape))
         dist.all_gather(list(result.unbind()), wire, group=self.group)
         return result.to(tensor.device)
+
+    def all_gather_data(self, value: Any) -> list[Any]:
+        """Every rank's plain data (numbers, texts, lists, dictionaries), in rank order.
+
+        Travels as JSON, so that no rank unpickles what another one sent.
+        """
+        data = bytearray(json.dumps(value).encode())
+        sizes = self.all_gather(torch.tensor([len(data)], device=self.device)).flatten().tolist()
+        padded = torch.frombuffer(data.ljust(max(sizes)), dtype=torch.uint8).to(self.device)
+        return [json.loads(bytes(row.tolist())) for row in self.all_gather(padded).cpu()]
 
     def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Reduce over all ranks, and keep this rank's part.

@@ -335,14 +335,13 @@ def pauses(series: Mapping[str, Sequence[float]], *, title: str, xlabel: str) ->
 
 
 @_figure
-def timeline(spans: Sequence[Span] | None, *, title: str) -> Figure:
+def timeline(spans: Sequence[Span], *, title: str) -> Figure:
     """What each rank did when: a lane for computation and one for communication, rank by rank.
 
     Args:
-        spans: as :meth:`microddp.trace.Timeline.gather` returns them on rank 0.
+        spans: of all ranks, as :meth:`microddp.trace.Timeline.gather` returns them.
         title: the finding, in words.
     """
-    spans = spans or []
     ranks = sorted({span.rank for span in spans})
     lanes = list(dict.fromkeys(span.lane for span in spans))
     names: list[str] = list(dict.fromkeys(span.name.split()[0] for span in spans))

@@ -52,7 +52,7 @@ def init(backend: str | None = None, timeout: float | None = None) -> Comms:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(max(1, cpu_cores() // local_world_size))
-    if backend == "gloo":
+    if backend == "gloo" and world_size > 1:
         schedule_threads("batch")
     under_torchrun = "RANK" in os.environ
     try:

@@ -63,17 +63,8 @@ class MessageCounter:
 
     def gather(self) -> list[list[Message]]:
         """The messages of every rank, in the order each sent them. A collective."""
-        comms = self.comms
-        counts = comms.all_gather(torch.tensor([len(self.messages)], device=comms.device))
-        room = int(counts.max())
-        mine = torch.zeros(room, 4, dtype=torch.int64)
-        if self.messages:
-            mine[: len(self.messages)] = torch.tensor([astuple(m) for m in self.messages])
-        everyone = comms.all_gather(mine.to(comms.device)).tolist()
-        return [
-            [Message(*row) for row in rows[: int(count)]]
-            for rows, count in zip(everyone, counts.flatten().tolist(), strict=True)
-        ]
+        everyone = self.comms.all_gather_data([astuple(message) for message in self.messages])
+        return [[Message(*fields) for fields in sent] for sent in everyone]
 
 
 @dataclass(frozen=True)

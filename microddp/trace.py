@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -95,6 +97,14 @@ def _now(comms: Comms) -> float:
     return time.perf_counter()
 
 
+def peak_memory(device: torch.device) -> int:
+    """The most bytes this process has held so far: of the GPU's allocator, or of main memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
 @dataclass(frozen=True)
 class Span:
     """Something that happened on one rank.
@@ -125,7 +135,7 @@ class Timeline:
         >>> timeline = Timeline(comms)
         >>> with timeline.span("forward"):
         ...     loss = model(x).sum()
-        >>> spans = timeline.gather()  # on rank 0
+        >>> spans = timeline.gather()
     """
 
     def __init__(self, comms: Comms) -> None:
@@ -143,22 +153,14 @@ class Timeline:
         finally:
             self._spans.append((lane, name, start, Instant(self.comms.device)))
 
-    def gather(self) -> list[Span] | None:
-        """Every rank's spans on rank 0, in rank order; ``None`` elsewhere. A collective."""
-        comms = self.comms
-        spans = [
-            Span(comms.rank, lane, name, self._origin.until(start), self._origin.until(end))
+    def gather(self) -> list[Span]:
+        """Every rank's spans, rank by rank in the order they ended. A collective."""
+        mine = [
+            (lane, name, self._origin.until(start), self._origin.until(end))
             for lane, name, start, end in self._spans
         ]
-        # As text: no rank unpickles what another one sent.
-        data = bytearray(json.dumps([asdict(span) for span in spans]).encode())
-        sizes = comms.all_gather(torch.tensor([len(data)], device=comms.device)).flatten().tolist()
-        mine = torch.frombuffer(data, dtype=torch.uint8).to(comms.device)
-        everyone = comms.gather(mine)
-        if everyone is None:
-            return None
-        texts = torch.split(everyone.cpu(), [int(size) for size in sizes])
-        return [Span(**span) for text in texts for span in json.loads(bytes(text.tolist()))]
+        everyone = self.comms.all_gather_data(mine)
+        return [Span(rank, *fields) for rank, spans in enumerate(everyone) for fields in spans]
 
 
 class Instant:

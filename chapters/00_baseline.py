@@ -1,0 +1,341 @@
+# %% [markdown]
+r"""
+# One device, measured
+
+How fast is one device, and why is that not enough? Before anything is distributed, this chapter
+trains a small network on one device, splits the time and the memory of a step into parts, and
+works out how long a large data set would take. Every later chapter is measured against this one.
+"""
+
+# %%
+# sphinx_gallery_ranks = 1
+import torch
+from tabulate import tabulate
+from torch.nn.functional import cross_entropy, mse_loss
+
+import microddp
+from microddp import figures
+from microddp.data import ShardedBatches, SyntheticDataset, load_digits
+from microddp.figures import human_bytes, human_seconds
+from microddp.model import FullMLP, gradient_bytes, parameter_count
+from microddp.trace import Timeline, measure, peak_memory
+
+comms = microddp.init()
+comms.print(comms.describe())
+
+# %% [markdown]
+"""
+## A network that learns
+
+The model is a stack of 16 linear layers with ReLU between them. It is deep and plain on purpose:
+each layer has its own gradient, ready at its own time, and later chapters send those gradients
+between devices. The data are scanned handwritten digits, 8 by 8 pixels, that come with
+scikit-learn:
+"""
+
+# %%
+digits = load_digits(comms.device)
+torch.manual_seed(0)
+model = FullMLP(128, depth=16, inputs=64, outputs=10).to(comms.device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+comms.print(f"{len(digits.train)} images to learn from, {len(digits.test)} to test on")
+comms.print(f"{parameter_count(model):,} parameters in {len(model.layers)} layers")
+
+# %% [markdown]
+"""
+One training step has three parts. The *forward* pass computes the loss and keeps what the
+backward pass will need. The *backward* pass computes a gradient for every parameter. The
+*optimizer* moves the parameters against their gradients:
+"""
+
+
+# %%
+def step(model, loss_fn, optimizer, x, y):
+    optimizer.zero_grad()
+    loss = loss_fn(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def accuracy(model, dataset):
+    images, labels = dataset.tensors
+    with torch.no_grad():
+        return (model(images).argmax(1) == labels).double().mean().item()
+
+
+# %% [markdown]
+"""
+Twenty passes over the training images, each in a new order:
+"""
+
+# %%
+batches = ShardedBatches(digits.train, batch_size=48, rank=0, world_size=1)
+progress = []
+for epoch in range(20):
+    losses = [step(model, cross_entropy, optimizer, x, y) for x, y in batches.epoch(epoch)]
+    progress.append((torch.stack(losses).mean().item(), accuracy(model, digits.test)))
+
+rows = [(epoch + 1, *progress[epoch]) for epoch in (0, 4, 9, 19)]
+comms.print(tabulate(rows, headers=["epoch", "training loss", "test accuracy"], floatfmt=".3f"))
+assert progress[-1][1] > 0.93, "the network should read more than 93 % of the test images"
+
+# %% [markdown]
+r"""
+The network reads digits it has never seen. How long did it take, and where did the time go?
+
+## Where the time goes
+
+**Predict.** A linear layer with $P$ weights does one multiplication and one addition for each
+weight and sample, so $2P$ operations a sample in the forward pass. The backward pass does that
+twice: once for the gradient of the weights, once for the gradient of the layer's input. It should
+take twice as long as the forward pass. The optimizer touches each weight once, whatever the
+batch: its share should shrink as the batch grows.
+
+To time the arithmetic and not the data, the rest of this chapter uses a wider network and
+synthetic samples that are made on the device:
+"""
+
+# %%
+wide = FullMLP(256, depth=16).to(comms.device)
+sgd = torch.optim.SGD(wide.parameters(), lr=1e-4, momentum=0.9)
+samples = SyntheticDataset(1024, 256, 256, device=comms.device)
+comms.print(
+    f"{parameter_count(wide):,} parameters, {human_bytes(gradient_bytes(wide))} of gradients"
+)
+
+# %% [markdown]
+"""
+**Build.** A {class}`~microddp.trace.Timeline` records when each part began and ended. The parts
+run 15 times; the first five warm the caches up and are not counted:
+"""
+
+
+# %%
+def phases(batch):
+    x, y = (tensor[:batch] for tensor in samples.tensors)
+    timeline = Timeline(comms)
+    for _ in range(15):
+        sgd.zero_grad()
+        with timeline.span("forward"):
+            loss = mse_loss(wide(x), y)
+        with timeline.span("backward"):
+            loss.backward()
+        with timeline.span("optimizer"):
+            sgd.step()
+    spans = [span for span in timeline.gather() if span.rank == 0]
+    times = {name: [s.end - s.start for s in spans if s.name == name] for name in PHASES}
+    return {name: torch.tensor(seconds[5:]).median().item() for name, seconds in times.items()}
+
+
+PHASES = ("forward", "backward", "optimizer")
+split = {f"batch {batch}": phases(batch) for batch in (16, 128, 1024)}
+
+# %% [markdown]
+"""
+**Measure.** The medians, and the same as a picture:
+"""
+
+# %%
+rows = [
+    (name, *map(human_seconds, parts.values()), parts["backward"] / parts["forward"])
+    for name, parts in split.items()
+]
+comms.print(tabulate(rows, headers=["", *PHASES, "backward / forward"], floatfmt=".2f"))
+figures.stacked_bars(
+    split, title="A larger batch spends its time in forward and backward", xlabel="time of one step"
+)
+assert split["batch 1024"]["backward"] > split["batch 1024"]["forward"]
+
+# %% [markdown]
+"""
+**Explain.** At the largest batch the ratio is near the two that was predicted. At the smallest,
+each layer's arithmetic takes less time than starting it does: the fixed cost of a call, not the
+operations, sets the time, and it is paid in forward, in backward, and in the optimizer alike.
+
+## Throughput
+
+**Predict.** If a step costs a fixed start-up time plus a time for each sample, then samples per
+second rise with the batch while the start-up dominates, and level off when the arithmetic does:
+"""
+
+# %%
+SIZES = (1, 4, 16, 64, 256, 1024)
+steps = {}
+for batch in SIZES:
+    x, y = (tensor[:batch] for tensor in samples.tensors)
+    steps[str(batch)] = lambda x=x, y=y: step(wide, mse_loss, sgd, x, y)
+
+timings = measure(steps, comms)
+rates = [int(batch) / timing.median for batch, timing in timings.items()]
+
+# %%
+rows = [
+    (batch, str(timing), rate) for (batch, timing), rate in zip(timings.items(), rates, strict=True)
+]
+headers = ["batch", "step: median (quartiles)", "samples/s"]
+comms.print(tabulate(rows, headers=headers, floatfmt=",.0f", colalign=("right", "left", "right")))
+figures.lines(
+    {"measured": (SIZES, rates)},
+    title="Larger batches keep the device busy, up to a limit",
+    xlabel="batch size",
+    ylabel="samples per second",
+    log="xy",
+)
+assert rates[-1] > 3 * rates[0], "a batch should use the device better than single samples"
+
+# %% [markdown]
+r"""
+**Explain.** The left end rises almost in proportion to the batch: a step takes nearly the same
+time for one sample as for four. The right end is the rate at which this device does arithmetic.
+From there, a larger batch takes proportionally longer, and only a second device can help.
+
+## Memory
+
+**Predict.** With $P$ parameters of 4 bytes, training holds $4P$ bytes of weights, $4P$ of
+gradients and, for momentum, $4P$ more. None of them depends on the batch. The activations do: for
+each sample, every layer keeps its input until the backward pass has used it, here 256 numbers a
+layer, and the loss keeps one more.
+
+**Build.** Autograd shows what it keeps, through a hook on every tensor that it saves. Weights are
+saved too, but they are counted already:
+"""
+
+
+# %%
+def saved_bytes(batch):
+    x, y = (tensor[:batch].clone() for tensor in samples.tensors)
+    weights = {p.untyped_storage().data_ptr() for p in wide.parameters()}
+    saved = {}
+
+    def remember(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+        mse_loss(wide(x), y).backward()
+    return sum(saved.values())
+
+
+# %% [markdown]
+"""
+**Measure.** Below, beside the parts, is the largest amount of memory that the process has held,
+which includes Python and PyTorch themselves:
+"""
+
+# %%
+weights = sum(p.nbytes for p in wide.parameters())
+gradients = sum(p.grad.nbytes for p in wide.parameters())
+momentum = sum(state["momentum_buffer"].nbytes for state in sgd.state.values())
+parts, rows = {}, []
+for batch in (16, 128, 1024):
+    kept = saved_bytes(batch)
+    predicted = batch * 256 * 4 * (16 + 2)  # the inputs of 16 layers, the output, the target
+    kinds = {"weights": weights, "gradients": gradients, "momentum": momentum, "activations": kept}
+    parts[f"batch {batch}"] = kinds
+    peak = peak_memory(comms.device)
+    rows.append((batch, *map(human_bytes, (predicted, kept, sum(kinds.values()), peak))))
+    assert abs(kept - predicted) < 0.1 * predicted
+
+# %%
+headers = ["batch", "activations predicted", "counted", "with the model", "peak of the process"]
+comms.print(tabulate(rows, headers=headers, stralign="right"))
+figures.stacked_bars(
+    parts,
+    title="Only the activations grow with the batch",
+    xlabel="memory",
+    formatter=human_bytes,
+)
+assert weights == gradients == momentum == gradient_bytes(wide)
+
+# %% [markdown]
+"""
+**Explain.** The model's share is fixed and is needed again on every device that holds a copy of
+the model. The activations are divided when the batch is. That is the first argument for data
+parallelism: the same global batch, on more devices, takes less memory on each.
+
+## The data wall
+
+**Predict.** At the best rate measured above, a million samples take this long, and so do ten and
+a hundred passes over them:
+"""
+
+# %%
+best = max(rates)
+rows = [
+    (devices, *(human_seconds(1e6 * epochs / best / devices) for epochs in (1, 10, 100)))
+    for devices in (1, 2, 4, 8)
+]
+headers = ["devices", "1 epoch", "10 epochs", "100 epochs"]
+comms.print(
+    f"1M samples at {best:,.0f} samples/s on one device; on more, if they split it perfectly"
+)
+comms.print(tabulate(rows, headers=headers, stralign="right"))
+
+# %% [markdown]
+"""
+The first row is the measured rate, multiplied out. The other rows are a hope: they assume that n
+devices are n times as fast. The rest of this book finds out what that costs. This network has
+about a million parameters; time grows in proportion to parameters too, so a thousand times larger
+model on the same device would turn hours into months.
+"""
+
+# %%
+figures.lines(
+    {
+        f"{epochs} epochs": ((1, 2, 4, 8), [1e6 * epochs / best / n / 3600 for n in (1, 2, 4, 8)])
+        for epochs in (10, 100)
+    },
+    title="A million samples: hours on one device, fewer if the split were perfect",
+    xlabel="devices",
+    ylabel="hours",
+    log="xy",
+)
+
+# %% [markdown]
+"""
+## Where it breaks: timing without a warm-up
+
+The first call of anything also allocates memory, loads code and, on a GPU, compiles or picks
+kernels. Here is the first step of a fresh network beside the median of the steps that follow:
+"""
+
+# %%
+fresh = FullMLP(256, depth=16).to(comms.device)
+fresh_sgd = torch.optim.SGD(fresh.parameters(), lr=1e-4, momentum=0.9)
+x, y = (tensor[:16] for tensor in samples.tensors)
+call = {"step": lambda: step(fresh, mse_loss, fresh_sgd, x, y)}
+first = measure(call, comms, warmup=0, repeat=1)["step"]
+later = measure(call, comms, warmup=3, repeat=15)["step"]
+comms.print(f"first step {human_seconds(first.median)}, later steps {later}")
+comms.print(f"the first took {first.median / later.median:.1f} times as long")
+
+# %% [markdown]
+"""
+A benchmark of one call would have reported the first number. On a GPU there is a second trap: a
+call returns as soon as the work is queued, so the clock must wait for the device before it is
+read. {func}`microddp.trace.measure` does both, and lets the ranks wait for each other before
+every call.
+
+## What to take along
+
+- The backward pass costs about twice the forward pass; the optimizer's cost does not depend on
+  the batch.
+- Throughput levels off at the device's own rate of arithmetic. Beyond that only more devices
+  help.
+- Weights, gradients and optimizer state are held whole on every device; activations follow the
+  batch.
+
+## Exercises
+
+1. Double the width of the network. Predict the new throughput at batch 1024 from the operations a
+   sample needs, then measure it.
+2. Replace SGD by Adam. Which of the bars of the memory figure grows, and by how much?
+3. Find the batch size at which half the best throughput is reached. What does it say about the
+   start-up time of a step?
+"""
+
+# %%
+comms.close()

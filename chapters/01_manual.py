@@ -1,0 +1,322 @@
+# %% [markdown]
+r"""
+# Splitting a batch by hand
+
+What does it mean to split a batch? Two copies of a model live in one process here, each sees half
+of the batch, and their gradients are averaged by hand. No message is sent yet: this chapter is
+about which numbers have to agree, and about three ways to get them wrong.
+"""
+
+# %%
+# sphinx_gallery_ranks = 1
+import copy
+
+import torch
+from tabulate import tabulate
+from torch.nn.functional import cross_entropy
+
+import microddp
+from microddp import figures
+from microddp.data import ShardedBatches, load_digits, shard
+from microddp.model import FullMLP
+
+comms = microddp.init()
+comms.print(comms.describe())
+
+# %% [markdown]
+r"""
+## The mean of the gradients is the gradient of the mean
+
+**Predict.** The loss of a batch of $B$ samples is the mean of the samples' losses, and
+differentiation is linear. Cut the batch into $n$ *equal* shards, and the gradient of the whole is
+the mean of the gradients of the shards:
+
+$$
+\nabla \frac{1}{B} \sum_{i=1}^{B} \ell_i
+= \frac{1}{n} \sum_{k=1}^{n} \Big( \frac{n}{B} \sum_{i \in \text{shard } k} \nabla \ell_i \Big)
+$$
+
+In exact arithmetic the two sides are equal. In floating point they are summed in another order,
+so they should differ by rounding: about $10^{-7}$ of the gradient in `float32`, $10^{-16}$ in
+`float64`.
+
+**Build.** One model, one batch of real digits, and a function for the gradient of any part of it:
+"""
+
+# %%
+digits = load_digits(comms.device)
+torch.manual_seed(0)
+start = FullMLP(128, inputs=64, outputs=10).to(comms.device)
+images, labels = (tensor[:96] for tensor in digits.train.tensors)
+
+
+def gradient(model, x, y):
+    model.zero_grad()
+    cross_entropy(model(x), y).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def distance(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+# %% [markdown]
+"""
+**Measure.** The relative distance between the two sides, for two and more shards:
+"""
+
+# %%
+rows = []
+for dtype in (torch.float32, torch.float64):
+    model, x = copy.deepcopy(start).to(dtype), images.to(dtype)
+    whole = gradient(model, x, labels)
+    for n in (2, 3, 4):
+        parts = [gradient(model, shard(x, k, n), shard(labels, k, n)) for k in range(n)]
+        error = distance(torch.stack(parts).mean(0), whole)
+        rows.append((str(dtype), n, error, torch.finfo(dtype).eps))
+        assert error < 10 * torch.finfo(dtype).eps
+
+comms.print(
+    tabulate(rows, headers=["dtype", "shards", "distance", "rounding unit"], floatfmt=".1e")
+)
+
+# %% [markdown]
+"""
+**Explain.** The distance is a few units of rounding in either precision, so it is rounding and
+nothing else. The gradients are the same.
+
+## Two replicas that stay together
+
+Equal gradients are worth something only if they keep the models equal. Here are two replicas with
+an optimizer each. Before every step each one computes the gradient of its half of the batch, and,
+if asked to, both put the average in place of their own:
+"""
+
+
+# %%
+def split_step(replicas, optimizers, x, y, average=True):
+    n = len(replicas)
+    for k, replica in enumerate(replicas):
+        replica.zero_grad()
+        cross_entropy(replica(shard(x, k, n)), shard(y, k, n)).backward()
+    if average:
+        for copies in zip(*(r.parameters() for r in replicas), strict=True):
+            mean = torch.stack([p.grad for p in copies]).mean(0)
+            for p in copies:
+                p.grad.copy_(mean)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+# %%
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def switched_on(model, x):
+    """Which ReLUs pass their input on, for every sample."""
+    masks = []
+    with torch.no_grad():
+        for layer in model.layers[:-1]:
+            x = torch.relu(layer(x))
+            masks.append(x > 0)
+    return torch.cat(masks, dim=1)
+
+
+def train(average, dtype=torch.float64):
+    """After each step: distance between the replicas, to one model, and ReLUs that differ."""
+    replicas = [copy.deepcopy(start).to(dtype) for _ in range(2)]
+    single = copy.deepcopy(start).to(dtype)
+    optimizers, alone = [sgd(r) for r in replicas], sgd(single)
+    apart, from_single, flipped = [], [], []
+    for x, y in ShardedBatches(digits.train, 96, rank=0, world_size=1).epoch(0):
+        masks = [switched_on(model, x.to(dtype)) for model in (replicas[0], single)]
+        flipped.append(int((masks[0] != masks[1]).sum()))
+        split_step(replicas, optimizers, x.to(dtype), y, average)
+        gradient(single, x.to(dtype), y)
+        alone.step()
+        apart.append(distance(weights(replicas[0]), weights(replicas[1])))
+        from_single.append(distance(weights(replicas[0]), weights(single)))
+    return apart, from_single, flipped
+
+
+# %% [markdown]
+"""
+**Predict.** With averaging, both replicas take the same step from the same place: their distance
+should be exactly zero, and the distance to a single model that saw the whole batch should be
+rounding. Without, each follows its own half of the data, and they drift.
+"""
+
+# %%
+apart, from_single, flipped = train(average=True)
+apart32, from_single32, flipped32 = train(average=True, dtype=torch.float32)
+drift, drift_from_single, drift_flipped = train(average=False)
+rows = [
+    ("averaged, float64", apart[-1], from_single[-1], flipped[-1]),
+    ("averaged, float32", apart32[-1], from_single32[-1], flipped32[-1]),
+    ("on their own, float64", drift[-1], drift_from_single[-1], drift_flipped[-1]),
+]
+headers = [
+    f"after {len(drift)} steps",
+    "between replicas",
+    "to a single model",
+    "ReLUs that differ",
+]
+comms.print(tabulate(rows, headers=headers, floatfmt=".1e"))
+assert max(apart) == max(apart32) == 0.0
+assert from_single[-1] < 1e-9 < 1e-3 < drift[-1]
+
+# %%
+steps = range(1, len(drift) + 1)
+figures.lines(
+    {
+        "replicas on their own": (steps, drift),
+        "averaged, float32": (steps, from_single32),
+        "averaged, float64": (steps, from_single),
+    },
+    title="Without averaging replicas part at once; with it, only rounding separates them",
+    xlabel="training steps",
+    ylabel="relative distance of the weights",
+    log="y",
+)
+
+# %% [markdown]
+r"""
+**Explain.** The upper curve is the distance between two replicas that never talk. The other two
+are the distance between an averaged replica and a single model; the averaged replicas themselves
+are bitwise equal, and a distance of zero has no place on a logarithmic axis.
+
+The two lower curves rise, although every gradient is right to the last bits. In `float32` there
+is more than rounding: the curve jumps where the input of a ReLU is so close to zero that it comes
+out positive in one copy of the model and not in the other. From then on one sample takes another
+path through the network, and the last column of the table counts how many such switches differ in
+the end. Training amplifies any difference, down to the last bit. So tests in this book that
+compare whole training runs use `float64`, where an input that close to zero is a billion times
+rarer: a real mistake then stands out.
+
+## Where it breaks: unequal shards
+
+The formula needed *equal* shards. Suppose a batch of 96 is cut into parts of $a$ and $96-a$
+samples, as happens with the last batch of an epoch, or with sentences where a sample is a token.
+Each part's loss is the mean over its own samples, so the mean of the two means gives the samples
+in the small part too much weight:
+"""
+
+# %%
+cuts = (4, 12, 24, 36, 48)
+whole = gradient(start, images, labels)
+wrong, right = [], []
+for a in cuts:
+    small = gradient(start, images[:a], labels[:a])
+    large = gradient(start, images[a:], labels[a:])
+    wrong.append(distance((small + large) / 2, whole))
+    right.append(distance((a * small + (96 - a) * large) / 96, whole))
+
+# %%
+rows = list(zip(cuts, (96 - a for a in cuts), wrong, right, strict=True))
+headers = ["first shard", "second shard", "mean of means", "weighted by samples"]
+comms.print(tabulate(rows, headers=headers, floatfmt=".1e"))
+figures.lines(
+    {"mean of means": (cuts, wrong), "weighted": (cuts, right)},
+    title="The mean of two means is right only for equal halves",
+    xlabel="samples in the first shard, of 96",
+    ylabel="relative error of the gradient",
+    log="y",
+)
+assert wrong[0] > 0.1
+assert max(right) < 1e-5
+assert wrong[-1] < 1e-5
+
+# %% [markdown]
+r"""
+The fix is to weight each shard by its samples: in practice, to divide the *sum* of the losses of
+a shard by the samples of the *whole* batch, and then to add the gradients. The batches of this
+book divide evenly, and {class}`~microddp.data.ShardedBatches` refuses those that do not:
+"""
+
+# %%
+try:
+    ShardedBatches(digits.train, batch_size=96, rank=0, world_size=5)
+except ValueError as error:
+    comms.print(error)
+
+# %% [markdown]
+r"""
+## Where it breaks: adding, and averaging the wrong thing
+
+Two more mistakes train without any error message. The first *adds* the gradients and does not
+divide: every step is then $n$ times as long, as if the learning rate had been multiplied by $n$.
+The second averages the *weights* after each replica's own step, and not the gradients before it.
+Here is one step of each, for two optimizers, against the step of a single model:
+"""
+
+
+# %%
+def one_step(optimizer_class, lr, mistake):
+    single, replicas = copy.deepcopy(start), [copy.deepcopy(start) for _ in range(2)]
+    gradient(single, images, labels)
+    optimizer_class(single.parameters(), lr=lr).step()
+    optimizers = [optimizer_class(r.parameters(), lr=lr) for r in replicas]
+    if mistake == "weights averaged":
+        split_step(replicas, optimizers, images, labels, average=False)
+        result = torch.stack([weights(r) for r in replicas]).mean(0)
+    else:
+        for p in start.parameters():
+            p.grad = None
+        summed = sum(gradient(start, shard(images, k, 2), shard(labels, k, 2)) for k in range(2))
+        torch.nn.utils.vector_to_parameters(weights(start), replicas[0].parameters())
+        for p, g in zip(replicas[0].parameters(), _split(summed, start), strict=True):
+            p.grad = g
+        optimizers[0].step()
+        result = weights(replicas[0])
+    moved = weights(single) - weights(start)
+    return ((result - weights(single)).norm() / moved.norm()).item()
+
+
+def _split(flat, model):
+    sizes = [p.numel() for p in model.parameters()]
+    return [g.view_as(p) for g, p in zip(flat.split(sizes), model.parameters(), strict=True)]
+
+
+# %%
+rows = [
+    (name, *(one_step(kind, lr, mistake) for mistake in ("summed", "weights averaged")))
+    for name, kind, lr in (("SGD", torch.optim.SGD, 0.01), ("Adam", torch.optim.Adam, 0.001))
+]
+headers = ["optimizer", "gradients summed", "weights averaged"]
+comms.print("distance from the right step, as a share of that step")
+comms.print(tabulate(rows, headers=headers, floatfmt=".1e"))
+assert abs(rows[0][1] - 1) < 0.01
+assert rows[0][2] < 1e-3 < rows[1][2]
+
+# %% [markdown]
+"""
+Summed gradients make SGD's step twice as long, so it misses by the whole length of a step. Adam
+divides by the size of the gradient and hides the mistake, until something that depends on the
+size meets it: gradient clipping, say. Averaged weights are the mirror image: for plain SGD the
+step is linear in the gradient and nothing is wrong, for Adam it is another algorithm. A mistake
+that one optimizer hides is found by testing with another.
+
+## What to take along
+
+- Equal shards, a mean loss, averaged gradients and equal starting weights: then n replicas take
+  the step of one device on the whole batch.
+- "Equal" means up to rounding, because the sums are formed in another order. The replicas among
+  themselves stay bitwise equal.
+- The average had to bring all gradients to one place. In one process that was a line of code.
+  Between processes it is the next chapter.
+
+## Exercises
+
+1. Give the two replicas different seeds and average their gradients. Do they approach each other?
+2. Let the loss be the *sum* over the samples. Which of the rules above change?
+3. Put a batch normalisation layer into the model. Why is the split step no longer the step of the
+   whole batch, although the gradients are averaged?
+"""
+
+# %%
+comms.close()

@@ -1,0 +1,475 @@
+# %% [markdown]
+r"""
+# All-reduce from send and receive
+
+How do n processes agree on a sum? Each one has a tensor, and each one should end with the sum of
+all. This chapter builds three ways to do that from messages between two processes, counts what
+they send, and times them against the one that comes with PyTorch.
+"""
+
+# %%
+# sphinx_gallery_ranks = 4
+import time
+
+import torch
+from tabulate import tabulate
+
+import microddp
+from microddp import figures
+from microddp.allreduce import ALGORITHMS
+from microddp.animation import RingAnimation
+from microddp.figures import human_bytes, human_seconds
+from microddp.machine import cpu_cores, schedule_threads
+from microddp.messages import MessageCounter, all_reduce_cost, bus_bandwidth, fit_alpha_beta
+from microddp.trace import measure
+
+comms = microddp.init()
+rank, n = comms.rank, comms.world_size
+comms.print(comms.describe())
+
+# %% [markdown]
+"""
+## Two verbs
+
+From here on this file is a *job*: every process runs it from the first line to the last, and each
+has a number, its *rank*, from 0 to n-1. The number of processes is the *world size*. A rank can
+`send` a tensor to another rank, which must call `recv` with room for it. Where two ranks send to
+each other, `sendrecv` does both at once, so that neither waits for the other to stop talking.
+
+Here every rank passes its number on to the right, and prints what came from the left. Only rank 0
+prints, through `comms.print`:
+"""
+
+# %%
+right, left = (rank + 1) % n, (rank - 1) % n
+mine, theirs = torch.tensor([rank], device=comms.device), torch.tensor([-1], device=comms.device)
+if n > 1:
+    comms.sendrecv(mine, right, theirs, left)
+    comms.print(f"rank 0 of {n} heard from rank {theirs.item()}")
+else:
+    comms.print("One rank has nobody to talk to. Try: torchrun --nproc-per-node=4", __file__)
+
+# %% [markdown]
+r"""
+## Naive: everything through rank 0
+
+**Predict.** Rank 0 receives $n-1$ tensors of $S$ bytes, adds them up and sends $n-1$ tensors
+back: $2(n-1)$ messages. All of them pass through rank 0's link, one after the other, so the time
+grows as $2(n-1)S$, however fast the other links are.
+
+**Build.**
+"""
+
+
+# %%
+def naive(tensor):
+    if rank == 0:
+        scratch = torch.empty_like(tensor)
+        for peer in range(1, n):
+            comms.recv(scratch, peer)
+            tensor += scratch
+        for peer in range(1, n):
+            comms.send(tensor, peer)
+    else:
+        comms.send(tensor, 0)
+        comms.recv(tensor, 0)
+
+
+# %% [markdown]
+r"""
+## Direct: everyone to everyone
+
+**Predict.** Nobody is in the middle: every rank sends its tensor to all others and adds up what
+it gets. That is $n(n-1)$ messages, $(n-1)S$ bytes sent by every rank at once.
+
+**Build.** In round $k$ a rank sends to the one $k$ places to its right. The tensors are added
+only when all are here, in the order of the ranks. The reason comes at the end of the chapter:
+"""
+
+
+# %%
+def direct(tensor):
+    everyone = [torch.empty_like(tensor) for _ in range(n)]
+    everyone[rank].copy_(tensor)
+    for k in range(1, n):
+        comms.sendrecv(tensor, (rank + k) % n, everyone[(rank - k) % n], (rank - k) % n)
+    tensor.copy_(torch.stack(everyone).sum(0))
+
+
+# %% [markdown]
+r"""
+## Ring: a chunk at a time
+
+Both ways send whole tensors. The ring cuts the tensor into $n$ chunks and keeps every link busy
+with another chunk. In the first half, *reduce-scatter*, a rank receives a chunk from its left,
+adds its own values, and in the next round passes it on: after $n-1$ rounds each rank holds one
+chunk of the finished sum. In the second half, *all-gather*, the finished chunks go round once
+more.
+
+**Predict.** There are $2(n-1)$ rounds of $S/n$ bytes, so a rank sends $2\,\frac{n-1}{n}\,S$
+bytes: never more than $2S$, however many ranks there are. The price is the number of rounds,
+which grows with $n$.
+
+**Build.**
+"""
+
+
+# %%
+def ring(tensor):
+    chunks = tensor.tensor_split(n)
+    scratch = torch.empty_like(chunks[0])
+    for s in range(n - 1):  # reduce-scatter
+        outgoing, incoming = chunks[(rank - 1 - s) % n], chunks[(rank - 2 - s) % n]
+        arriving = scratch[: incoming.numel()]
+        comms.sendrecv(outgoing, right, arriving, left)
+        incoming += arriving
+    for s in range(n - 1):  # all-gather
+        comms.sendrecv(chunks[(rank - s) % n], right, chunks[(rank - 1 - s) % n], left)
+
+
+# %% [markdown]
+"""
+**Measure.** First: are they right? The oracle is PyTorch's own `all_reduce`, on a size that n
+does not divide. A {class}`~microddp.messages.MessageCounter` records every message on the way:
+"""
+
+# %%
+BUILT = {"naive": naive, "direct": direct, "ring": ring}
+size = 1003
+sent = {}
+for name, all_reduce in BUILT.items():
+    tensor = torch.arange(size, dtype=torch.float32, device=comms.device) * (rank + 1)
+    expected = tensor.clone()
+    comms.all_reduce(expected)
+    with MessageCounter(comms) as counter:
+        all_reduce(tensor)
+    sent[name] = counter.gather()
+    assert torch.equal(tensor, expected), name
+
+# %% [markdown]
+"""
+Then: do they send what was predicted?
+"""
+
+# %%
+rows = []
+for name, by_rank in sent.items():
+    cost = all_reduce_cost(name, n, size * 4)
+    messages = sum(len(messages) for messages in by_rank)
+    most = max(sum(message.nbytes for message in messages) for messages in by_rank)
+    rows.append((name, messages, cost.messages, most, cost.most_sent, cost.rounds))
+    assert messages == cost.messages
+    assert cost.most_sent <= most <= cost.most_sent + 2 * n * 4  # chunks are whole elements
+
+headers = ["", "messages", "predicted", "most bytes a rank sent", "predicted", "rounds"]
+comms.print(f"{n} ranks reduce {human_bytes(size * 4)}")
+comms.print(tabulate(rows, headers=headers))
+
+# %% [markdown]
+"""
+The same messages by sender and receiver. The row of a rank is what it sends, the column what it
+receives:
+"""
+
+
+# %%
+def matrix(by_rank):
+    links = [[0] * n for _ in range(n)]
+    for message in (message for messages in by_rank for message in messages):
+        links[message.src][message.dst] += message.nbytes
+    return links
+
+
+figures.traffic(
+    {name: matrix(by_rank) for name, by_rank in sent.items()},
+    title="Naive fills one row and one column, direct every link, the ring one link a rank",
+)
+
+# %% [markdown]
+"""
+And the ring as it ran. A number says how many ranks' values a chunk contains; a frame marks the
+chunk that its rank sends next, to the rank below (the last one to the first):
+"""
+
+# %%
+if n > 1:
+    figures.ring_rounds(
+        sent["ring"], size * 4, title="Chunks grow complete, then go round once more"
+    )
+
+# %% [markdown]
+"""
+The same messages as they travel. The number on a dot is the chunk it carries:
+"""
+
+# %%
+RingAnimation(sent["ring"], size * 4)
+
+# %% [markdown]
+"""
+## From a chapter to a core
+
+The ring above waits after each round: nothing is reduced while a chunk travels, and nothing
+travels while a chunk is reduced. The core's version cuts chunks into pieces and keeps a few of
+them under way. It also takes any operation, any dtype and tensors that are not contiguous. Both
+halves are one stream of pieces:
+
+```{literalinclude} ../../microddp/allreduce.py
+:pyobject: _ring
+```
+
+It must agree with the one in this chapter, for every operation the core has:
+"""
+
+# %%
+for op in ("sum", "max", "min", "product"):
+    for name, all_reduce in ALGORITHMS.items():
+        tensor = torch.arange(size, dtype=torch.float64, device=comms.device) % 3 + rank
+        expected = tensor.clone()
+        comms.all_reduce(expected, op)
+        all_reduce(tensor, comms, op)
+        assert torch.equal(tensor, expected), (name, op)
+
+comms.print(f"{', '.join(ALGORITHMS)}: equal to the backend's for sum, max, min and product")
+
+# %% [markdown]
+r"""
+## What a message costs
+
+The simplest useful model of a message has two numbers. It takes $\alpha$ seconds to start one,
+whatever its size, and $\beta$ seconds for each byte:
+
+$$ t(m) = \alpha + \beta m $$
+
+Timings are honest only where every rank has a core (or a GPU) to itself. If the job has more
+ranks than that, the rest of the chapter times a *sub-group* of as many ranks as there are cores,
+and the others wait:
+"""
+
+# %%
+devices = torch.cuda.device_count() if comms.device.type == "cuda" else cpu_cores()
+timing_ranks = range(min(n, max(2, devices)))
+few = comms.subgroup(timing_ranks)
+timed = few is not None and few.world_size > 1
+comms.print(f"timing on {len(timing_ranks)} of {n} ranks, {devices} cores or GPUs")
+
+# %%
+SIZES = [2**k for k in range(10, 26, 3)]
+message_seconds = {}
+if timed:
+    neighbour, other = (few.rank + 1) % few.world_size, (few.rank - 1) % few.world_size
+    for nbytes in SIZES:
+        out, into = (torch.zeros(nbytes // 4, device=comms.device) for _ in range(2))
+        exchange = {"": lambda out=out, into=into: few.sendrecv(out, neighbour, into, other)}
+        message_seconds[nbytes] = measure(exchange, few, warmup=5, repeat=31)[""].median
+
+# %% [markdown]
+"""
+Fitting the line by the *relative* error lets the small messages say what alpha is and the large
+ones what beta is:
+"""
+
+# %%
+if timed:
+    alpha, beta = fit_alpha_beta(list(message_seconds), list(message_seconds.values()))
+    rows = [
+        (human_bytes(m), human_seconds(t), human_seconds(alpha + beta * m))
+        for m, t in message_seconds.items()
+    ]
+    few.print(
+        f"alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte ({1 / beta / 1e9:.2f} GB/s)"
+    )
+    few.print(tabulate(rows, headers=["message", "measured", "alpha + beta m"], stralign="right"))
+
+# %% [markdown]
+r"""
+## Time by size
+
+**Predict.** An algorithm of $r$ rounds, each of $m$ bytes, should take $r(\alpha + \beta m)$. For
+small tensors $\alpha$ decides, so fewer rounds win. For large ones $\beta$ decides, and with it
+the bytes: the ring should win there, by a factor that grows with the number of ranks.
+
+**Measure.** All algorithms take turns, so that whatever disturbs the machine meets all of them:
+"""
+
+# %%
+timings = {}
+for nbytes in (2**k for k in range(14, 26, 2)):
+    if timed:
+        x = torch.ones(nbytes // 4, device=comms.device)
+        calls = {"backend": lambda x=x: few.all_reduce(x)}
+        for name, algorithm in ALGORITHMS.items():
+            calls[name] = lambda x=x, algorithm=algorithm: algorithm(x, few)
+        for name, t in measure(calls, few, repeat=11, prepare=lambda x=x: x.fill_(1)).items():
+            timings.setdefault(name, {})[nbytes] = t
+
+# %%
+if timed:
+    models = {
+        name: lambda m, name=name: all_reduce_cost(name, few.world_size, m).seconds(alpha, beta)
+        for name in ALGORITHMS
+    }
+    figures.times_by_size(
+        {name: timings[name] for name in ("backend", "ring", "naive")},
+        models=models,
+        title="Time by size: measured (solid) and predicted from single messages (dashed)",
+    )
+
+# %%
+if timed:
+    rows = []
+    for nbytes, backend in timings["backend"].items():
+        ratios = [f"{timings[name][nbytes].median / backend.median:.2f}" for name in ALGORITHMS]
+        bus = bus_bandwidth(nbytes, timings["ring"][nbytes].median, few.world_size) / 1e9
+        error = models["ring"](nbytes) / timings["ring"][nbytes].median
+        rows.append((human_bytes(nbytes), str(backend), *ratios, f"{bus:.2f}", f"{error:.2f}"))
+    headers = [
+        "size",
+        "backend",
+        *(f"{a} / backend" for a in ALGORITHMS),
+        "ring GB/s",
+        "predicted / ring",
+    ]
+    few.print(tabulate(rows, headers=headers, disable_numparse=True, stralign="right"))
+
+# %% [markdown]
+r"""
+*GB/s* is the ring's bus bandwidth as nccl-tests defines it, $\frac{S}{t}\cdot\frac{2(n-1)}{n}$:
+what each link must have carried, comparable between algorithms and numbers of ranks ([nccl-tests,
+PERFORMANCE.md](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md)).
+
+**Explain.** Where the prediction is too low, the model leaves something out. It knows messages,
+but not the additions between them, nor that on one machine the two sides of a message share
+memory bandwidth and cores. Where it is too high, pieces that overlap hide the start-up that the
+model charges for each round. And with only two ranks timed, the naive way sends just twice the
+ring's bytes; its bottleneck shows when there are many.
+
+## The pauses
+
+Small messages hide a surprise. Below, the same exchange of 64 KiB runs 400 times under each of
+two classes of Linux's scheduler. The curve shows the share of calls that took longer than a given
+time:
+"""
+
+
+# %%
+def exchange_times(policy):
+    comms.barrier()
+    schedule_threads(policy)
+    seconds = []
+    if timed and comms.device.type == "cpu":
+        out, into = torch.zeros(1 << 14), torch.zeros(1 << 14)
+        for _ in range(420):
+            start = time.perf_counter()
+            few.sendrecv(out, neighbour, into, other)
+            seconds.append(time.perf_counter() - start)
+    schedule_threads("batch")
+    return seconds[20:]
+
+
+# %%
+paused = {"default class": exchange_times("other"), "batch class": exchange_times("batch")}
+if timed and comms.device.type == "cpu":
+    figures.pauses(paused, title="64 KiB between two ranks: pauses", xlabel="time of one exchange")
+    for name, seconds in paused.items():
+        seconds = torch.tensor(seconds)
+        slow = (seconds > 1e-3).double().mean()
+        few.print(f"{name}: {human_seconds(seconds.mean())} on average, {slow:.1%} over 1 ms")
+
+# %% [markdown]
+"""
+Where calls take some 4 ms under the default class, that is not the network: it is a turn of the
+scheduler. gloo has a background thread that reads the sockets. When data arrive, it wakes up and
+*tries* to lock the connection. If the main thread holds the lock, because it is in the middle of
+sending, the background thread does not sleep: it polls and tries again (`Pair::handleEvents` in
+[gloo's TCP transport](https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/pair.cc)).
+That is harmless as long as both threads have a core. But if waking up pushed the main thread off
+its core, the spinning thread waits for one that cannot run, until the scheduler's next tick: 4 ms
+where the kernel ticks 250 times a second.
+
+Threads of Linux's *batch* class do not push others off on waking. `microddp.init()` puts its
+threads into that class, which is why the book's numbers have few of these pauses. Nothing here is
+special to our ring: PyTorch's own gloo collectives have the same pauses and lose them the same
+way.
+
+## Where it breaks: a ring that sends whole tensors
+
+A ring that passes on the whole tensor, round after round, also ends with the right sum on every
+rank, and can be found in published courses. Count its bytes:
+"""
+
+
+# %%
+def ring_of_whole_tensors(tensor):
+    passing, arriving = tensor.clone(), torch.empty_like(tensor)
+    for _ in range(n - 1):
+        comms.sendrecv(passing, right, arriving, left)
+        tensor += arriving
+        passing, arriving = arriving, passing
+
+
+# %%
+tensor = torch.ones(size, device=comms.device)
+with MessageCounter(comms) as counter:
+    ring_of_whole_tensors(tensor)
+whole = sum(message.nbytes for message in counter.messages)
+chunked = sum(message.nbytes for message in sent["ring"][rank])
+comms.print(f"whole tensors: {whole} bytes a rank; chunks: {chunked}")
+assert torch.equal(tensor, torch.full_like(tensor, n))
+assert whole == (n - 1) * size * 4
+
+# %% [markdown]
+r"""
+It sends $(n-1)S$ bytes, as the direct way does, but one after the other: a ring in shape only.
+
+## Where it breaks: each rank adds in its own order
+
+The whole-tensor ring has a second fault, and so has a direct exchange that adds whatever comes,
+as it comes. Floating-point addition depends on the order, and here each rank starts with its own
+tensor and adds the others in another order:
+"""
+
+# %%
+torch.manual_seed(rank)
+values = torch.randn(10_000, device=comms.device)
+for name, all_reduce in {
+    "whole-tensor ring": ring_of_whole_tensors,
+    "ring": ring,
+    "direct": direct,
+}.items():
+    result = values.clone()
+    all_reduce(result)
+    results = comms.all_gather(result)
+    differ = int((results != results[0]).any(0).sum())
+    comms.print(f"{name}: {differ} of {len(values)} sums differ between ranks")
+    assert name == "whole-tensor ring" or differ == 0
+
+# %% [markdown]
+"""
+The differences are in the last bits, and no test with a tolerance notices. But replicas that
+start equal and add different averages are no longer replicas, and chapter 01 showed what training
+makes of a last bit. Two ranks are always safe, since a + b = b + a; with three or more, the order
+must be the same everywhere. In the chunked ring each chunk is added up along one path and then
+copied.
+
+## What to take along
+
+- An all-reduce is a reduce-scatter followed by an all-gather.
+- The ring sends the fewest bytes; recursive doubling and direct exchange need fewer rounds. Alpha
+  and beta say where one overtakes the other.
+- The sum must be formed in one order on all ranks.
+
+## Exercises
+
+1. From alpha and beta above, compute the size at which the ring overtakes the direct exchange for
+   8 ranks. Check it on a machine that has them.
+2. The last figure of a ring with 4 ranks has 6 rounds. Draw recursive doubling for 4 ranks by
+   hand. How many rounds does it take, and how many bytes?
+3. `microddp.allreduce.PIECE_BYTES` sets the size of a piece. Sweep it with `torchrun -m
+   microddp.bench allreduce --algorithm ring --sweep`, and explain both ends.
+"""
+
+# %%
+if few is not None:
+    few.close()
+comms.close()
