@@ -33,7 +33,7 @@ the mean of the gradients of the shards:
 
 $$
 \nabla \frac{1}{B} \sum_{i=1}^{B} \ell_i
-= \frac{1}{n} \sum_{k=1}^{n} \Big( \frac{n}{B} \sum_{i \in \text{shard } k} \nabla \ell_i \Big)
+= \frac{1}{n} \sum_{k=1}^{n} \left( \frac{n}{B} \sum_{i \in \text{shard } k} \nabla \ell_i \right)
 $$
 
 In exact arithmetic the two sides are equal. In floating point they are summed in another order,

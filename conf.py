@@ -1,0 +1,88 @@
+"""Sphinx configuration of the book. Build it with: sphinx-build -c . docs _site"""
+
+import sys
+from importlib.metadata import version as version_of
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "docs" / "_ext"))
+
+project = "microddp"
+author = "The microddp authors"
+copyright = author
+version = release = version_of("microddp")
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "sphinx_gallery.gen_gallery",
+    "gallery_markdown",
+    "gallery_launcher",
+    "mathml",
+    "page_head",
+]
+exclude_patterns = ["_ext", "_static", "**/README.md"]
+nitpicky = True
+nitpick_ignore_regex = [
+    # There is no inventory of other projects' names, because a build needs no network.
+    (r"py:.*", r"(torch|numpy|np|matplotlib|collections|pathlib|argparse|typing|types)\..*"),
+    (r"py:.*", r"(Callable|Iterator|Mapping|Sequence|Path|optional|P|P\.\w+|Figure|Axes)"),
+]
+
+myst_enable_extensions = ["dollarmath", "colon_fence", "alert", "deflist"]
+myst_heading_anchors = 3
+
+# The chapters ------------------------------------------------------------------------------------
+
+sphinx_gallery_conf = {
+    "examples_dirs": "../chapters",
+    "gallery_dirs": "chapters",
+    "filename_pattern": r"/\d\d_\w+\.py$",
+    "image_srcset": ["2x"],
+    "matplotlib_animations": False,
+    "download_all_examples": False,
+    "remove_config_comments": True,
+    "show_signature": False,
+    "show_memory": False,
+    "write_computation_times": False,
+    "within_subsection_order": "FileNameSortKey",
+    "doc_module": ("microddp",),
+    "reference_url": {"microddp": None},
+    "backreferences_dir": None,
+    "nested_sections": False,
+    "plot_gallery": True,
+}
+gallery_launcher = {
+    "ranks": "book_run.ranks",
+    "timeout": 600,
+    "log_dir": "_site/_logs",
+    "depends": ["microddp/**/*.py"],
+    "preload": ["gallery_markdown.install"],
+    "facts": "book_run.measured_on",
+}
+
+# The site ----------------------------------------------------------------------------------------
+
+html_theme = "furo"
+html_title = "microddp"
+html_static_path = ["docs/_static"]
+html_css_files = ["book.css"]
+html_favicon = "docs/_static/favicon.svg"
+html_show_sphinx = False
+html_copy_source = False
+html_math_renderer = "mathml"
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#1d5fa8", "color-brand-content": "#1d5fa8"},
+    "dark_css_variables": {"color-brand-primary": "#7ab8ff", "color-brand-content": "#7ab8ff"},
+}
+pygments_style = "a11y-high-contrast-light"
+pygments_dark_style = "a11y-high-contrast-dark"
+copybutton_exclude = ".linenos, .gp, .go"
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False

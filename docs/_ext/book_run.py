@@ -1,0 +1,33 @@
+"""How the book's chapters run: on how many ranks, and what their pages say about it."""
+
+import os
+from typing import Any
+
+import torch
+
+from microddp.machine import cpu_cores
+
+# A job of one rank shows no communication, one of many waits for a core most of the time.
+LEAST, MOST = 2, 4
+
+
+def ranks() -> int:
+    """The ranks of a chapter that does not ask for its own number.
+
+    ``MICRODDP_NPROC`` if it is set; else one for each GPU if there are several; else one for each
+    core, but at least 2 and at most 4.
+
+    Raises ``ValueError`` if ``MICRODDP_NPROC`` is not a number from 1 on.
+    """
+    wanted = os.environ.get("MICRODDP_NPROC")
+    if wanted is not None:
+        if not wanted.isdecimal() or int(wanted) < 1:
+            raise ValueError(f"expected MICRODDP_NPROC to be a number from 1 on, got {wanted!r}")
+        return int(wanted)
+    gpus = torch.cuda.device_count()
+    return gpus if gpus > 1 else min(MOST, max(LEAST, cpu_cores()))
+
+
+def measured_on(namespace: dict[str, Any]) -> str:
+    """The line below a chapter's title, from the ``Comms`` that the chapter ran with."""
+    return f":::{{note}}\nMeasured on {namespace['comms'].describe()}.\n:::"
