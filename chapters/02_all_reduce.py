@@ -9,6 +9,8 @@ they send, and times them against the one that comes with PyTorch.
 
 # %%
 # sphinx_gallery_ranks = 4
+import functools
+import itertools
 import time
 
 import torch
@@ -254,14 +256,21 @@ timed = few is not None and few.world_size > 1
 comms.print(f"timing on {len(timing_ranks)} of {n} ranks, {devices} cores or GPUs")
 
 # %%
-SIZES = [2**k for k in range(10, 26, 3)]
+SIZES = [2**k for k in range(10, 23, 2)]
+POOL = torch.zeros(2, 2**23, device=comms.device)  # larger than the caches: 32 MiB each way
 message_seconds = {}
 if timed:
     neighbour, other = (few.rank + 1) % few.world_size, (few.rank - 1) % few.world_size
+
+    def exchange(count, starts):
+        start = next(starts)  # somewhere else each time, as in a large tensor
+        out, into = POOL[:, start : start + count].unbind()
+        few.sendrecv(out, neighbour, into, other)
+
     for nbytes in SIZES:
-        out, into = (torch.zeros(nbytes // 4, device=comms.device) for _ in range(2))
-        exchange = {"": lambda out=out, into=into: few.sendrecv(out, neighbour, into, other)}
-        message_seconds[nbytes] = measure(exchange, few, warmup=5, repeat=31)[""].median
+        starts = itertools.cycle(range(0, 2**23, nbytes // 4))
+        call = {"": functools.partial(exchange, nbytes // 4, starts)}
+        message_seconds[nbytes] = measure(call, few, warmup=5, repeat=41)[""].median
 
 # %% [markdown]
 """

@@ -45,10 +45,14 @@ class Comms(PointToPoint):
         self.close()
 
     def close(self) -> None:
-        """Leave the group. The group of all ranks takes its sub-groups with it."""
-        whole_job = self.group is dist.group.WORLD
-        if dist.is_initialized():
-            dist.destroy_process_group(None if whole_job else self.group)
+        """Leave the group. The group of all ranks takes its sub-groups with it.
+
+        Keeps no reference to the group: its threads end when the last one goes, and a thread that
+        is still letting go of a tensor when Python exits would abort the process.
+        """
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(None if group is dist.group.WORLD else group)
 
     def subgroup(self, ranks: Sequence[int], timeout: float | None = None) -> Comms | None:
         """A group of some ranks of this one. Every rank of this group must call it.

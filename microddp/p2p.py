@@ -56,7 +56,7 @@ class PointToPoint:
         local_world_size: int,
         timeout: float,
     ) -> None:
-        self.group = group
+        self._group: dist.ProcessGroup | None = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.local_rank = local_rank
@@ -68,7 +68,21 @@ class PointToPoint:
         self.on_send: Callable[[torch.Tensor, int], None] | None = None
         # gloo moves CUDA tensors only in all-reduce and broadcast: the rest goes through the host.
         self._through_host = self.backend == "gloo" and device.type == "cuda"
-        self._headers = Headers(group, torch.device("cpu") if self._through_host else device)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group, for calls of ``torch.distributed`` itself.
+
+        Raises:
+            RuntimeError: after ``close()``.
+        """
+        if self._group is None:
+            raise RuntimeError(f"rank {self.rank}: these Comms are closed")
+        return self._group
+
+    @property
+    def _headers(self) -> Headers:
+        return Headers(self.group, torch.device("cpu") if self._through_host else self.device)
 
     def __repr__(self) -> str:
         return (
