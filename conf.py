@@ -53,12 +53,12 @@ sphinx_gallery_conf = {
     "reference_url": {"microddp": None},
     "backreferences_dir": None,
     "nested_sections": False,
-    "plot_gallery": True,
+    "ignore_repr_types": r"matplotlib\.figure\.Figure",
 }
 gallery_launcher = {
     "ranks": "book_run.ranks",
     "timeout": 600,
-    "log_dir": "_site/_logs",
+    "log_dir": "gallery_logs",
     "depends": ["microddp/**/*.py"],
     "preload": ["gallery_markdown.install"],
     "facts": "book_run.measured_on",

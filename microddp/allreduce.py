@@ -138,7 +138,7 @@ def ring_reduce_scatter(tensor: torch.Tensor, comms: Comms, op: str = "sum") -> 
         tensor: contiguous; otherwise as for :func:`naive_all_reduce`, with its errors.
 
     Returns:
-        This rank's chunk: a flat view into ``tensor``.
+        This rank's chunk, a flat view into ``tensor``.
     """
     _check_contiguous(tensor, comms)
     with _flattened(tensor, comms, op) as (flat, combine):

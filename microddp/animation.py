@@ -83,7 +83,8 @@ class RingAnimation:
                     f'values="{x0:.0f} {y0:.0f};{x0:.0f} {y0:.0f};{x1:.0f} {y1:.0f};'
                     f'{x1:.0f} {y1:.0f}"/>{_visible(start, end, length)}</g>'
                 )
-        return "".join([*parts, "</svg>"])
+        # One element a line: docutils drops input with lines of more than 10,000 characters.
+        return "\n".join([*parts, "</svg>"])
 
     def _describe(self, n: int, rounds: int) -> str:
         return (

@@ -35,7 +35,7 @@ def naive_data_parallel_step(
         timeline: records the phases as spans.
 
     Returns:
-        The loss on this rank's shard: a detached scalar, taken before the step.
+        The loss on this rank's shard, a detached scalar, taken before the step.
 
     Raises:
         RuntimeError: another rank failed, or the time-out passed.

@@ -35,7 +35,7 @@ class Timing:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The lower and upper quartile, seconds: half of all measurements lie between."""
+        """The lower and upper quartile in seconds; half of all measurements lie between."""
         return self.percentile(25), self.percentile(75)
 
     def __str__(self) -> str:

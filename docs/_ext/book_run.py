@@ -30,4 +30,4 @@ def ranks() -> int:
 
 def measured_on(namespace: dict[str, Any]) -> str:
     """The line below a chapter's title, from the ``Comms`` that the chapter ran with."""
-    return f":::{{note}}\nMeasured on {namespace['comms'].describe()}.\n:::"
+    return f":::{{div}} measured-on\nMeasured on {namespace['comms'].describe()}.\n:::"

@@ -1,0 +1,49 @@
+"""The checks of a built site: `pytest tests/site --site _site`. They need Chromium."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import sync_playwright
+
+# Chromium's own services would ask other sites, which these checks are to notice.
+FLAGS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--site", type=Path, required=True, help="folder of the built site")
+
+
+def pytest_generate_tests(metafunc):
+    """One test for each page: `page_path` for all of them, `chapter` for the chapters."""
+    site = metafunc.config.getoption("site").resolve()
+    pages = sorted(p for p in site.rglob("*.html") if "_modules" not in p.parts)
+    assert pages, f"no pages in {site}"
+    for name, chosen in (
+        ("page_path", pages),
+        ("chapter", [p for p in pages if p.parent.name == "chapters" and p.stem[0].isdigit()]),
+    ):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, chosen, ids=[str(p.relative_to(site)) for p in chosen])
+
+
+@pytest.fixture(scope="session")
+def site(pytestconfig):
+    return pytestconfig.getoption("site").resolve()
+
+
+@pytest.fixture(scope="session")
+def browser():
+    executable = shutil.which("chromium") or shutil.which("google-chrome")
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=executable, args=list(FLAGS))
+        yield running
+        running.close()
