@@ -26,6 +26,7 @@ extensions = [
 ]
 exclude_patterns = ["_ext", "_static", "**/README.md"]
 nitpicky = True
+suppress_warnings = ["sphinx_gallery.space_in_filename"]  # a clone may lie in any folder
 nitpick_ignore_regex = [
     # There is no inventory of other projects' names, because a build needs no network.
     (r"py:.*", r"(torch|numpy|np|matplotlib|collections|pathlib|argparse|typing|types)\..*"),
@@ -59,7 +60,7 @@ gallery_launcher = {
     "ranks": "book_run.ranks",
     "timeout": 600,
     "log_dir": "gallery_logs",
-    "depends": ["microddp/**/*.py"],
+    "depends": ["microddp/**/*.py", "docs/_ext/*.py"],
     "preload": ["gallery_markdown.install"],
     "facts": "book_run.measured_on",
 }

@@ -4,7 +4,7 @@ r"""
 
 How fast is one device, and why is that not enough? Before anything is distributed, this chapter
 trains a small network on one device, splits the time and the memory of a step into parts, and
-works out how long a large data set would take. Every later chapter is measured against this one.
+works out how long a large data set would take.
 """
 
 # %%
@@ -25,6 +25,9 @@ comms.print(comms.describe())
 
 # %% [markdown]
 """
+`comms` stands for the processes that train together. Until chapter 02 there is one, *rank* 0 of
+1, and gloo, the library that would carry messages between them, has nothing to do.
+
 ## A network that learns
 
 The model is a stack of 16 linear layers with ReLU between them. It is deep and plain on purpose:
@@ -66,7 +69,7 @@ def accuracy(model, dataset):
 
 # %% [markdown]
 """
-Twenty passes over the training images, each in a new order:
+Twenty epochs, each in a new order that leaves out the last few images, which do not fill a batch:
 """
 
 # %%
@@ -112,6 +115,9 @@ run 15 times; the first five warm the caches up and are not counted:
 
 
 # %%
+PHASES = ("forward", "backward", "optimizer")
+
+
 def phases(batch):
     x, y = (tensor[:batch] for tensor in samples.tensors)
     timeline = Timeline(comms)
@@ -128,7 +134,6 @@ def phases(batch):
     return {name: torch.tensor(seconds[5:]).median().item() for name, seconds in times.items()}
 
 
-PHASES = ("forward", "backward", "optimizer")
 split = {f"batch {batch}": phases(batch) for batch in (16, 128, 1024)}
 
 # %% [markdown]
@@ -149,14 +154,18 @@ assert split["batch 1024"]["backward"] > split["batch 1024"]["forward"]
 
 # %% [markdown]
 """
-**Explain.** At the largest batch the ratio is near the two that was predicted. At the smallest,
-each layer's arithmetic takes less time than starting it does: the fixed cost of a call, not the
-operations, sets the time, and it is paid in forward, in backward, and in the optimizer alike.
+**Explain.** For the larger batches the ratio is about the two that was predicted. At the
+smallest, the fixed cost of each layer sets the time: the call itself, and reading its weights,
+which are the same for one sample and for many. The optimizer takes about the same time at every
+batch, so its share shrinks as the batch grows.
 
 ## Throughput
 
 **Predict.** If a step costs a fixed start-up time plus a time for each sample, then samples per
-second rise with the batch while the start-up dominates, and level off when the arithmetic does:
+second rise with the batch while the start-up dominates, and level off when the arithmetic does.
+
+**Measure.** The batch sizes take turns, so that a disturbance meets all of them. Each step
+therefore finds the caches filled by another, and takes longer than the same step above:
 """
 
 # %%
@@ -177,7 +186,7 @@ headers = ["batch", "step: median (quartiles)", "samples/s"]
 comms.print(tabulate(rows, headers=headers, floatfmt=",.0f", colalign=("right", "left", "right")))
 figures.lines(
     {"measured": (SIZES, rates)},
-    title="Larger batches keep the device busy, up to a limit",
+    title="Larger batches use the device better",
     xlabel="batch size",
     ylabel="samples per second",
     log="xy",
@@ -187,15 +196,17 @@ assert rates[-1] > 3 * rates[0], "a batch should use the device better than sing
 # %% [markdown]
 r"""
 **Explain.** The left end rises almost in proportion to the batch: a step takes nearly the same
-time for one sample as for four. The right end is the rate at which this device does arithmetic.
-From there, a larger batch takes proportionally longer, and only a second device can help.
+time for one sample as for four. Where the curve is flat, the device is as busy as this code can
+keep it, and a larger batch no longer helps. If it still rises at its right end, as it may on a
+GPU, the network is too small to fill the device.
 
 ## Memory
 
 **Predict.** With $P$ parameters of 4 bytes, training holds $4P$ bytes of weights, $4P$ of
-gradients and, for momentum, $4P$ more. None of them depends on the batch. The activations do: for
-each sample, every layer keeps its input until the backward pass has used it, here 256 numbers a
-layer, and the loss keeps one more.
+gradients and, for momentum, $4P$ more. None of them depends on the batch. The activations do:
+every layer keeps its input until the backward pass has used it, and the loss keeps the output and
+the target. That makes 16 + 2 times 256 numbers a sample. ReLU adds nothing, because what it
+needs, its output, is the next layer's input.
 
 **Build.** Autograd shows what it keeps, through a hook on every tensor that it saves. Weights are
 saved too, but they are counted already:
@@ -221,8 +232,7 @@ def saved_bytes(batch):
 
 # %% [markdown]
 """
-**Measure.** Below, beside the parts, is the largest amount of memory that the process has held,
-which includes Python and PyTorch themselves:
+**Measure.**
 """
 
 # %%
@@ -235,13 +245,14 @@ for batch in (16, 128, 1024):
     predicted = batch * 256 * 4 * (16 + 2)  # the inputs of 16 layers, the output, the target
     kinds = {"weights": weights, "gradients": gradients, "momentum": momentum, "activations": kept}
     parts[f"batch {batch}"] = kinds
-    peak = peak_memory(comms.device)
-    rows.append((batch, *map(human_bytes, (predicted, kept, sum(kinds.values()), peak))))
+    rows.append((batch, *map(human_bytes, (predicted, kept, sum(kinds.values())))))
     assert abs(kept - predicted) < 0.1 * predicted
 
 # %%
-headers = ["batch", "activations predicted", "counted", "with the model", "peak of the process"]
+headers = ["batch", "activations predicted", "counted", "with weights, gradients, momentum"]
 comms.print(tabulate(rows, headers=headers, stralign="right"))
+peak = human_bytes(peak_memory(comms.device))
+comms.print(f"peak so far: {peak}; on a CPU that is the process, with Python and PyTorch in it")
 figures.stacked_bars(
     parts,
     title="Only the activations grow with the batch",
@@ -253,13 +264,14 @@ assert weights == gradients == momentum == gradient_bytes(wide)
 # %% [markdown]
 """
 **Explain.** The model's share is fixed and is needed again on every device that holds a copy of
-the model. The activations are divided when the batch is. That is the first argument for data
-parallelism: the same global batch, on more devices, takes less memory on each.
+the model. The activations are divided when the batch is. That is the first argument for *data
+parallelism*, in which each device has a copy of the model and a part of the batch: the same
+batch, on more devices, takes less memory on each.
 
-## The data wall
+## A million samples
 
-**Predict.** At the best rate measured above, a million samples take this long, and so do ten and
-a hundred passes over them:
+**Predict.** At the best rate of the table of throughput, a million samples take this long, and so
+do ten and a hundred epochs of them:
 """
 
 # %%
@@ -277,29 +289,23 @@ comms.print(tabulate(rows, headers=headers, stralign="right"))
 # %% [markdown]
 """
 The first row is the measured rate, multiplied out. The other rows are a hope: they assume that n
-devices are n times as fast. The rest of this book finds out what that costs. This network has
-about a million parameters; time grows in proportion to parameters too, so a thousand times larger
-model on the same device would turn hours into months.
+devices are n times as fast. The rest of this book finds out what that costs. And the network is
+small. The time of a step grows in proportion to the parameters, too:
 """
 
 # %%
-figures.lines(
-    {
-        f"{epochs} epochs": ((1, 2, 4, 8), [1e6 * epochs / best / n / 3600 for n in (1, 2, 4, 8)])
-        for epochs in (10, 100)
-    },
-    title="A million samples: hours on one device, fewer if the split were perfect",
-    xlabel="devices",
-    ylabel="hours",
-    log="xy",
-)
+large = human_seconds(1000 * 1e6 * 100 / best)
+comms.print(f"100 epochs, one device, a network 1000 times as large: {large}")
 
 # %% [markdown]
 """
+That is the wall this book is about: nobody waits that long for one device.
+
 ## Where it breaks: timing without a warm-up
 
 The first call of anything also allocates memory, loads code and, on a GPU, compiles or picks
-kernels. Here is the first step of a fresh network beside the median of the steps that follow:
+kernels. Even now that most of that has happened, the first step of a fresh network differs from
+the median of the steps that follow:
 """
 
 # %%
@@ -323,8 +329,8 @@ every call.
 
 - The backward pass costs about twice the forward pass; the optimizer's cost does not depend on
   the batch.
-- Throughput levels off at the device's own rate of arithmetic. Beyond that only more devices
-  help.
+- Throughput rises with the batch until the device is as busy as this code can keep it. From there
+  on only faster code or more devices help.
 - Weights, gradients and optimizer state are held whole on every device; activations follow the
   batch.
 

@@ -108,6 +108,14 @@ def split_step(replicas, optimizers, x, y, average=True):
         optimizer.step()
 
 
+# %% [markdown]
+"""
+**Predict.** With averaging, both replicas take the same step from the same place: their distance
+should be exactly zero, and the distance to a single model that saw the whole batch should be
+rounding. Without, each follows its own half of the data, and they drift.
+"""
+
+
 # %%
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -117,6 +125,15 @@ def weights(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+# %% [markdown]
+"""
+Where is the difference made, if there is one? A ReLU passes its input on or not, and nothing
+between. So the run also counts how many ReLUs, over all samples, are on in a replica and off in
+the single model, or the other way round:
+"""
+
+
+# %%
 def switched_on(model, x):
     """Which ReLUs pass their input on, for every sample."""
     masks = []
@@ -127,6 +144,7 @@ def switched_on(model, x):
     return torch.cat(masks, dim=1)
 
 
+# %%
 def train(average, dtype=torch.float64):
     """After each step: distance between the replicas, to one model, and ReLUs that differ."""
     replicas = [copy.deepcopy(start).to(dtype) for _ in range(2)]
@@ -144,13 +162,6 @@ def train(average, dtype=torch.float64):
     return apart, from_single, flipped
 
 
-# %% [markdown]
-"""
-**Predict.** With averaging, both replicas take the same step from the same place: their distance
-should be exactly zero, and the distance to a single model that saw the whole batch should be
-rounding. Without, each follows its own half of the data, and they drift.
-"""
-
 # %%
 apart, from_single, flipped = train(average=True)
 apart32, from_single32, flipped32 = train(average=True, dtype=torch.float32)
@@ -167,6 +178,7 @@ headers = [
     "ReLUs that differ",
 ]
 comms.print(tabulate(rows, headers=headers, floatfmt=".1e"))
+comms.print(f"ReLUs, of {96 * 15 * 128:,}, in float32 before steps 1 to 6: {flipped32[:6]}")
 assert max(apart) == max(apart32) == 0.0
 assert from_single[-1] < 1e-9 < 1e-3 < drift[-1]
 
@@ -178,7 +190,7 @@ figures.lines(
         "averaged, float32": (steps, from_single32),
         "averaged, float64": (steps, from_single),
     },
-    title="Without averaging replicas part at once; with it, only rounding separates them",
+    title="On their own, replicas part at once; averaged, they follow the single model",
     xlabel="training steps",
     ylabel="relative distance of the weights",
     log="y",
@@ -190,20 +202,20 @@ r"""
 are the distance between an averaged replica and a single model; the averaged replicas themselves
 are bitwise equal, and a distance of zero has no place on a logarithmic axis.
 
-The two lower curves rise, although every gradient is right to the last bits. In `float32` there
-is more than rounding: the curve jumps where the input of a ReLU is so close to zero that it comes
-out positive in one copy of the model and not in the other. From then on one sample takes another
-path through the network, and the last column of the table counts how many such switches differ in
-the end. Training amplifies any difference, down to the last bit. So tests in this book that
-compare whole training runs use `float64`, where an input that close to zero is a billion times
-rarer: a real mistake then stands out.
+The two lower curves rise, although every average is right to rounding. In `float64` rounding only
+adds up (the distances are below one unit, because a step changes few weights in their last bit).
+In `float32` the curve jumps when the first ReLU differs: its input was so close to zero that it
+came out positive in one model and not in the other. From then on one sample takes another path,
+and training amplifies the difference. So tests in this book that compare whole training runs use
+`float64`, where an input that close to zero is hundreds of millions of times rarer, by the ratio
+of the rounding units: a real mistake then stands out.
 
 ## Where it breaks: unequal shards
 
 The formula needed *equal* shards. Suppose a batch of 96 is cut into parts of $a$ and $96-a$
-samples, as happens with the last batch of an epoch, or with sentences where a sample is a token.
-Each part's loss is the mean over its own samples, so the mean of the two means gives the samples
-in the small part too much weight:
+samples, as happens with the last batch of an epoch, or with text, where the loss is a mean over
+tokens and shards hold different numbers of them. Each part's loss is the mean over its own
+samples, so the mean of the two means gives the samples in the small part too much weight:
 """
 
 # %%
@@ -248,10 +260,10 @@ except ValueError as error:
 r"""
 ## Where it breaks: adding, and averaging the wrong thing
 
-Two more mistakes train without any error message. The first *adds* the gradients and does not
-divide: every step is then $n$ times as long, as if the learning rate had been multiplied by $n$.
-The second averages the *weights* after each replica's own step, and not the gradients before it.
-Here is one step of each, for two optimizers, against the step of a single model:
+Two more mistakes raise no error. The first *adds* the gradients and does not divide: with SGD
+every step is then $n$ times as long, as if the learning rate had been multiplied by $n$. The
+second averages the *weights* after each replica's own step, and not the gradients before it. Here
+is one step of each, for two optimizers, against the step of a single model:
 """
 
 
@@ -265,21 +277,13 @@ def one_step(optimizer_class, lr, mistake):
         split_step(replicas, optimizers, images, labels, average=False)
         result = torch.stack([weights(r) for r in replicas]).mean(0)
     else:
-        for p in start.parameters():
-            p.grad = None
-        summed = sum(gradient(start, shard(images, k, 2), shard(labels, k, 2)) for k in range(2))
-        torch.nn.utils.vector_to_parameters(weights(start), replicas[0].parameters())
-        for p, g in zip(replicas[0].parameters(), _split(summed, start), strict=True):
-            p.grad = g
+        for k in range(2):  # backward adds to the gradient that is there
+            loss = cross_entropy(replicas[0](shard(images, k, 2)), shard(labels, k, 2))
+            loss.backward()
         optimizers[0].step()
         result = weights(replicas[0])
     moved = weights(single) - weights(start)
     return ((result - weights(single)).norm() / moved.norm()).item()
-
-
-def _split(flat, model):
-    sizes = [p.numel() for p in model.parameters()]
-    return [g.view_as(p) for g, p in zip(flat.split(sizes), model.parameters(), strict=True)]
 
 
 # %%
@@ -297,14 +301,16 @@ assert rows[0][2] < 1e-3 < rows[1][2]
 """
 Summed gradients make SGD's step twice as long, so it misses by the whole length of a step. Adam
 divides by the size of the gradient and hides the mistake, until something that depends on the
-size meets it: gradient clipping, say. Averaged weights are the mirror image: for plain SGD the
-step is linear in the gradient and nothing is wrong, for Adam it is another algorithm. A mistake
-that one optimizer hides is found by testing with another.
+size meets it: gradient clipping, say. Averaged weights are the mirror image. For plain SGD the
+step is linear in the gradient, and what is left is rounding (a step is far shorter than the
+weights whose difference it is). For Adam it is another algorithm. A mistake that one optimizer
+hides is found by testing with another.
 
 ## What to take along
 
 - Equal shards, a mean loss, averaged gradients and equal starting weights: then n replicas take
-  the step of one device on the whole batch.
+  the step of one device on the whole batch, if the model treats each sample by itself (no batch
+  normalisation) and without chance (no dropout).
 - "Equal" means up to rounding, because the sums are formed in another order. The replicas among
   themselves stay bitwise equal.
 - The average had to bring all gradients to one place. In one process that was a line of code.

@@ -3,12 +3,12 @@ r"""
 # All-reduce from send and receive
 
 How do n processes agree on a sum? Each one has a tensor, and each one should end with the sum of
-all. This chapter builds three ways to do that from messages between two processes, counts what
-they send, and times them against the one that comes with PyTorch.
+all: an *all-reduce*. This chapter builds three ways to do that from messages between two
+processes, counts what they send, and times them against the one of the *backend*, the library
+that carries PyTorch's messages: gloo between CPUs, NCCL between Nvidia GPUs.
 """
 
 # %%
-# sphinx_gallery_ranks = 4
 import functools
 import itertools
 import time
@@ -31,12 +31,12 @@ comms.print(comms.describe())
 
 # %% [markdown]
 """
-## Two verbs
+## Send and receive
 
-From here on this file is a *job*: every process runs it from the first line to the last, and each
-has a number, its *rank*, from 0 to n-1. The number of processes is the *world size*. A rank can
-`send` a tensor to another rank, which must call `recv` with room for it. Where two ranks send to
-each other, `sendrecv` does both at once, so that neither waits for the other to stop talking.
+This file runs as a *job*: n processes run all of it, each from the first line to the last, and
+each has a number, its *rank*, from 0 to n-1. The number of processes is the *world size*. A rank
+can `send` a tensor to another rank, which must call `recv` with room for it. Where two ranks send
+to each other, `sendrecv` does both at once, so that neither waits for the other to stop talking.
 
 Here every rank passes its number on to the right, and prints what came from the left. Only rank 0
 prints, through `comms.print`:
@@ -49,7 +49,7 @@ if n > 1:
     comms.sendrecv(mine, right, theirs, left)
     comms.print(f"rank 0 of {n} heard from rank {theirs.item()}")
 else:
-    comms.print("One rank has nobody to talk to. Try: torchrun --nproc-per-node=4", __file__)
+    comms.print("One rank has nobody to talk to; torchrun --nproc-per-node=4 starts four.")
 
 # %% [markdown]
 r"""
@@ -82,7 +82,8 @@ r"""
 ## Direct: everyone to everyone
 
 **Predict.** Nobody is in the middle: every rank sends its tensor to all others and adds up what
-it gets. That is $n(n-1)$ messages, $(n-1)S$ bytes sent by every rank at once.
+it gets. That is $n(n-1)$ messages in $n-1$ rounds, in which all links are in use; each rank sends
+$(n-1)S$ bytes.
 
 **Build.** In round $k$ a rank sends to the one $k$ places to its right. The tensors are added
 only when all are here, in the order of the ranks. The reason comes at the end of the chapter:
@@ -131,8 +132,9 @@ def ring(tensor):
 
 # %% [markdown]
 """
-**Measure.** First: are they right? The oracle is PyTorch's own `all_reduce`, on a size that n
-does not divide. A {class}`~microddp.messages.MessageCounter` records every message on the way:
+**Measure.** First: are they right? The oracle is the backend's all-reduce. The values are whole
+numbers, whose sums are exact in any order, so the comparison can be exact. The size is odd, so
+that chunks differ. A {class}`~microddp.messages.MessageCounter` records every message on the way:
 """
 
 # %%
@@ -163,7 +165,7 @@ for name, by_rank in sent.items():
     assert messages == cost.messages
     assert cost.most_sent <= most <= cost.most_sent + 2 * n * 4  # chunks are whole elements
 
-headers = ["", "messages", "predicted", "most bytes a rank sent", "predicted", "rounds"]
+headers = ["", "messages", "predicted", "most bytes a rank sent", "predicted", "rounds predicted"]
 comms.print(f"{n} ranks reduce {human_bytes(size * 4)}")
 comms.print(tabulate(rows, headers=headers))
 
@@ -177,7 +179,7 @@ receives:
 # %%
 def matrix(by_rank):
     links = [[0] * n for _ in range(n)]
-    for message in (message for messages in by_rank for message in messages):
+    for message in itertools.chain.from_iterable(by_rank):
         links[message.src][message.dst] += message.nbytes
     return links
 
@@ -196,7 +198,9 @@ chunk that its rank sends next, to the rank below (the last one to the first):
 # %%
 if n > 1:
     figures.ring_rounds(
-        sent["ring"], size * 4, title="Chunks grow complete, then go round once more"
+        sent["ring"],
+        size * 4,
+        title="After n-1 rounds each rank holds one finished chunk; then they go round",
     )
 
 # %% [markdown]
@@ -208,19 +212,22 @@ The same messages as they travel. The number on a dot is the chunk it carries:
 RingAnimation(sent["ring"], size * 4)
 
 # %% [markdown]
-"""
+r"""
 ## From a chapter to a core
 
 The ring above waits after each round: nothing is reduced while a chunk travels, and nothing
-travels while a chunk is reduced. The core's version cuts chunks into pieces and keeps a few of
-them under way. It also takes any operation, any dtype and tensors that are not contiguous. Both
-halves are one stream of pieces:
+travels while a chunk is reduced. In the core, large chunks are cut into pieces of `PIECE_BYTES`
+(4 MiB). Piece j of all chunks, a *column*, has a ring of its own, and `IN_FLIGHT` (2) such rings
+run at once: one column is reduced while the other travels. Below that size the core's ring is the
+one above. It also takes any operation, any dtype and tensors that are not contiguous:
 
 ```{literalinclude} ../../microddp/allreduce.py
 :pyobject: _ring
 ```
 
-It must agree with the one in this chapter, for every operation the core has:
+The core also has a fourth way, *recursive doubling*: exchange whole tensors with the rank 1 away,
+then 2 away, then 4, so that $\log_2 n$ rounds are enough. All of them must agree with the
+backend's, for every operation the core has:
 """
 
 # %%
@@ -243,9 +250,9 @@ whatever its size, and $\beta$ seconds for each byte:
 
 $$ t(m) = \alpha + \beta m $$
 
-Timings are honest only where every rank has a core (or a GPU) to itself. If the job has more
-ranks than that, the rest of the chapter times a *sub-group* of as many ranks as there are cores,
-and the others wait:
+Timings are honest only where every rank has a core or a GPU to itself. If the job has more ranks
+than that, the timings below use a *sub-group* of as many ranks as there are cores or GPUs (but at
+least two), and the others wait:
 """
 
 # %%
@@ -257,7 +264,7 @@ comms.print(f"timing on {len(timing_ranks)} of {n} ranks, {devices} cores or GPU
 
 # %%
 SIZES = [2**k for k in range(10, 23, 2)]
-POOL = torch.zeros(2, 2**23, device=comms.device)  # larger than the caches: 32 MiB each way
+POOL = torch.zeros(2, 2**23, device=comms.device)  # 32 MiB each way
 message_seconds = {}
 if timed:
     neighbour, other = (few.rank + 1) % few.world_size, (few.rank - 1) % few.world_size
@@ -269,8 +276,8 @@ if timed:
 
     for nbytes in SIZES:
         starts = itertools.cycle(range(0, 2**23, nbytes // 4))
-        call = {"": functools.partial(exchange, nbytes // 4, starts)}
-        message_seconds[nbytes] = measure(call, few, warmup=5, repeat=41)[""].median
+        call = {"exchange": functools.partial(exchange, nbytes // 4, starts)}
+        message_seconds[nbytes] = measure(call, few, warmup=5, repeat=41)["exchange"].median
 
 # %% [markdown]
 """
@@ -295,15 +302,15 @@ r"""
 ## Time by size
 
 **Predict.** An algorithm of $r$ rounds, each of $m$ bytes, should take $r(\alpha + \beta m)$. For
-small tensors $\alpha$ decides, so fewer rounds win. For large ones $\beta$ decides, and with it
-the bytes: the ring should win there, by a factor that grows with the number of ranks.
+small tensors $\alpha$ decides, so fewer rounds win. For large ones $\beta$ decides: the ring's
+rounds are shortest, and it should win by a factor that grows with the number of ranks.
 
 **Measure.** All algorithms take turns, so that whatever disturbs the machine meets all of them:
 """
 
 # %%
 timings = {}
-for nbytes in (2**k for k in range(14, 26, 2)):
+for nbytes in (2**k for k in range(14, 27, 3)):
     if timed:
         x = torch.ones(nbytes // 4, device=comms.device)
         calls = {"backend": lambda x=x: few.all_reduce(x)}
@@ -340,6 +347,9 @@ if timed:
         "predicted / ring",
     ]
     few.print(tabulate(rows, headers=headers, disable_numparse=True, stralign="right"))
+    for nbytes in (min(timings["ring"]), max(timings["ring"])):
+        fastest = min(ALGORITHMS, key=lambda name: timings[name][nbytes].median)
+        few.print(f"fastest of ours at {human_bytes(nbytes)}: {fastest}")
 
 # %% [markdown]
 r"""
@@ -347,64 +357,83 @@ r"""
 what each link must have carried, comparable between algorithms and numbers of ranks ([nccl-tests,
 PERFORMANCE.md](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md)).
 
-**Explain.** Where the prediction is too low, the model leaves something out. It knows messages,
-but not the additions between them, nor that on one machine the two sides of a message share
-memory bandwidth and cores. Where it is too high, pieces that overlap hide the start-up that the
-model charges for each round. And with only two ranks timed, the naive way sends just twice the
-ring's bytes; its bottleneck shows when there are many.
+**Explain.** The prediction gets the shape right: flat where alpha decides, a straight line where
+beta does. Where it is off, it leaves something out. Alpha and beta come from exchanges in *both*
+directions through memory that is seldom in the cache; a message in one direction, through a
+tensor that was just filled, is cheaper, so naive beats its prediction. The other way round, the
+additions and the Python between two messages are not in the model at all.
+
+How much the ring gains depends on the links. With two ranks on one machine, naive and the ring
+move the same bytes in all, and the two directions share the cores that copy them. Where every
+rank has a link of its own, and with more ranks, naive's $2(n-1)S$ bytes through one link must
+fall behind.
 
 ## The pauses
 
-Small messages hide a surprise. Below, the same exchange of 64 KiB runs 400 times under each of
-two classes of Linux's scheduler. The curve shows the share of calls that took longer than a given
-time:
+Small messages hide a surprise. Below, 64 KiB are exchanged again and again, with no barrier
+between the calls and always in the same memory, under two classes of Linux's scheduler that take
+turns; and so is the backend's all-reduce. A curve shows the share of calls that took longer than
+a given time:
 """
 
 
 # %%
-def exchange_times(policy):
+def call_times(call, policy):
     comms.barrier()
     schedule_threads(policy)
     seconds = []
-    if timed and comms.device.type == "cpu":
-        out, into = torch.zeros(1 << 14), torch.zeros(1 << 14)
-        for _ in range(420):
-            start = time.perf_counter()
-            few.sendrecv(out, neighbour, into, other)
-            seconds.append(time.perf_counter() - start)
+    for _ in range(220 if timed else 0):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
     schedule_threads("batch")
     return seconds[20:]
 
 
 # %%
-paused = {"default class": exchange_times("other"), "batch class": exchange_times("batch")}
-if timed and comms.device.type == "cpu":
-    figures.pauses(paused, title="64 KiB between two ranks: pauses", xlabel="time of one exchange")
-    for name, seconds in paused.items():
-        seconds = torch.tensor(seconds)
-        slow = (seconds > 1e-3).double().mean()
-        few.print(f"{name}: {human_seconds(seconds.mean())} on average, {slow:.1%} over 1 ms")
+paused = {}
+if comms.device.type == "cpu":
+    out, into = torch.zeros(2, 1 << 14).unbind()
+    calls = {
+        "exchange": lambda: few.sendrecv(out, neighbour, into, other),
+        "all-reduce": lambda: few.all_reduce(out),
+    }
+    for _, (name, call), policy in itertools.product(range(2), calls.items(), ("other", "batch")):
+        title = f"{name}, {'default' if policy == 'other' else policy} class"
+        paused[title] = paused.get(title, []) + call_times(call, policy)
+
+# %%
+if timed and paused:
+    figures.pauses(paused, title="64 KiB under two classes of the scheduler", xlabel="one call")
+    rows = [
+        (
+            name,
+            human_seconds(sum(seconds) / len(seconds)),
+            sum(s > 1e-3 for s in seconds) / len(seconds),
+        )
+        for name, seconds in paused.items()
+    ]
+    few.print(tabulate(rows, headers=["", "mean", "share over 1 ms"], floatfmt=".1%"))
 
 # %% [markdown]
 """
-Where calls take some 4 ms under the default class, that is not the network: it is a turn of the
-scheduler. gloo has a background thread that reads the sockets. When data arrive, it wakes up and
-*tries* to lock the connection. If the main thread holds the lock, because it is in the middle of
-sending, the background thread does not sleep: it polls and tries again (`Pair::handleEvents` in
-[gloo's TCP transport](https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/pair.cc)).
-That is harmless as long as both threads have a core. But if waking up pushed the main thread off
-its core, the spinning thread waits for one that cannot run, until the scheduler's next tick: 4 ms
-where the kernel ticks 250 times a second.
+The long calls under the default class are not the network: they are turns of the scheduler. gloo
+has a background thread that reads the sockets. When data arrive, it wakes up and *tries* to lock
+the connection. If the main thread holds the lock, because it is in the middle of sending, the
+background thread does not sleep: it polls and tries again (`Pair::handleEvents` in [gloo's TCP
+transport](https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/pair.cc)). That is
+harmless as long as both threads have a core. But if waking up pushed the main thread off its
+core, the spinning thread waits for one that cannot run, until the scheduler's next tick: a 250th
+of a second where the kernel ticks at 250 Hz.
 
 Threads of Linux's *batch* class do not push others off on waking. `microddp.init()` puts its
 threads into that class, which is why the book's numbers have few of these pauses. Nothing here is
-special to our ring: PyTorch's own gloo collectives have the same pauses and lose them the same
-way.
+special to our code: the backend's own all-reduce is measured above beside it.
 
 ## Where it breaks: a ring that sends whole tensors
 
 A ring that passes on the whole tensor, round after round, also ends with the right sum on every
-rank, and can be found in published courses. Count its bytes:
+rank. Count its bytes:
 """
 
 
@@ -423,13 +452,14 @@ with MessageCounter(comms) as counter:
     ring_of_whole_tensors(tensor)
 whole = sum(message.nbytes for message in counter.messages)
 chunked = sum(message.nbytes for message in sent["ring"][rank])
-comms.print(f"whole tensors: {whole} bytes a rank; chunks: {chunked}")
+comms.print(f"rank 0 sends {whole} bytes in whole tensors, {chunked} in chunks")
 assert torch.equal(tensor, torch.full_like(tensor, n))
 assert whole == (n - 1) * size * 4
 
 # %% [markdown]
 r"""
-It sends $(n-1)S$ bytes, as the direct way does, but one after the other: a ring in shape only.
+It sends $(n-1)S$ bytes, as the direct way does, but over one link a rank. It is a ring in shape
+only.
 
 ## Where it breaks: each rank adds in its own order
 
@@ -463,19 +493,20 @@ copied.
 
 ## What to take along
 
-- An all-reduce is a reduce-scatter followed by an all-gather.
-- The ring sends the fewest bytes; recursive doubling and direct exchange need fewer rounds. Alpha
-  and beta say where one overtakes the other.
+- A ring all-reduce is a reduce-scatter followed by an all-gather. With three or more ranks, its
+  busiest rank sends least; recursive doubling and the direct way need fewer rounds. Alpha and
+  beta say where one overtakes the other.
+- On gloo, small messages measure the scheduler as much as the network.
 - The sum must be formed in one order on all ranks.
 
 ## Exercises
 
 1. From alpha and beta above, compute the size at which the ring overtakes the direct exchange for
    8 ranks. Check it on a machine that has them.
-2. The last figure of a ring with 4 ranks has 6 rounds. Draw recursive doubling for 4 ranks by
-   hand. How many rounds does it take, and how many bytes?
-3. `microddp.allreduce.PIECE_BYTES` sets the size of a piece. Sweep it with `torchrun -m
-   microddp.bench allreduce --algorithm ring --sweep`, and explain both ends.
+2. The ring of 4 ranks has 6 rounds. Draw recursive doubling for 4 ranks by hand. How many rounds
+   does it take, and how many bytes?
+3. Change `PIECE_BYTES` in `microddp/allreduce.py` and run `torchrun --nproc-per-node=2 -m
+   microddp.bench allreduce --algorithm ring --size-mb 64`. Explain both ends.
 """
 
 # %%

@@ -26,13 +26,13 @@ import torch
 from microddp.comms import Comms
 from microddp.p2p import Pending
 
-# How one received tensor is folded into the local one, in place.
-COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
-    "sum": lambda mine, theirs: mine.add_(theirs),
-    "mean": lambda mine, theirs: mine.add_(theirs),
-    "max": lambda mine, theirs: torch.maximum(mine, theirs, out=mine),
-    "min": lambda mine, theirs: torch.minimum(mine, theirs, out=mine),
-    "product": lambda mine, theirs: mine.mul_(theirs),
+# How the values of two ranks become one: COMBINE[op](first, second, out=result).
+COMBINE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
 }
 
 # A chunk of the ring travels in pieces of this size, with IN_FLIGHT of them under way, so that one
@@ -55,7 +55,8 @@ def naive_all_reduce(tensor: torch.Tensor, comms: Comms, op: str = "sum") -> Non
         op: ``"sum"``, ``"mean"`` (floating point or complex), ``"max"``, ``"min"``, ``"product"``.
 
     Raises:
-        ValueError: an unknown ``op``, or the mean of integers.
+        ValueError: an unknown ``op``, or one that the dtype does not have: the mean of integers,
+            the maximum of complex numbers.
         RuntimeError: another rank failed, or the time-out passed.
     """
     with _flattened(tensor, comms, op) as (flat, combine):
@@ -63,7 +64,7 @@ def naive_all_reduce(tensor: torch.Tensor, comms: Comms, op: str = "sum") -> Non
             scratch = torch.empty_like(flat)
             for peer in range(1, comms.world_size):
                 comms.recv(scratch, peer)
-                combine(flat, scratch)
+                combine(flat, scratch, out=flat)
             for peer in range(1, comms.world_size):
                 comms.send(flat, peer)
         else:
@@ -92,7 +93,7 @@ def direct_all_reduce(tensor: torch.Tensor, comms: Comms, op: str = "sum") -> No
         in_order = [flat.clone() if peer == rank else theirs[peer] for peer in range(n)]
         flat.copy_(in_order[0])
         for other in in_order[1:]:
-            combine(flat, other)
+            combine(flat, other, out=flat)
 
 
 def recursive_doubling_all_reduce(tensor: torch.Tensor, comms: Comms, op: str = "sum") -> None:
@@ -116,12 +117,14 @@ def recursive_doubling_all_reduce(tensor: torch.Tensor, comms: Comms, op: str = 
             return
         if rank < extra:
             comms.recv(scratch, rank + power)
-            combine(flat, scratch)
+            combine(flat, scratch, out=flat)
         distance = 1
         while distance < power:
             partner = rank ^ distance
             comms.sendrecv(flat, partner, scratch, partner)
-            combine(flat, scratch)
+            # The lower rank's values first, on both sides: max(-0.0, 0.0) depends on the order.
+            first, second = (flat, scratch) if rank < partner else (scratch, flat)
+            combine(first, second, out=flat)
             distance *= 2
         if rank < extra:
             comms.send(flat, rank + power)
@@ -156,8 +159,8 @@ def ring_all_gather(tensor: torch.Tensor, comms: Comms) -> None:
         tensor: contiguous; the same shape and dtype on every rank.
     """
     _check_contiguous(tensor, comms)
-    with _flattened(tensor, comms, "sum") as (flat, combine):
-        _ring(flat, comms, combine, scatter=False, gather=True)
+    with torch.no_grad():
+        _ring(tensor.view(-1), comms, torch.add, scatter=False, gather=True)
 
 
 def ring_all_reduce(tensor: torch.Tensor, comms: Comms, op: str = "sum") -> None:
@@ -177,7 +180,7 @@ def ring_all_reduce(tensor: torch.Tensor, comms: Comms, op: str = "sum") -> None
 def _ring(
     flat: torch.Tensor,
     comms: Comms,
-    combine: Callable[[torch.Tensor, torch.Tensor], object],
+    combine: Callable[..., torch.Tensor],
     *,
     scatter: bool,
     gather: bool,
@@ -207,7 +210,7 @@ def _ring(
         pending, target, arrived = under_way.popleft()
         pending.wait()
         if arrived is not target:
-            combine(target, arrived)
+            combine(target, arrived, out=target)
 
     for first in range(0, pieces, IN_FLIGHT):
         group = columns[first : first + IN_FLIGHT]
@@ -229,7 +232,7 @@ def _ring(
 @contextmanager
 def _flattened(
     tensor: torch.Tensor, comms: Comms, op: str
-) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor, torch.Tensor], object]]]:
+) -> Iterator[tuple[torch.Tensor, Callable[..., torch.Tensor]]]:
     """The tensor as one contiguous dimension, and how to combine; a copy only if it must be."""
     if op not in COMBINE:
         raise ValueError(f"rank {comms.rank}: expected op in {list(COMBINE)}, got {op!r}")
@@ -237,6 +240,11 @@ def _flattened(
         raise ValueError(
             f"rank {comms.rank}: the mean needs a floating point tensor, got {tensor.dtype}"
         )
+    try:  # before anything is sent: no order for complex numbers, no sum of float8
+        one = torch.empty(1, dtype=tensor.dtype)
+        COMBINE[op](one, one, out=one)
+    except RuntimeError as error:
+        raise ValueError(f"rank {comms.rank}: no {op} of {tensor.dtype}: {error}") from None
     with torch.no_grad():
         flat = tensor.view(-1) if tensor.is_contiguous() else tensor.flatten()
         if op == "mean":

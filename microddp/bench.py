@@ -66,8 +66,15 @@ def _add_allreduce_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--iters", type=_positive(int), default=20, help="counted rounds")
     parser.add_argument("--warmup", type=_positive(int), default=3, help="rounds not counted")
     parser.add_argument("--check", action="store_true", help="compare with the known sum first")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows and the machine")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write time against size")
+    parser.add_argument("--json", type=_file, metavar="FILE", help="write the rows and the machine")
+    parser.add_argument("--plot", type=_file, metavar="FILE", help="write time against size")
+
+
+def _file(text: str) -> Path:
+    path = Path(text)
+    if not path.parent.is_dir() or path.is_dir():  # said now, and not when all is measured
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {text}")
+    return path
 
 
 def _positive(kind: type[Any]) -> Callable[[str], Any]:

@@ -217,8 +217,9 @@ class Comms(PointToPoint):
             got = describe(tensor)
         else:
             parts = list(tensor or [])
-            got = f"{len(parts)} tensors"
-        problem = "" if len(parts) == self.world_size else got
+            got = f"a list of {', '.join(type(part).__name__ for part in parts) or 'nothing'}"
+        tensors = all(isinstance(part, torch.Tensor) for part in parts)
+        problem = "" if tensors and len(parts) == self.world_size else got
         if problem := self._headers.share(problem, src):
             raise ValueError(
                 f"rank {self.rank}: scatter expected, on rank {src}, a tensor to split or a list "

@@ -8,6 +8,8 @@ every rank. With ``MICRODDP_FIGURES=DIR`` in the environment each figure is also
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +22,7 @@ from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, MultipleLocator, NullLocator
 
 from microddp.messages import Message
 from microddp.trace import Span, Timing
@@ -85,17 +87,22 @@ def _label_ends(axes: Axes, ends: Mapping[str, tuple[float, float, str]]) -> Non
 
     The least gap is a 14th of the axis: about one line of text.
     """
-    low, high = axes.get_ylim()
-    scale = axes.yaxis.get_transform()
-    bottom, top = (float(scale.transform(v)) for v in (low, high))
+    transform = axes.yaxis.get_transform()
+    bottom, top = (float(transform.transform(limit)) for limit in axes.get_ylim())
     gap = (top - bottom) / 14
-    previous = -float("inf")
-    for name, (x, y, color) in sorted(ends.items(), key=lambda item: item[1][1]):
-        place = max(float(scale.transform(y)), previous + gap)
-        previous = place
+    names = sorted(ends, key=lambda name: ends[name][1])
+    places = [float(transform.transform(ends[name][1])) for name in names]
+    for i in range(1, len(places)):
+        places[i] = max(places[i], places[i - 1] + gap)
+    limit = top  # what was moved up past the top moves the others down
+    for i in reversed(range(len(places))):
+        places[i] = min(places[i], limit)
+        limit = places[i] - gap
+    for name, place in zip(names, places, strict=True):
+        x, _, color = ends[name]
         axes.annotate(
             name,
-            (x, float(scale.inverted().transform(place))),
+            (x, float(transform.inverted().transform(place))),
             xytext=(6, 0),
             textcoords="offset points",
             color=color,
@@ -107,10 +114,10 @@ def _label_ends(axes: Axes, ends: Mapping[str, tuple[float, float, str]]) -> Non
 def human_bytes(count: float, _position: object = None) -> str:
     """Bytes in words: ``"64 KiB"``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
+        if count < 1024 or unit == "GiB":
+            break
         count /= 1024
-    return f"{count:.4g} TiB"
+    return f"{count:.3g} {unit}" if count < 100 else f"{count:.0f} {unit}"
 
 
 def human_seconds(seconds: float, _position: object = None) -> str:
@@ -118,12 +125,13 @@ def human_seconds(seconds: float, _position: object = None) -> str:
     if seconds == 0:
         return "0"
     for factor, unit in ((1e-6, "us"), (1e-3, "ms")):
-        if seconds < 1000 * factor:
+        if seconds < 999.5 * factor:  # from there on it would read "1e+03"
             return f"{seconds / factor:.3g} {unit}"
     for factor, unit, limit in ((1, "s", 60), (60, "min", 60), (3600, "h", 48)):
         if seconds < factor * limit:
             return f"{seconds / factor:.3g} {unit}"
-    return f"{seconds / 86400:.3g} days"
+    days = seconds / 86400
+    return f"{days:.3g} days" if days < 999.5 else f"{days:,.0f} days"
 
 
 @_figure
@@ -134,7 +142,6 @@ def lines(
     xlabel: str,
     ylabel: str,
     log: str = "",
-    ideal: tuple[str, Callable[[float], float]] | None = None,
 ) -> Figure:
     """Curves of y against x, each named at its end.
 
@@ -144,18 +151,16 @@ def lines(
         xlabel: with unit.
         ylabel: with unit.
         log: the axes with a logarithmic scale: ``"x"``, ``"y"``, ``"xy"`` or neither.
-        ideal: a name and a function to draw, dashed, over the same x.
     """
     figure, axes = _axes(title, xlabel, ylabel)
     ends: dict[str, tuple[float, float, str]] = {}
-    for color, (name, (x, y)) in zip(COLORS, series.items(), strict=False):
-        axes.plot(x, y, marker="o" if len(x) < 20 else None, markersize=4, color=color)
-        ends[name] = (x[-1], y[-1], color)
-    if ideal:
-        xs = sorted({value for x, _ in series.values() for value in x})
-        ys = [ideal[1](value) for value in xs]
-        axes.plot(xs, ys, linestyle="--", linewidth=1, color=GREY)
-        ends[ideal[0]] = (xs[-1], ys[-1], GREY)
+    # Dashes let a curve show where another one lies on it, and differ without colour.
+    styles = zip(COLORS, itertools.cycle(["-", "--", ":"]), series.items(), strict=False)
+    for color, dashes, (name, (x, y)) in styles:
+        marker = "o" if len(x) < 20 else None
+        axes.plot(x, y, dashes, marker=marker, markersize=4, color=color)
+        if len(series) > 1:
+            ends[name] = (x[-1], y[-1], color)
     if "x" in log:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
@@ -198,6 +203,8 @@ def stacked_bars(
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.xaxis.set_major_formatter(FuncFormatter(formatter))
+    if formatter is human_bytes:  # whose round numbers are powers of two
+        axes.xaxis.set_major_locator(MultipleLocator(2 ** math.ceil(math.log2(total / 6))))
     figure.legend(loc="outside lower left", ncols=4)
     return figure
 
@@ -215,12 +222,12 @@ def traffic(matrices: Mapping[str, Sequence[Sequence[float]]], *, title: str) ->
     )
     largest = max(max(map(max, matrix)) for matrix in matrices.values()) or 1
     for axes, (name, matrix) in zip(panels[0], matrices.items(), strict=True):
-        axes.imshow(matrix, cmap="Blues", vmin=0, vmax=1.3 * largest)
+        axes.imshow(matrix, cmap="Blues", vmin=0, vmax=2 * largest)
         for i, row in enumerate(matrix):
             for j, size in enumerate(row):
                 if size:
                     text = human_bytes(size).replace(" ", "\n")
-                    axes.text(j, i, text, ha="center", va="center", fontsize=7, color="black")
+                    axes.text(j, i, text, ha="center", va="center", fontsize=8, color="black")
         axes.set_title(name, loc="center", fontsize=10)
         axes.set_xlabel("to rank")
         axes.set_xticks(range(len(matrix)))
@@ -259,7 +266,8 @@ def ring_rounds(messages: Sequence[Sequence[Message]], nbytes: int, *, title: st
         chunks = [message.offset * n // nbytes for message in sent]
         axes.imshow(holds, cmap="Blues", vmin=0, vmax=1.6 * n)
         for rank in range(n):
-            axes.text(-0.7, rank, str(rank), ha="right", va="center", fontsize=8)
+            label = f"rank {rank}" if step % columns == 0 else str(rank)
+            axes.text(-0.7, rank, label, ha="right", va="center", fontsize=8)
             for chunk in range(n):
                 text = str(holds[rank][chunk])
                 axes.text(chunk, rank, text, ha="center", va="center", fontsize=9, color="black")
@@ -304,6 +312,7 @@ def times_by_size(
         if models and name in models:
             predicted = [models[name](size) for size in sizes]
             axes.plot(sizes, predicted, linestyle="--", linewidth=1.2, color=color)
+            ends[f"{name}, predicted"] = (sizes[-1], predicted[-1], color)
     axes.xaxis.set_major_formatter(FuncFormatter(human_bytes))
     axes.yaxis.set_major_formatter(FuncFormatter(human_seconds))
     axes.yaxis.set_minor_locator(NullLocator())

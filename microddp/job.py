@@ -105,7 +105,7 @@ def _torchrun_environment() -> dict[str, int]:
             f"missing: {', '.join(missing)}"
         )
     values = {}
-    for name in TORCHRUN_NUMBERS:
+    for name in (*TORCHRUN_NUMBERS, "MASTER_PORT"):
         try:
             values[name] = int(os.environ[name])
         except ValueError:
@@ -115,6 +115,13 @@ def _torchrun_environment() -> dict[str, int]:
             raise ValueError(
                 f"expected 0 <= {rank} < {size}, got {rank}={values[rank]}, {size}={values[size]}"
             )
+    if values["LOCAL_WORLD_SIZE"] > values["WORLD_SIZE"]:
+        raise ValueError(
+            f"expected LOCAL_WORLD_SIZE <= WORLD_SIZE, got {values['LOCAL_WORLD_SIZE']} and "
+            f"{values['WORLD_SIZE']}"
+        )
+    if not 0 <= values["MASTER_PORT"] < 2**16:
+        raise ValueError(f"expected a port as MASTER_PORT, got {values['MASTER_PORT']}")
     return values
 
 

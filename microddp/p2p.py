@@ -101,11 +101,11 @@ class PointToPoint:
         if self.device.type == "cuda":
             gpus = min(self.local_world_size, torch.cuda.device_count())
             where = f"{gpus} x {torch.cuda.get_device_name(self.device)}"
-            crowded = self.local_world_size > gpus
+            kind, crowded = "GPUs", self.local_world_size > gpus
         else:
             where = f"{cpu_cores()} cores ({cpu_name()})"
-            crowded = self.local_world_size > cpu_cores()
-        sharing = ", more ranks than devices" if crowded else ""
+            kind, crowded = "cores", self.local_world_size > cpu_cores()
+        sharing = f", more ranks than {kind}" if crowded else ""
         versions = f"torch {torch.__version__}, Python {sys.version.split()[0]}"
         return (
             f"{self.backend}, {ranks} on {where}{sharing}, {versions}, {time.strftime('%Y-%m-%d')}"
@@ -175,13 +175,13 @@ class PointToPoint:
         would wait for ever. NCCL needs them as one batch, for the same reason.
         Arguments and errors are those of :meth:`send`.
         """
+        for name, peer, tensor in (("dst", dst, outgoing), ("src", src, incoming)):
+            self._check_peer(name, peer)
+            self._check_tensor("sendrecv", tensor)
         if self.backend != "nccl":
             receiving = self.recv(incoming, src, async_op=True)
             sending = self.send(outgoing, dst, async_op=True)
             return self._started([receiving.wait, sending.wait], async_op)
-        for name, peer, tensor in (("dst", dst, outgoing), ("src", src, incoming)):
-            self._check_peer(name, peer)
-            self._check_tensor("sendrecv", tensor)
         if self.on_send:
             self.on_send(outgoing, dst)
         batch = [

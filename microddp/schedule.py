@@ -22,7 +22,7 @@ def naive_data_parallel_step(
 ) -> torch.Tensor:
     """Train one step: forward and backward on this rank's shard, then average every gradient.
 
-    All communication comes after all computation, one all-reduce for each parameter. With equal
+    Communication begins when backward has ended: one all-reduce for each parameter. With equal
     shards, a ``loss_fn`` that takes the mean and equal parameters at the start, the step is the
     one that a single process would take on the whole batch.
 

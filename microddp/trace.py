@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import platform
 import resource
 import statistics
 import sys
@@ -29,9 +31,9 @@ class Timing:
         return statistics.median(self.seconds)
 
     def percentile(self, percent: float) -> float:
-        """The measurement that ``percent`` of all do not exceed, seconds."""
+        """The smallest measurement that ``percent`` of all do not exceed, seconds."""
         ordered = sorted(self.seconds)
-        return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+        return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
     @property
     def spread(self) -> tuple[float, float]:
@@ -127,9 +129,10 @@ class Span:
 class Timeline:
     """What began and ended when, on every rank.
 
-    The clock starts when the ranks have met in a barrier, so the ranks' times can be compared up to
-    the barrier's own skew. On CUDA a span is what the GPU did, by events on the current stream; on
-    CPU it is what the process did.
+    On CUDA a span is what the GPU did, by events on the current stream; on CPU it is what the
+    process did. Ranks on rank 0's machine share its clock, so their times can be compared. A rank
+    on another machine starts its own clock when all have met in a barrier, and may be shifted by
+    as much as ranks leave a barrier one after the other.
 
     Example:
         >>> timeline = Timeline(comms)
@@ -159,8 +162,14 @@ class Timeline:
             (lane, name, self._origin.until(start), self._origin.until(end))
             for lane, name, start, end in self._spans
         ]
-        everyone = self.comms.all_gather_data(mine)
-        return [Span(rank, *fields) for rank, spans in enumerate(everyone) for fields in spans]
+        everyone = self.comms.all_gather_data((platform.node(), self._origin.seconds, mine))
+        machine, zero, _ = everyone[0]
+        gathered = []
+        for rank, (node, origin, spans) in enumerate(everyone):
+            shift = origin - zero if node == machine else 0.0
+            for lane, name, start, end in spans:
+                gathered.append(Span(rank, lane, name, start + shift, end + shift))
+        return gathered
 
 
 class Instant:

@@ -5,17 +5,15 @@ from typing import Any
 
 import torch
 
-from microddp.machine import cpu_cores
-
-# A job of one rank shows no communication, one of many waits for a core most of the time.
-LEAST, MOST = 2, 4
+# Enough for a ring to be a ring. What the chapters time, they time on as many ranks as have a core
+# or a GPU of their own, and say so.
+USUAL = 4
 
 
 def ranks() -> int:
     """The ranks of a chapter that does not ask for its own number.
 
-    ``MICRODDP_NPROC`` if it is set; else one for each GPU if there are several; else one for each
-    core, but at least 2 and at most 4.
+    ``MICRODDP_NPROC`` if it is set; else one for each GPU if there are several; else four.
 
     Raises ``ValueError`` if ``MICRODDP_NPROC`` is not a number from 1 on.
     """
@@ -25,7 +23,7 @@ def ranks() -> int:
             raise ValueError(f"expected MICRODDP_NPROC to be a number from 1 on, got {wanted!r}")
         return int(wanted)
     gpus = torch.cuda.device_count()
-    return gpus if gpus > 1 else min(MOST, max(LEAST, cpu_cores()))
+    return gpus if gpus > 1 else USUAL
 
 
 def measured_on(namespace: dict[str, Any]) -> str:
