@@ -202,8 +202,8 @@ def _ring(
     # In each round: the chunk sent to the right, the chunk received from the left, whether to add.
     rounds = [((rank - 1 - s) % n, (rank - 2 - s) % n, True) for s in range(n - 1) if scatter]
     rounds += [((rank - s) % n, (rank - 1 - s) % n, False) for s in range(n - 1) if gather]
-    slots = min(IN_FLIGHT, pieces) if scatter else 0
-    scratch = flat.new_empty(slots, -(-largest // pieces))
+    slots, width = min(IN_FLIGHT, pieces) if scatter else 0, -(-largest // pieces)
+    scratch = comms.scratch(slots * width, flat).view(slots, width)
     under_way: deque[tuple[Pending, torch.Tensor, torch.Tensor]] = deque()
 
     def finish_oldest() -> None:
