@@ -54,7 +54,6 @@ sphinx_gallery_conf = {
     "reference_url": {"microddp": None},
     "backreferences_dir": None,
     "nested_sections": False,
-    "ignore_repr_types": r"matplotlib\.figure\.Figure",
 }
 gallery_launcher = {
     "ranks": "book_run.ranks",

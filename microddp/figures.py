@@ -1,7 +1,8 @@
 """Every plot of the book. They draw the data they are given; they measure nothing.
 
-Each function draws on rank 0 and returns ``None`` on the others, so that a chapter can call it on
-every rank. With ``MICRODDP_FIGURES=DIR`` in the environment each figure is also written to
+Each function draws on rank 0 and does nothing on the others, so that a chapter can call it on every
+rank. It leaves the drawing as matplotlib's current figure, which notebooks and the book's build show;
+returned as well, it would be shown twice. With ``MICRODDP_FIGURES=DIR`` in the environment each figure is also written to
 ``DIR/<script>-<number>.png``.
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 import matplotlib.pyplot as plt
+import numpy as np
 import torch.distributed as dist
 from cycler import cycler
 from matplotlib.axes import Axes
@@ -58,20 +60,19 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def _figure(draw: Callable[P, Figure]) -> Callable[P, Figure | None]:
+def _figure(draw: Callable[P, Figure]) -> Callable[P, None]:
     """Draw in the book's style, on rank 0 only, and save if asked to."""
 
     @functools.wraps(draw)
-    def on_rank_0(*args: P.args, **kwargs: P.kwargs) -> Figure | None:
+    def on_rank_0(*args: P.args, **kwargs: P.kwargs) -> None:
         if dist.is_initialized() and dist.get_rank() != 0:
-            return None
+            return
         with plt.rc_context(STYLE):
             figure = draw(*args, **kwargs)
             if folder := os.environ.get("MICRODDP_FIGURES"):
                 Path(folder).mkdir(parents=True, exist_ok=True)
                 stem = Path(sys.argv[0]).stem or "figure"
                 figure.savefig(Path(folder) / f"{stem}-{figure.number}.png", dpi=150)
-        return figure
 
     return on_rank_0
 
@@ -222,7 +223,7 @@ def traffic(matrices: Mapping[str, Sequence[Sequence[float]]], *, title: str) ->
     )
     largest = max(max(map(max, matrix)) for matrix in matrices.values()) or 1
     for axes, (name, matrix) in zip(panels[0], matrices.items(), strict=True):
-        axes.imshow(matrix, cmap="Blues", vmin=0, vmax=2 * largest)
+        axes.imshow(np.ma.masked_equal(matrix, 0), cmap="Blues", vmin=0, vmax=2 * largest)
         for i, row in enumerate(matrix):
             for j, size in enumerate(row):
                 if size:

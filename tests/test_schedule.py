@@ -1,0 +1,95 @@
+"""The naive data-parallel step against one process on the whole batch."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch.nn.functional import cross_entropy
+
+from microddp.data import ShardedBatches, load_digits
+from microddp.model import FullMLP
+from microddp.replicas import check_replicas
+from microddp.schedule import naive_data_parallel_step
+from microddp.trace import Timeline
+
+STEPS = 20
+TOLERANCE = 1e-12  # of the weights' norm, in float64; rounding comes to some 1e-16
+
+
+def optimizer_of(model, kind):
+    if kind == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    return torch.optim.Adam(model.parameters(), lr=1e-3)
+
+
+def train(comms, kind, step):
+    """The distance of n replicas' weights from one model's, after STEPS steps on equal batches."""
+    torch.manual_seed(0)
+    replica = FullMLP(32, depth=4, inputs=64, outputs=10).double()
+    single = copy.deepcopy(replica)
+    optimizers = optimizer_of(replica, kind), optimizer_of(single, kind)
+    digits, n = load_digits().train, comms.world_size
+    mine = ShardedBatches(digits, 60, comms.rank, n)
+    whole = ShardedBatches(digits, 60, 0, 1)
+    for _, (x, y), (all_x, all_y) in zip(range(STEPS), mine.epoch(0), whole.epoch(0), strict=False):
+        loss = step(replica, cross_entropy, optimizers[0], (x.double(), y), comms)
+        assert not loss.requires_grad
+        optimizers[1].zero_grad()
+        whole_loss = cross_entropy(single(all_x.double()), all_y)
+        whole_loss.backward()
+        optimizers[1].step()
+        comms.all_reduce_mean(loss)
+        assert step is not naive_data_parallel_step or abs(loss - whole_loss) < TOLERANCE
+    a, b = (torch.nn.utils.parameters_to_vector(m.parameters()) for m in (replica, single))
+    return replica, ((a - b).norm() / b.norm()).item()
+
+
+def without_averaging(model, loss_fn, optimizer, batch, _):
+    optimizer.zero_grad()
+    loss = loss_fn(model(batch[0]), batch[1])
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@on_ranks(1, 2, 3, 4, 5)
+def test_n_ranks_train_as_one_process_on_the_whole_batch(comms):
+    for kind in ("sgd", "adam"):
+        replica, distance = train(comms, kind, naive_data_parallel_step)
+        assert distance < TOLERANCE
+        check_replicas(replica, comms)
+
+
+@on_ranks(2)
+def test_a_step_without_averaging_is_noticed(comms):
+    replica, distance = train(comms, "sgd", without_averaging)
+    assert distance > 1e-3
+    with pytest.raises(RuntimeError, match=r"parameter layers\.0\.weight"):
+        check_replicas(replica, comms)
+
+
+@on_ranks(2)
+def test_the_timeline_has_every_phase_in_order(comms):
+    model = FullMLP(8, depth=3)
+    timeline = Timeline(comms)
+    batch = torch.randn(4, 8), torch.randn(4, 8)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    naive_data_parallel_step(model, torch.nn.functional.mse_loss, sgd, batch, comms, timeline)
+    spans = [span for span in timeline.gather() if span.rank == comms.rank]
+    reduced = [f"all-reduce {name}" for name, _ in model.named_parameters()]
+    assert [s.name for s in spans] == ["forward", "backward", *reduced, "optimizer"]
+    assert [s.lane for s in spans if s.name in reduced] == ["communication"] * len(reduced)
+    assert all(a.end <= b.start for a, b in itertools.pairwise(spans))
+
+
+@on_ranks(2)
+def test_a_parameter_without_gradient_is_left_alone(comms):
+    model = FullMLP(8, depth=3)
+    model.spare = torch.nn.Parameter(torch.ones(3))
+    batch = torch.randn(4, 8), torch.randn(4, 8)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    naive_data_parallel_step(model, torch.nn.functional.mse_loss, sgd, batch, comms)
+    assert model.spare.grad is None
+    assert torch.equal(model.spare, torch.ones(3))
