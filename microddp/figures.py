@@ -1,9 +1,9 @@
 """Every plot of the book. They draw the data they are given; they measure nothing.
 
-Each function draws on rank 0 and does nothing on the others, so that a chapter can call it on every
-rank. It leaves the drawing as matplotlib's current figure, which notebooks and the book's build show;
-returned as well, it would be shown twice. With ``MICRODDP_FIGURES=DIR`` in the environment each figure is also written to
-``DIR/<script>-<number>.png``.
+Each function draws on rank 0 and does nothing on the others, so that a chapter can call it on
+every rank. It leaves the drawing as matplotlib's current figure, which notebooks and the book's
+build show; returned as well, it would be shown twice. With ``MICRODDP_FIGURES=DIR`` in the
+environment each figure is also written to ``DIR/<script>-<number>.png``.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ from microddp.messages import Message
 from microddp.trace import Span, Timing
 
 P = ParamSpec("P")
+
+# Now, and not inside the first rc_context: a notebook's back end turns interactive drawing on when
+# it is loaded, and leaving the context would turn it off again.
+plt.switch_backend(plt.get_backend())
 
 # Grey text and these colours keep enough contrast on a white and on a near-black page, so one
 # picture with a transparent ground serves both; they differ in lightness for greyscale readers.

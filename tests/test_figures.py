@@ -1,0 +1,167 @@
+"""Figures draw what they are given, on rank 0 only; the animation moves every message."""
+
+import itertools
+import xml.etree.ElementTree as ElementTree
+
+import matplotlib.pyplot as plt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import on_ranks
+
+from microddp import figures
+from microddp.animation import RingAnimation
+from microddp.messages import Message
+from microddp.trace import Span, Timing
+
+
+@pytest.fixture(autouse=True)
+def _close_figures():
+    yield
+    plt.close("all")
+
+
+def ring_messages(n, chunk_bytes=8):
+    """What a ring of n ranks sends, rank by rank: reduce-scatter, then all-gather."""
+    return [
+        [
+            Message(rank, (rank + 1) % n, chunk_bytes, (rank - 1 - step) % n * chunk_bytes)
+            for step in range(2 * (n - 1))
+        ]
+        for rank in range(n)
+    ]
+
+
+def texts(axes):
+    return [text.get_text() for text in axes.texts]
+
+
+def test_lines_are_named_at_their_ends_without_overlap():
+    series = {name: ([1, 2, 3], [1, 2, height]) for name, height in (("a", 3), ("b", 3.001))}
+    figures.lines(series, title="finding", xlabel="x", ylabel="y")
+    (axes,) = plt.gcf().axes
+    assert axes.get_title(loc="left") == "finding"
+    assert sorted(texts(axes)) == ["a", "b"]
+    low, high = sorted(text.xy[1] for text in axes.texts)
+    assert high - low > 0.05 * axes.get_ylim()[1]
+    assert [list(line.get_ydata()) for line in axes.lines] == [[1, 2, 3], [1, 2, 3.001]]
+
+
+@pytest.mark.parametrize("log", ["", "x", "y", "xy"])
+def test_labels_stay_inside_the_axes(log):
+    series = {f"curve {i}": ([1, 2], [1, 100 + i]) for i in range(6)}
+    figures.lines(series, title="", xlabel="", ylabel="", log=log)
+    (axes,) = plt.gcf().axes
+    bottom, top = axes.get_ylim()
+    assert len(axes.texts) == 6
+    assert all(bottom <= text.xy[1] <= top * 1.0001 for text in axes.texts)
+
+
+def test_stacked_bars_have_their_lengths():
+    bars = {"one": {"a": 1.0, "b": 2.0}, "two": {"a": 3.0, "b": 4.0}}
+    figures.stacked_bars(bars, title="", xlabel="")
+    (axes,) = plt.gcf().axes
+    drawn = [(patch.get_x(), patch.get_width()) for patch in axes.patches]
+    assert drawn == [(0, 1), (0, 3), (1, 2), (3, 4)]
+
+
+def test_traffic_shows_every_link_that_carries_bytes():
+    figures.traffic({"ring": [[0, 8, 0], [0, 0, 8], [8, 0, 0]]}, title="")
+    (axes,) = plt.gcf().axes
+    assert texts(axes) == ["8\nB"] * 3
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_ring_rounds_end_with_every_chunk_complete(n):
+    figures.ring_rounds(ring_messages(n), n * 8, title="")
+    panels = {axes.get_title(loc="left"): axes for axes in plt.gcf().axes}
+    assert len([name for name in panels if name.startswith("round")]) == 2 * (n - 1)
+    values = [text for text in texts(panels["result"]) if not text.startswith("rank")]
+    cells = [value for value in values if value == str(n)]
+    assert len(cells) >= n * n, "n chunks on each of n ranks contain all n ranks' values"
+    assert len(panels["round 1"].patches) == n, "every rank sends"
+
+
+def test_times_are_drawn_with_quartiles_and_prediction():
+    timings = {"ring": {1024: Timing((1.0, 2.0, 4.0)), 4096: Timing((2.0, 3.0, 5.0))}}
+    figures.times_by_size(timings, title="", models={"ring": lambda nbytes: nbytes / 1024})
+    (axes,) = plt.gcf().axes
+    measured, predicted = axes.lines
+    assert list(measured.get_ydata()) == [2.0, 3.0]
+    assert list(predicted.get_ydata()) == [1.0, 4.0]
+    assert sorted(texts(axes)) == ["ring", "ring, predicted"]
+
+
+def test_pauses_fall_from_all_calls_to_few():
+    figures.pauses({"calls": [3.0, 1.0, 2.0, 4.0]}, title="", xlabel="")
+    (axes,) = plt.gcf().axes
+    x, share = axes.lines[0].get_data()
+    assert list(x) == [1, 2, 3, 4]
+    assert list(share) == [1, 0.75, 0.5, 0.25]
+
+
+def test_a_timeline_has_a_row_for_each_rank_and_lane():
+    spans = [
+        Span(0, "compute", "forward", 1.0, 2.0),
+        Span(0, "communication", "all-reduce a", 2.0, 3.0),
+        Span(1, "compute", "forward", 1.5, 2.5),
+    ]
+    figures.timeline(spans, title="")
+    (axes,) = plt.gcf().axes
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels[:3] == ["rank 0 compute", "rank 0 communication", "rank 1 compute"]
+    drawn = sorted((round(p.get_x(), 6), round(p.get_width(), 6)) for p in axes.patches)
+    assert drawn == [(0, 1), (0.5, 1), (1, 1)], "from the beginning of the first span"
+
+
+def test_figures_are_kept_where_they_are_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("MICRODDP_FIGURES", str(tmp_path / "new"))
+    monkeypatch.setattr("sys.argv", ["chapters/99_test.py"])
+    figures.pauses({"calls": [1.0]}, title="", xlabel="")
+    (saved,) = (tmp_path / "new").iterdir()
+    assert saved.name == f"99_test-{plt.gcf().number}.png"
+    assert saved.read_bytes().startswith(b"\x89PNG")
+
+
+@on_ranks(2)
+def test_only_rank_0_draws(comms):
+    figures.pauses({"calls": [1.0]}, title="", xlabel="")
+    assert plt.get_fignums() == ([1] if comms.rank == 0 else [])
+    drawing = RingAnimation(ring_messages(2), 16)
+    assert bool(drawing._repr_html_()) == bool(repr(drawing)) == (comms.rank == 0)
+    plt.close("all")
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 5])
+def test_the_animation_moves_every_message_from_sender_to_receiver(n):
+    svg = ElementTree.fromstring(RingAnimation(ring_messages(n), n * 8).svg())
+    space = "{http://www.w3.org/2000/svg}"
+    circles = svg.findall(f"{space}circle")
+    places = [(circle.get("cx"), circle.get("cy")) for circle in circles]
+    assert len(places) == n
+    moves = [dot.find(f"{space}animateTransform").get("values") for dot in svg.iter(f"{space}g")]
+    assert len(moves) == n * 2 * (n - 1)
+    for move, message in zip(moves, itertools.chain(*ring_messages(n)), strict=True):
+        start, *_, end = (tuple(place.split()) for place in move.split(";"))
+        assert (start, end) == (places[message.src], places[message.dst])
+
+
+def test_no_line_of_the_animation_is_too_long_for_docutils():
+    lines = RingAnimation(ring_messages(16), 16 * 8).svg().splitlines()
+    assert max(map(len, lines)) < 10_000
+
+
+@given(st.integers(0, 2**50))
+def test_bytes_in_words_are_right_to_three_digits(count):
+    number, unit = figures.human_bytes(count).split()
+    scale = 1024 ** ("B", "KiB", "MiB", "GiB").index(unit)
+    assert float(number) * scale == pytest.approx(count, rel=0.006)
+    assert "e" not in number
+
+
+@given(st.floats(1e-9, 1e9))
+def test_times_in_words_are_right_to_three_digits(seconds):
+    number, unit = figures.human_seconds(seconds).split()
+    scale = {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "days": 86400}[unit]
+    assert float(number.replace(",", "")) * scale == pytest.approx(seconds, rel=0.006)
+    assert "e+" not in number
