@@ -160,10 +160,10 @@ def lines(
     figure, axes = _axes(title, xlabel, ylabel)
     ends: dict[str, tuple[float, float, str]] = {}
     # Dashes let a curve show where another one lies on it, and differ without colour.
-    styles = zip(COLORS, itertools.cycle(["-", "--", ":"]), series.items(), strict=False)
-    for color, dashes, (name, (x, y)) in styles:
+    colors, dashes = itertools.cycle(COLORS), itertools.cycle(["-", "--", ":"])
+    for color, dash, (name, (x, y)) in zip(colors, dashes, series.items(), strict=False):
         marker = "o" if len(x) < 20 else None
-        axes.plot(x, y, dashes, marker=marker, markersize=4, color=color)
+        axes.plot(x, y, dash, marker=marker, markersize=4, color=color)
         if len(series) > 1:
             ends[name] = (x[-1], y[-1], color)
     if "x" in log:
@@ -197,7 +197,7 @@ def stacked_bars(
     names = list(bars)
     total = max(sum(parts.values()) for parts in bars.values())
     left = [0.0] * len(names)
-    for color, part in zip(COLORS, next(iter(bars.values())), strict=False):
+    for color, part in zip(itertools.cycle(COLORS), next(iter(bars.values())), strict=False):
         sizes = [bars[name][part] for name in names]
         axes.barh(names, sizes, left=left, color=color, label=part)
         for row, size in enumerate(sizes):
@@ -307,7 +307,7 @@ def times_by_size(
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     ends: dict[str, tuple[float, float, str]] = {}
-    for color, (name, by_size) in zip(COLORS, timings.items(), strict=False):
+    for color, (name, by_size) in zip(itertools.cycle(COLORS), timings.items(), strict=False):
         sizes = sorted(by_size)
         medians = [by_size[size].median for size in sizes]
         low, high = zip(*(by_size[size].spread for size in sizes), strict=True)
@@ -335,7 +335,7 @@ def pauses(series: Mapping[str, Sequence[float]], *, title: str, xlabel: str) ->
         xlabel: what was timed.
     """
     figure, axes = _axes(title, xlabel, "share of calls that took longer")
-    for color, (name, seconds) in zip(COLORS, series.items(), strict=False):
+    for color, (name, seconds) in zip(itertools.cycle(COLORS), series.items(), strict=False):
         ordered = sorted(seconds)
         share = [1 - i / len(ordered) for i in range(len(ordered))]
         axes.step(ordered, share, where="post", color=color, label=name)
@@ -366,7 +366,7 @@ def timeline(spans: Sequence[Span], *, title: str) -> Figure:
     rows = {
         (rank, lane): i for i, (rank, lane) in enumerate((r, la) for r in ranks for la in lanes)
     }
-    for color, name in zip(COLORS, names, strict=False):
+    for color, name in zip(itertools.cycle(COLORS), names, strict=False):
         for i, span in enumerate(s for s in spans if s.name.split()[0] == name):
             axes.barh(
                 rows[span.rank, span.lane],

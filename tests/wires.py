@@ -1,0 +1,97 @@
+"""Ranks as threads of one process, over the most unhelpful network that the rules allow.
+
+A message reads its tensor at once, and complains when the sender waits if it has changed since; a
+tensor that is being received into is full of rubbish until the receiver waits. An algorithm that
+touches a tensor under way fails here, every time.
+"""
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from microddp.p2p import Pending, PointToPoint
+
+SECONDS = 20.0  # for a message that never comes
+
+
+class ThreadComms:
+    """The part of ``Comms`` that all-reduce algorithms use."""
+
+    scratch = PointToPoint.scratch
+
+    def __init__(self, rank: int, links: dict[tuple[int, int], "SimpleQueue[Any]"], n: int) -> None:
+        self.rank = rank
+        self.world_size = n
+        self.links = links
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self.sent: list[tuple[int, int]] = []  # receiver and bytes of every message
+
+    def send(self, tensor: torch.Tensor, dst: int, *, async_op: bool = False) -> Pending:
+        self._check(tensor, dst)
+        self.sent.append((dst, tensor.nbytes))
+        sent = tensor.clone()
+
+        def deliver() -> None:
+            assert torch.equal(tensor, sent), "written to while it was being sent"
+            self.links[self.rank, dst].put(sent)
+
+        return self._started(Pending(deliver), async_op)
+
+    def recv(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Pending:
+        self._check(tensor, src)
+        tensor.fill_(99)
+        get = self.links[src, self.rank].get
+        return self._started(Pending(lambda: tensor.copy_(get(timeout=SECONDS))), async_op)
+
+    def sendrecv(
+        self,
+        outgoing: torch.Tensor,
+        dst: int,
+        incoming: torch.Tensor,
+        src: int,
+        *,
+        async_op: bool = False,
+    ) -> Pending:
+        sending = self.send(outgoing, dst, async_op=True)
+        receiving = self.recv(incoming, src, async_op=True)
+        return self._started(Pending(sending.wait, receiving.wait), async_op)
+
+    def _check(self, tensor: torch.Tensor, peer: int) -> None:
+        assert tensor.is_contiguous()
+        assert 0 <= peer < self.world_size
+        assert peer != self.rank
+
+    def _started(self, pending: Pending, async_op: bool) -> Pending:
+        if not async_op:
+            pending.wait()
+        return pending
+
+
+def run_threads(n: int, function: Callable[[ThreadComms], Any]) -> tuple[list[Any], list[Any]]:
+    """Run ``function`` on n ranks at once. Returns their results and what each one sent."""
+    links: dict[tuple[int, int], SimpleQueue[Any]] = {
+        (src, dst): SimpleQueue() for src in range(n) for dst in range(n)
+    }
+    ranks = [ThreadComms(rank, links, n) for rank in range(n)]
+    results: list[Any] = [None] * n
+    errors: list[BaseException] = []
+
+    def be(comms: ThreadComms) -> None:
+        try:
+            results[comms.rank] = function(comms)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=be, args=(comms,), daemon=True) for comms in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * SECONDS)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "deadlock"
+    assert all(link.empty() for link in links.values()), "a message was never received"
+    return results, [comms.sent for comms in ranks]
