@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import os
 import sys
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from microddp.comms import Comms
 from microddp.machine import cpu_cores, schedule_threads
@@ -15,6 +19,7 @@ from microddp.machine import cpu_cores, schedule_threads
 DEFAULT_TIMEOUT = 300.0  # seconds; a rank may compile or evaluate while the others wait
 TORCHRUN_NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 TORCHRUN_VARIABLES = (*TORCHRUN_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
+_joined = itertools.count()
 
 
 def init(backend: str | None = None, timeout: float | None = None) -> Comms:
@@ -55,14 +60,19 @@ def init(backend: str | None = None, timeout: float | None = None) -> Comms:
     if backend == "gloo" and world_size > 1:
         schedule_threads("batch")
     under_torchrun = "RANK" in os.environ
+    patience = timedelta(seconds=seconds)
+    store: Store = HashStore()
     try:
+        if under_torchrun:
+            store, *_ = next(rendezvous("env://", rank, world_size, timeout=patience))
+        # A second job of these processes must not read the addresses of the first.
+        store = PrefixStore(f"microddp-{next(_joined)}", store)
         dist.init_process_group(
             backend,
-            timeout=timedelta(seconds=seconds),
+            timeout=patience,
+            store=store,
             rank=rank,
             world_size=world_size,
-            # Alone there is nobody to meet, so no address and no port are needed.
-            store=None if under_torchrun else dist.HashStore(),  # type: ignore[attr-defined]
             device_id=device if backend == "nccl" else None,
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
@@ -73,11 +83,15 @@ def init(backend: str | None = None, timeout: float | None = None) -> Comms:
         ) from error
     assert dist.group.WORLD is not None
     comms = Comms(dist.group.WORLD, device, local_rank, local_world_size, seconds)
+    # A rank that left at once would break the connections that others are still making.
+    comms.barrier()
+    if backend == "gloo":
+        # Its threads must end before Python does: see Comms.close.
+        atexit.register(comms.close)
     if not under_torchrun:
-        comms.print(
-            "microddp: one rank. For more: torchrun --nproc-per-node=4 "
-            f"{os.path.relpath(sys.argv[0]) if sys.argv[0] else 'script.py'}"
-        )
+        script = getattr(sys.modules["__main__"], "__file__", None)  # not in a notebook
+        name = os.path.relpath(script) if script else "script.py"
+        comms.print(f"microddp: one rank. For more: torchrun --nproc-per-node=4 {name}")
     return comms
 
 

@@ -65,6 +65,11 @@ def check_against_oracles(comms, dtypes, sizes):
         for op in ops_of(dtype):
             for size in sizes:
                 expected = by_hand(n, size, dtype, op)
+                only_adds = dtype.is_complex and op != "sum"  # the backend, that is
+                if dtype not in BACKEND_REFUSES and op in BACKEND_OPS and not only_adds:
+                    backend = of_rank(comms.rank, size, dtype)
+                    dist.all_reduce(backend, getattr(dist.ReduceOp, BACKEND_OPS[op]))
+                    assert torch.equal(expected, backend), ("the oracles differ", op, dtype, size)
                 for name, algorithm in ALGORITHMS.items():
                     tensor = of_rank(comms.rank, size, dtype)
                     address = tensor.data_ptr()
@@ -76,17 +81,11 @@ def check_against_oracles(comms, dtypes, sizes):
                         torch.testing.assert_close(tensor, expected, rtol=few_units, atol=few_units)
                     else:
                         assert torch.equal(tensor, expected), where
-                    if dtype not in BACKEND_REFUSES and op in BACKEND_OPS:
-                        if dtype.is_complex and op != "sum":
-                            continue  # the backend only adds them
-                        backend = of_rank(comms.rank, size, dtype)
-                        dist.all_reduce(backend, getattr(dist.ReduceOp, BACKEND_OPS[op]))
-                        assert torch.equal(tensor, backend), where
 
 
 def sizes_for(comms):
     n = comms.world_size
-    return sorted({0, 1, n - 1, n, n + 1, 97, 2 * n})
+    return sorted({0, 1, n - 1, n + 1, 97})
 
 
 @on_ranks()

@@ -47,6 +47,12 @@ def test_lines_are_named_at_their_ends_without_overlap():
     assert [list(line.get_ydata()) for line in axes.lines] == [[1, 2, 3], [1, 2, 3.001]]
 
 
+def test_every_curve_is_drawn_however_many_there_are():
+    figures.lines({str(i): ([1, 2], [i, i]) for i in range(20)}, title="", xlabel="", ylabel="")
+    (axes,) = plt.gcf().axes
+    assert len(axes.lines) == 20
+
+
 @pytest.mark.parametrize("log", ["", "x", "y", "xy"])
 def test_labels_stay_inside_the_axes(log):
     series = {f"curve {i}": ([1, 2], [1, 100 + i]) for i in range(6)}

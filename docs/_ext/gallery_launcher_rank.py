@@ -8,6 +8,7 @@ the chapter from top to bottom. What ended a rank before its time is left there 
     rank<N>.stack    where rank N was when it was told to stop
 """
 
+import atexit
 import faulthandler
 import importlib
 import json
@@ -17,6 +18,7 @@ import pickle
 import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -157,6 +159,16 @@ def main(folder: Path) -> None:
             time.sleep(_SECONDS_FOR_THE_CAUSE)
         # At once: no thread or exit handler of the chapter may keep a failed rank alive.
         os._exit(1)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All is done but Python's own end. There, a thread of the communication library that still lets
+    # go of a tensor aborts the process; a chapter that does not leave its group would now and then
+    # fail for it.
+    os._exit(0)
 
 
 if __name__ == "__main__":
