@@ -42,7 +42,7 @@ sphinx_gallery_conf = {
     "examples_dirs": "../chapters",
     "gallery_dirs": "chapters",
     "filename_pattern": r"/\d\d_\w+\.py$",
-    "image_srcset": ["2x"],
+    "image_srcset": ["1.5x"],
     "matplotlib_animations": False,
     "download_all_examples": False,
     "remove_config_comments": True,
