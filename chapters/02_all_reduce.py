@@ -217,7 +217,7 @@ r"""
 
 The ring above waits after each round: nothing is reduced while a chunk travels, and nothing
 travels while a chunk is reduced. In the core, large chunks are cut into pieces of `PIECE_BYTES`
-(4 MiB). Piece j of all chunks, a *column*, has a ring of its own, and `IN_FLIGHT` (2) such rings
+(2 MiB). Piece j of all chunks, a *column*, has a ring of its own, and `IN_FLIGHT` (2) such rings
 run at once: one column is reduced while the other travels. Below that size the core's ring is the
 one above. It also takes any operation, any dtype and tensors that are not contiguous:
 
