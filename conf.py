@@ -33,7 +33,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(Callable|Iterator|Mapping|Sequence|Path|optional|P|P\.\w+|Figure|Axes)"),
 ]
 
-myst_enable_extensions = ["dollarmath", "colon_fence", "alert", "deflist"]
+myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
 
 # The chapters ------------------------------------------------------------------------------------

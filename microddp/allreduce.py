@@ -248,9 +248,8 @@ def _flattened(
     with torch.no_grad():
         flat = tensor.view(-1) if tensor.is_contiguous() else tensor.flatten()
         if op == "mean":
-            flat.div_(
-                comms.world_size
-            )  # before adding: n gradients may overflow where one does not
+            # Before adding: the sum of n gradients may overflow where their mean does not.
+            flat.div_(comms.world_size)
         yield flat, COMBINE[op]
         if not tensor.is_contiguous():
             tensor.copy_(flat.view(tensor.shape))

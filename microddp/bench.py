@@ -22,7 +22,7 @@ from microddp.comms import Comms
 from microddp.job import init
 from microddp.machine import cpu_cores
 from microddp.messages import bus_bandwidth
-from microddp.trace import Timing, measure
+from microddp.trace import Timing, measure, write_whole
 
 SWEEP_MB = (1 / 16, 1 / 4, 1, 4, 8, 16, 32, 64)
 DTYPES = {
@@ -91,9 +91,8 @@ def _positive(kind: type[Any]) -> Callable[[str], Any]:
 
 def bench_allreduce(options: argparse.Namespace, comms: Comms) -> None:
     """Time every chosen algorithm at every size, taking turns within one run."""
-    chosen = [*ALGORITHMS] if options.algorithm in ("all", "backend") else [options.algorithm]
-    if options.algorithm == "backend":
-        chosen = []
+    groups: dict[str, list[str]] = {"all": [*ALGORITHMS], "backend": []}
+    chosen = groups.get(options.algorithm, [options.algorithm])
     reduce: dict[str, Callable[[torch.Tensor], object]] = {"backend": comms.all_reduce}
     reduce |= {name: _bind(ALGORITHMS[name], comms) for name in chosen}
     sizes = [int(mb * 2**20) for mb in (SWEEP_MB if options.sweep else (options.size_mb,))]
@@ -201,9 +200,7 @@ def _report(
             "command": sys.argv[1:],
             "rows": [vars(row) for row in rows],
         }
-        unfinished = options.json.with_name(options.json.name + ".part")
-        unfinished.write_text(json.dumps(report, indent=2) + "\n")
-        unfinished.replace(options.json)
+        write_whole(options.json, json.dumps(report, indent=2) + "\n")
     if options.plot:
         figures.times_by_size(timings, title=f"All-reduce, {comms.describe()}")
         plt.savefig(options.plot, dpi=150, facecolor="white")

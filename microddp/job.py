@@ -50,7 +50,7 @@ def init(backend: str | None = None, timeout: float | None = None) -> Comms:
     rank, world_size = environment["RANK"], environment["WORLD_SIZE"]
     local_rank, local_world_size = environment["LOCAL_RANK"], environment["LOCAL_WORLD_SIZE"]
     gpus = torch.cuda.device_count()
-    backend = backend or ("nccl" if 0 < local_world_size <= gpus else "gloo")
+    backend = backend or ("nccl" if local_world_size <= gpus else "gloo")
     _check_backend(backend, rank, local_world_size, gpus)
     device = torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
     if device.type == "cuda":

@@ -215,7 +215,11 @@ def save_chrome_trace(spans: Sequence[Span], path: str | Path) -> None:
         }
         for span in spans
     ]
-    path = Path(path)
+    write_whole(Path(path), json.dumps({"traceEvents": events}))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that appears whole or not at all."""
     unfinished = path.with_name(path.name + ".part")
-    unfinished.write_text(json.dumps({"traceEvents": events}))
+    unfinished.write_text(text)
     unfinished.replace(path)
