@@ -2,6 +2,12 @@
 
 import os
 
+from hypothesis import settings
+
+# Wall-clock time is no property of the code: a busy machine would fail a right test. What hangs is
+# ended by the bounds of ranks.py and wires.py, and by pytest's time-out.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 os.environ["MPLBACKEND"] = "Agg"
 # torch looks up the name of each address it connects to, for its messages only. Some name servers
 # lose such a question, and the default is to wait for 5 seconds, twice.
