@@ -96,7 +96,7 @@ class Comms(PointToPoint):
         self._check_tensor("broadcast", tensor)
         self._agree(f"broadcast({describe(tensor)}, src={src})")
         work = dist.broadcast(tensor, group=self.group, group_src=src, async_op=True)
-        return self._started([work.wait], async_op)
+        return self._started(Pending(work.wait), async_op)
 
     def all_reduce(
         self, tensor: torch.Tensor, op: str = "sum", *, async_op: bool = False
@@ -111,7 +111,7 @@ class Comms(PointToPoint):
         reduce_op = self._reduce_op(op)
         self._agree(f"all_reduce({describe(tensor)}, op={op})")
         work = dist.all_reduce(tensor, reduce_op, group=self.group, async_op=True)
-        return self._started([work.wait], async_op)
+        return self._started(Pending(work.wait), async_op)
 
     def all_reduce_mean(self, tensor: torch.Tensor, *, async_op: bool = False) -> Pending:
         """Replace ``tensor`` (floating point or complex) by its mean over all ranks, in place.

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,17 @@ class Pending:
         """
         while self._steps:
             self._steps.pop(0)()
+
+
+class Exchange(Pending):
+    """A message each way under way. ``wait()`` waits for both."""
+
+    def __init__(self, receiving: Pending, sending: Pending) -> None:
+        super().__init__(receiving.wait, sending.wait)
+        self.received = receiving.wait
+
+
+AnyPending = TypeVar("AnyPending", bound=Pending)
 
 
 class PointToPoint:
@@ -140,14 +153,7 @@ class PointToPoint:
         """
         self._check_peer("dst", dst)
         self._check_tensor("send", tensor)
-        if self.on_send:
-            self.on_send(tensor, dst)
-        steps: list[Callable[[], object]] = []
-        if self._debug:
-            steps.append(self._headers.send(describe(tensor), dst).wait)
-        work = dist.isend(self._to_wire(tensor), group=self.group, group_dst=dst)
-        assert work is not None  # torch returns None only outside the group
-        return self._started([*steps, work.wait], async_op)
+        return self._started(self._send(tensor, dst), async_op)
 
     def recv(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Pending:
         """Receive from rank ``src`` into a contiguous tensor of the same shape and dtype.
@@ -156,24 +162,7 @@ class PointToPoint:
         """
         self._check_peer("src", src)
         self._check_tensor("recv", tensor)
-        wire = torch.empty_like(tensor, device="cpu") if self._through_host else tensor
-
-        def check_then_receive() -> None:
-            if (coming := self._headers.recv(src)) != describe(tensor):
-                raise RuntimeError(
-                    f"rank {self.rank}: recv expected {describe(tensor)} from rank {src}, "
-                    f"got {coming}"
-                )
-            dist.recv(wire, group=self.group, group_src=src)
-
-        steps: list[Callable[[], object]] = [check_then_receive]
-        if not self._debug:  # with it, the header must be read before the message can be
-            work = dist.irecv(wire, group=self.group, group_src=src)
-            assert work is not None
-            steps = [work.wait]
-        if wire is not tensor:
-            steps.append(lambda: tensor.copy_(wire))
-        return self._started(steps, async_op)
+        return self._started(self._recv(tensor, src), async_op)
 
     def sendrecv(
         self,
@@ -183,7 +172,7 @@ class PointToPoint:
         src: int,
         *,
         async_op: bool = False,
-    ) -> Pending:
+    ) -> Exchange:
         """Send ``outgoing`` to ``dst`` while receiving ``incoming`` from ``src``.
 
         The two travel together: a ring in which every rank called ``send`` and then ``recv``
@@ -194,16 +183,40 @@ class PointToPoint:
             self._check_peer(name, peer)
             self._check_tensor("sendrecv", tensor)
         if self.backend != "nccl":
-            receiving = self.recv(incoming, src, async_op=True)
-            sending = self.send(outgoing, dst, async_op=True)
-            return self._started([receiving.wait, sending.wait], async_op)
+            receiving, sending = self._recv(incoming, src), self._send(outgoing, dst)
+        else:
+            if self.on_send:
+                self.on_send(outgoing, dst)
+            batch = [
+                dist.P2POp(dist.irecv, incoming, group=self.group, group_peer=src),
+                dist.P2POp(dist.isend, outgoing, group=self.group, group_peer=dst),
+            ]
+            # NCCL completes the two as one.
+            receiving = Pending(*(work.wait for work in dist.batch_isend_irecv(batch)))
+            sending = Pending()
+        return self._started(Exchange(receiving, sending), async_op)
+
+    def _send(self, tensor: torch.Tensor, dst: int) -> Pending:
         if self.on_send:
-            self.on_send(outgoing, dst)
-        batch = [
-            dist.P2POp(dist.irecv, incoming, group=self.group, group_peer=src),
-            dist.P2POp(dist.isend, outgoing, group=self.group, group_peer=dst),
-        ]
-        return self._started([w.wait for w in dist.batch_isend_irecv(batch)], async_op)
+            self.on_send(tensor, dst)
+        if self._debug:
+            header = self._headers.send(describe(tensor), dst)
+            return Pending(header.wait, self.group.send([self._to_wire(tensor)], dst, 0).wait)
+        return Pending(self.group.send([self._to_wire(tensor)], dst, 0).wait)
+
+    def _recv(self, tensor: torch.Tensor, src: int) -> Pending:
+        wire = torch.empty_like(tensor, device="cpu") if self._through_host else tensor
+        begin: Callable[[], object] = partial(self._checked_recv, wire, src)
+        if not self._debug:  # with it, the header must be read before the message can be
+            begin = self.group.recv([wire], src, 0).wait
+        return Pending(begin) if wire is tensor else Pending(begin, partial(tensor.copy_, wire))
+
+    def _checked_recv(self, tensor: torch.Tensor, src: int) -> None:
+        if (coming := self._headers.recv(src)) != describe(tensor):
+            raise RuntimeError(
+                f"rank {self.rank}: recv expected {describe(tensor)} from rank {src}, got {coming}"
+            )
+        dist.recv(tensor, group=self.group, group_src=src)
 
     def _check_rank(self, name: str, rank: int) -> None:
         if not 0 <= rank < self.world_size:
@@ -235,8 +248,8 @@ class PointToPoint:
     def _to_wire(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.cpu() if self._through_host else tensor
 
-    def _started(self, steps: Sequence[Callable[[], object]], async_op: bool) -> Pending:
-        pending = Pending(*steps)
+    @staticmethod
+    def _started(pending: AnyPending, async_op: bool) -> AnyPending:
         if not async_op:
             pending.wait()
         return pending

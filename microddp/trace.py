@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+import random
 import resource
 import statistics
 import sys
@@ -56,9 +57,10 @@ def measure(
 ) -> dict[str, Timing]:
     """Time several calls against each other, on all ranks together.
 
-    The calls take turns, so that a disturbance of the machine meets all of them alike; before each
-    one the ranks wait for each other. A measurement is the time of the slowest rank. CUDA work is
-    waited for before the clock is read.
+    The calls take turns, so that a disturbance of the machine meets all of them alike, and in
+    another order each round: what ran before, its caches and on which core it left a thread,
+    changes the time of a call by up to a tenth. Before each call the ranks wait for each other. A
+    measurement is the time of the slowest rank. CUDA work is waited for before the clock is read.
 
     Args:
         calls: what to time, by name; every rank must pass the same names in the same order.
@@ -76,8 +78,10 @@ def measure(
     if repeat < 1:
         raise ValueError(f"rank {comms.rank}: expected at least one repeat, got {repeat}")
     mine = torch.zeros(repeat, len(calls), dtype=torch.float64)
+    turns = list(enumerate(calls.values()))
+    order = random.Random(0)  # the same on every rank
     for i in range(-warmup, repeat):
-        for j, call in enumerate(calls.values()):
+        for j, call in order.sample(turns, len(turns)):
             prepare()
             comms.barrier()
             start = _now(comms)

@@ -1,8 +1,8 @@
 """Ranks as threads of one process, over the most unhelpful network that the rules allow.
 
-A message reads its tensor at once, and complains when the sender waits if it has changed since; a
-tensor that is being received into is full of rubbish until the receiver waits. An algorithm that
-touches a tensor under way fails here, every time.
+Nothing moves before the receiver waits. Then the message is read, with a complaint if its tensor
+has changed since it was sent. An algorithm that writes to a tensor under way, or uses what it has
+not waited for, fails here every time.
 """
 
 import threading
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from microddp.p2p import Pending, PointToPoint
+from microddp.p2p import Exchange, Pending, PointToPoint
 
 SECONDS = 5.0  # for a message that never comes
 
@@ -21,6 +21,7 @@ class ThreadComms:
     """The part of ``Comms`` that all-reduce algorithms use."""
 
     scratch = PointToPoint.scratch
+    _started = staticmethod(PointToPoint._started)
 
     def __init__(self, rank: int, links: dict[tuple[int, int], "SimpleQueue[Any]"], n: int) -> None:
         self.rank = rank
@@ -32,19 +33,17 @@ class ThreadComms:
     def send(self, tensor: torch.Tensor, dst: int, *, async_op: bool = False) -> Pending:
         self._check(tensor, dst)
         self.sent.append((dst, tensor.nbytes))
-        sent = tensor.clone()
-
-        def deliver() -> None:
-            assert torch.equal(tensor, sent), "written to while it was being sent"
-            self.links[self.rank, dst].put(sent)
-
-        return self._started(Pending(deliver), async_op)
+        self.links[self.rank, dst].put((tensor, tensor.clone()))
+        return Pending()
 
     def recv(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Pending:
         self._check(tensor, src)
-        tensor.fill_(99)
-        get = self.links[src, self.rank].get
-        return self._started(Pending(lambda: tensor.copy_(get(timeout=SECONDS))), async_op)
+        def receive() -> None:
+            now, sent = self.links[src, self.rank].get(timeout=SECONDS)
+            assert torch.equal(now, sent), "written to while it was being sent"
+            tensor.copy_(now)
+
+        return self._started(Pending(receive), async_op)
 
     def sendrecv(
         self,
@@ -54,20 +53,15 @@ class ThreadComms:
         src: int,
         *,
         async_op: bool = False,
-    ) -> Pending:
+    ) -> Exchange:
         sending = self.send(outgoing, dst, async_op=True)
         receiving = self.recv(incoming, src, async_op=True)
-        return self._started(Pending(sending.wait, receiving.wait), async_op)
+        return self._started(Exchange(receiving, sending), async_op)
 
     def _check(self, tensor: torch.Tensor, peer: int) -> None:
         assert tensor.is_contiguous()
         assert 0 <= peer < self.world_size
         assert peer != self.rank
-
-    def _started(self, pending: Pending, async_op: bool) -> Pending:
-        if not async_op:
-            pending.wait()
-        return pending
 
 
 def run_threads(n: int, function: Callable[[ThreadComms], Any]) -> tuple[list[Any], list[Any]]:
