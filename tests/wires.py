@@ -8,6 +8,7 @@ not waited for, fails here every time.
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
+from threading import Event
 from typing import Any
 
 import torch
@@ -33,15 +34,22 @@ class ThreadComms:
     def send(self, tensor: torch.Tensor, dst: int, *, async_op: bool = False) -> Pending:
         self._check(tensor, dst)
         self.sent.append((dst, tensor.nbytes))
-        self.links[self.rank, dst].put((tensor, tensor.clone()))
-        return Pending()
+        taken = Event()
+        self.links[self.rank, dst].put((tensor, tensor.clone(), taken))
+
+        def leave() -> None:
+            assert taken.wait(SECONDS), "a message that nobody received"
+
+        return self._started(Pending(leave), async_op)
 
     def recv(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Pending:
         self._check(tensor, src)
+
         def receive() -> None:
-            now, sent = self.links[src, self.rank].get(timeout=SECONDS)
+            now, sent, taken = self.links[src, self.rank].get(timeout=SECONDS)
             assert torch.equal(now, sent), "written to while it was being sent"
             tensor.copy_(now)
+            taken.set()
 
         return self._started(Pending(receive), async_op)
 
