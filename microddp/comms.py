@@ -6,6 +6,7 @@ They are thin: each one checks its arguments on this rank, then calls ``torch.di
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from microddp.headers import describe
 from microddp.p2p import Pending, PointToPoint
 
+DEFAULT_TIMEOUT = 300.0  # seconds; a rank may compile or evaluate while the others wait
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
@@ -32,6 +34,27 @@ class Comms(PointToPoint):
     context manager it closes itself. Every rank of the group must make the same collective calls
     in the same order.
     """
+
+    @classmethod
+    def of_group(cls, group: dist.ProcessGroup | None, device: torch.device) -> Comms:
+        """The ``Comms`` of a process group that ``torch.distributed`` made; ``None``: of all ranks.
+
+        Args:
+            group: this process is a member.
+            device: where this rank computes.
+
+        Raises:
+            ValueError: this process is not a member, or no group was made yet.
+        """
+        if not dist.is_initialized():
+            raise ValueError("expected microddp.init() or torch's init_process_group() first")
+        rank = dist.get_rank()
+        group = group or dist.group.WORLD
+        if not isinstance(group, dist.ProcessGroup):  # new_group's word for "not yours"
+            raise ValueError(f"rank {rank}: expected a group that this rank belongs to")
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        return cls(group, device, local_rank, local_world_size, DEFAULT_TIMEOUT)
 
     def __enter__(self) -> Comms:
         return self

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from microddp.comms import Comms
+from microddp.comms import DEFAULT_TIMEOUT, Comms
 from microddp.machine import cpu_cores, schedule_threads
 
-DEFAULT_TIMEOUT = 300.0  # seconds; a rank may compile or evaluate while the others wait
 TORCHRUN_NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 TORCHRUN_VARIABLES = (*TORCHRUN_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
 _joined = itertools.count()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -11,17 +13,62 @@ from torch import nn
 from microddp.comms import Comms
 from microddp.headers import describe
 
+BROADCAST_BYTES = 64 << 20  # bounds the copy that a broadcast of many tensors needs
+
 
 def broadcast_parameters(module: nn.Module, comms: Comms, src: int = 0) -> None:
     """Overwrite every parameter and buffer with rank ``src``'s.
 
     The ranks' models must have the same parameters and buffers: see :func:`check_replicas`.
     """
+    broadcast_tensors([*module.parameters(), *module.buffers()], comms, src)
+
+
+def broadcast_tensors(tensors: Sequence[torch.Tensor], comms: Comms, src: int = 0) -> None:
+    """Overwrite tensors with rank ``src``'s, many of one dtype in one message."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            whole = tensor.contiguous()
-            comms.broadcast(whole, src)
-            tensor.copy_(whole)
+        for alike in kinds.values():
+            while alike:
+                batch = [alike.pop(0)]
+                while alike and sum(t.nbytes for t in (*batch, alike[0])) <= BROADCAST_BYTES:
+                    batch.append(alike.pop(0))
+                flat = torch.cat([tensor.reshape(-1) for tensor in batch])
+                comms.broadcast(flat, src)
+                if comms.rank != src:
+                    start = 0
+                    for tensor in batch:
+                        tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
+                        start += tensor.numel()
+
+
+def check_structure(module: nn.Module, comms: Comms) -> None:
+    """Raise, on every rank, unless all ranks have the same parameters and buffers.
+
+    Sends a hash of 8 bytes, and the names only where the hashes differ.
+
+    Raises:
+        RuntimeError: names the first that differs in name, shape, dtype or whether it requires a
+            gradient, on the first rank that is not like rank 0, with what both have.
+    """
+    texts = [
+        f"{name}: {describe(tensor)}{'' if tensor.requires_grad else ', no gradient'}"
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    ]
+    digest = torch.tensor([_digest("\n".join(texts).encode())], device=comms.device)
+    if len(set(comms.all_gather(digest).flatten().tolist())) == 1:
+        return
+    everyone = comms.all_gather_data(texts)
+    odd = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
+    for here, there in itertools.zip_longest(everyone[0], everyone[odd], fillvalue="nothing"):
+        if here != there:
+            raise RuntimeError(
+                f"rank {comms.rank}: expected the same parameters and buffers on every rank, got "
+                f"{here} on rank 0 ({len(everyone[0])} in all) and {there} on rank {odd} "
+                f"({len(everyone[odd])})"
+            )
 
 
 def check_replicas(module: nn.Module, comms: Comms) -> None:
@@ -30,19 +77,12 @@ def check_replicas(module: nn.Module, comms: Comms) -> None:
     Sends a hash of 8 bytes for each parameter, not the parameters.
 
     Raises:
-        RuntimeError: names the first parameter that differs in name, shape, dtype or value, and
-            the ranks that differ from the most frequent version.
+        RuntimeError: names the first parameter that differs, and the ranks that differ from the
+            most frequent version; or as :func:`check_structure`.
     """
+    # First, since ranks with other parameters would send other numbers of hashes.
+    check_structure(module, comms)
     named = list(module.named_parameters())
-    # The structure first: ranks with other parameters would send other numbers of hashes.
-    names = [f"{name}: {describe(p)}" for name, p in named]
-    digests = [_digest("\n".join(names).encode())]
-    everyone = comms.all_gather(torch.tensor(digests, device=comms.device))
-    if odd := _odd_ranks(everyone[:, 0].tolist()):
-        raise RuntimeError(
-            f"rank {comms.rank}: expected the same parameters on every rank, but those of "
-            f"{odd} have other names, shapes or dtypes; here: {', '.join(names)}"
-        )
     digests = [_digest(_raw(p)) for _, p in named]
     everyone = comms.all_gather(torch.tensor(digests, dtype=torch.int64, device=comms.device))
     for (name, parameter), column in zip(named, everyone.T.tolist(), strict=True):

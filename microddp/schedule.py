@@ -8,7 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
+from microddp.bucketing import BucketedDDPHooks
 from microddp.comms import Comms
+from microddp.hooks import AllReduceHooks
 from microddp.trace import Timeline
 
 
@@ -51,6 +53,57 @@ def naive_data_parallel_step(
         if parameter.grad is not None:
             with span(f"all-reduce {name}", lane="communication"):
                 comms.all_reduce_mean(parameter.grad)
+    with span("optimizer"):
+        optimizer.step()
+    return loss.detach()
+
+
+def register_ddp_hooks(
+    model: nn.Module,
+    comms: Comms,
+    bucket_size_mb: float | None = None,
+    timeline: Timeline | None = None,
+) -> AllReduceHooks | BucketedDDPHooks:
+    """Have every backward of ``model`` average its gradients over all ranks while it runs.
+
+    Args:
+        model: this rank's replica.
+        comms: the ranks that share the step.
+        bucket_size_mb: MiB of gradients that travel together; ``None``: each travels alone.
+        timeline: records gradients, collectives and the wait for them.
+
+    Returns:
+        The hooks, for :func:`ddp_step`; their ``remove()`` takes them off again.
+    """
+    if bucket_size_mb is None:
+        return AllReduceHooks(model, comms, timeline=timeline)
+    return BucketedDDPHooks(model, comms, bucket_size_mb, timeline=timeline)
+
+
+def ddp_step(
+    model: nn.Module,
+    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    batch: tuple[torch.Tensor, torch.Tensor],
+    hooks: AllReduceHooks | BucketedDDPHooks,
+    timeline: Timeline | None = None,
+) -> torch.Tensor:
+    """Train one step with gradients that are averaged during backward.
+
+    Args and result are those of :func:`naive_data_parallel_step`, with the ``hooks`` that
+    :func:`register_ddp_hooks` returned in the place of ``comms``.
+
+    Raises:
+        RuntimeError: a parameter got no gradient, another rank failed, or the time-out passed.
+    """
+    span = timeline.span if timeline else _unrecorded
+    inputs, targets = batch
+    optimizer.zero_grad()
+    with span("forward"):
+        loss = loss_fn(model(inputs), targets)
+    with span("backward"):
+        loss.backward()  # type: ignore[no-untyped-call]
+    hooks.finish()
     with span("optimizer"):
         optimizer.step()
     return loss.detach()

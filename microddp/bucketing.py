@@ -1,0 +1,361 @@
+"""Gradient buckets: a few large messages instead of one for every parameter, during backward.
+
+Every message costs the same start-up time, however small it is. So gradients that are ready at
+about the same time travel together, in one flat buffer, as soon as the last of them has come.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from microddp.comms import Comms
+from microddp.hooks import AllReduceHooks
+from microddp.trace import Timeline, Timing, measure
+
+MIB = 1 << 20
+BUCKET_CAP_MB = 25.0
+# A small first bucket, so that communication begins early in backward. PyTorch's own default; its
+# developers disagree on what it gains (PyTorch issue 118421), and chapter 05 measures it.
+FIRST_BUCKET_MB = 1.0
+
+
+def plan_buckets(
+    tensors: Sequence[torch.Tensor], caps: Sequence[int], sparse: Sequence[bool] = ()
+) -> list[list[int]]:
+    """Deal tensors out to buckets in the order given, without splitting any.
+
+    A bucket takes tensors until it has reached its cap, so it may exceed it by almost a tensor. It
+    holds one dtype on one device, and each such kind fills buckets of its own.
+
+    Args:
+        tensors: what is to travel, in the order in which it becomes ready.
+        caps: bytes of the first bucket, the second, ...; the last holds for all that follow.
+        sparse: for each tensor whether its gradient is sparse; such a one travels alone.
+
+    Returns:
+        The indices of each bucket's tensors, in the order in which the buckets are full.
+
+    Source: PyTorch, torch/csrc/distributed/c10d/reducer.cpp, compute_bucket_assignment_by_size.
+    """
+    plan: list[list[int]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    filled: dict[tuple[torch.dtype, torch.device], int] = {}
+    for i, tensor in enumerate(tensors):
+        if sparse and sparse[i]:
+            plan.append([i])
+            continue
+        kind = (tensor.dtype, tensor.device)
+        bucket = filling.setdefault(kind, [])
+        bucket.append(i)
+        cap = caps[min(filled.get(kind, 0), len(caps) - 1)]
+        if sum(tensors[j].nbytes for j in bucket) >= cap:
+            plan.append(filling.pop(kind))
+            filled[kind] = filled.get(kind, 0) + 1
+    return plan + sorted(filling.values(), key=lambda bucket: bucket[-1])
+
+
+class GradientBucket:
+    """Gradients that travel together, side by side in one flat buffer.
+
+    It has the methods of ``torch.distributed.GradBucket``, so that a communication hook may be
+    given either.
+
+    Attributes:
+        missing: how many of its gradients have not come yet.
+        work: the all-reduce under way, or a communication hook's future.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        index: int = 0,
+        is_last: bool = True,
+        sparse: bool = False,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._index, self._is_last = index, is_last
+        self.sparse = sparse
+        self.missing = len(self._parameters)
+        self._here = [False] * self.missing
+        self.work: Any = None
+        self.views: list[torch.Tensor] = []
+        first = self._parameters[0]
+        size = 0 if sparse else sum(p.numel() for p in self._parameters)
+        self._flat = self._home = torch.zeros(size, dtype=first.dtype, device=first.device)
+        start = 0
+        for p in [] if sparse else self._parameters:
+            part = self._flat[start : start + p.numel()]
+            # A gradient is laid out like its parameter: channels last, say.
+            self.views.append(part.as_strided(p.shape, torch.empty_like(p, device="meta").stride()))
+            start += p.numel()
+
+    def index(self) -> int:
+        """Its place in the order in which buckets are sent."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether no bucket is sent after this one."""
+        return self._is_last
+
+    def buffer(self) -> torch.Tensor:
+        """The gradients as one dimension."""
+        return self._flat
+
+    def set_buffer(self, tensor: torch.Tensor) -> None:
+        """Let ``tensor``, of as many values, travel instead of the buffer."""
+        self._flat = tensor
+
+    def accept(self, reduced: torch.Tensor) -> None:
+        """Take a communication hook's result as what the buffer is to hold."""
+        if self.sparse:
+            self._flat = reduced
+            return
+        if reduced.data_ptr() != self._home.data_ptr():
+            self._home.copy_(reduced.view_as(self._home))
+        self._flat = self._home
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Views into the buffer, one for each parameter, in its shape."""
+        return self.views or [self._flat]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters whose gradients it holds."""
+        return self._parameters
+
+    def has(self, slot: int) -> bool:
+        """Whether one parameter's gradient has come."""
+        return self._here[slot]
+
+    def take(self, slot: int, divisor: int, as_view: bool) -> None:
+        """Bring one parameter's gradient in, divided by ``divisor``; none counts as zero.
+
+        With ``as_view`` the buffer becomes the gradient's home: ``.grad`` is a view of it.
+
+        Raises:
+            RuntimeError: this gradient is here already.
+        """
+        if self._here[slot]:
+            raise RuntimeError("a gradient came twice before the bucket was emptied")
+        self._here[slot] = True
+        self.missing -= 1
+        parameter = self._parameters[slot]
+        grad = parameter.grad
+        if self.sparse:
+            if grad is None:
+                grad = torch.zeros_like(parameter).to_sparse(1)
+            self._flat = grad.detach() / divisor
+            return
+        view = self.views[slot]
+        if grad is None:
+            view.zero_()
+            return
+        if grad is view:
+            view.div_(divisor)
+            return
+        # Multiplied here, divided above: as PyTorch does, so that not a bit differs from its DDP.
+        torch.mul(grad.detach() if grad.requires_grad else grad, 1 / divisor, out=view)
+        if as_view:
+            parameter.grad = view
+
+    def give_back(self, as_view: bool, unused: Sequence[bool] = ()) -> None:
+        """Hand the reduced gradients to their parameters, but not to those ``unused``."""
+        for slot, parameter in enumerate(self._parameters):
+            if unused and unused[slot]:
+                continue
+            if self.sparse:
+                parameter.grad = self._flat
+            elif parameter.grad is None:
+                parameter.grad = self.views[slot] if as_view else self.views[slot].clone()
+        if not as_view and not self.sparse:
+            pairs = [
+                (parameter.grad, view)
+                for slot, (parameter, view) in enumerate(
+                    zip(self._parameters, self.views, strict=True)
+                )
+                if parameter.grad is not None and not (unused and unused[slot])
+            ]
+            if pairs:
+                grads, views = zip(*pairs, strict=True)
+                torch._foreach_copy_(grads, views)
+
+    def reset(self) -> None:
+        """Be ready for the next step's gradients."""
+        self.missing = len(self._parameters)
+        self._here = [False] * self.missing
+        self.work = None
+
+
+class BucketedDDPHooks:
+    """Averages the gradients of a model over all ranks, bucket by bucket, during backward.
+
+    A hook on each parameter brings its gradient into a bucket. When a bucket is full, and all
+    before it have been sent, its all-reduce begins and backward goes on. Call :meth:`finish` after
+    backward and before the optimizer: then every gradient is the mean over the ranks.
+
+    Args:
+        model: the same on every rank; its parameters at this moment that require gradients.
+        comms: the ranks that share the gradients.
+        bucket_size_mb: cap of a bucket in MiB; the first one's is at most 1 MiB.
+        gradient_as_bucket_view: keep gradients in the buckets, instead of copying them back.
+        timeline: records gradients, collectives and the wait for them.
+
+    Raises:
+        ValueError: no parameter requires a gradient, or the cap is not positive.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comms: Comms,
+        bucket_size_mb: float = BUCKET_CAP_MB,
+        *,
+        gradient_as_bucket_view: bool = True,
+        timeline: Timeline | None = None,
+    ) -> None:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if not named or bucket_size_mb <= 0:
+            raise ValueError(
+                f"rank {comms.rank}: expected parameters that require gradients and a bucket size "
+                f"above 0 MiB, got {len(named)} parameters and {bucket_size_mb} MiB"
+            )
+        self.comms = comms
+        self.names = [name for name, _ in named]
+        self.parameters = [p for _, p in named]
+        self.as_view = gradient_as_bucket_view
+        self.timeline = timeline
+        self.divisor = comms.world_size
+        backwards = list(reversed(range(len(named))))
+        caps = [int(min(FIRST_BUCKET_MB, bucket_size_mb) * MIB), int(bucket_size_mb * MIB)]
+        plan = plan_buckets([self.parameters[i] for i in backwards], caps)
+        self.set_buckets([[backwards[j] for j in bucket] for bucket in plan])
+        self._handles = [
+            p.register_post_accumulate_grad_hook(partial(self._ready, i))  # type: ignore[no-untyped-call]
+            for i, p in enumerate(self.parameters)
+        ]
+
+    def set_buckets(self, plan: Sequence[Sequence[int]], sparse: Sequence[bool] = ()) -> None:
+        """Make the buckets of a plan: the indices of the parameters of each."""
+        self.plan = [list(bucket) for bucket in plan]
+        self.buckets = [
+            GradientBucket(
+                [self.parameters[i] for i in bucket],
+                index,
+                is_last=index == len(plan) - 1,
+                sparse=bool(sparse) and sparse[bucket[0]],
+            )
+            for index, bucket in enumerate(plan)
+        ]
+        places = {i: (index, slot) for index, b in enumerate(plan) for slot, i in enumerate(b)}
+        self._places = [
+            (self.buckets[places[i][0]], places[i][1]) for i in range(len(self.parameters))
+        ]
+        self._sent = 0
+
+    def finish(self) -> None:
+        """Wait until every gradient is averaged.
+
+        Raises:
+            RuntimeError: parameters got no gradient in this backward; they are named.
+        """
+        if missing := self.missing():
+            self.abandon()
+            raise RuntimeError(f"rank {self.comms.rank}: no gradient for {', '.join(missing)}")
+        for bucket in self.buckets:
+            self.wait(bucket)
+            bucket.give_back(self.as_view)
+        self.reset()
+
+    def missing(self) -> list[str]:
+        """The names of the parameters whose gradients have not come since the last step."""
+        return [
+            name
+            for name, (bucket, slot) in zip(self.names, self._places, strict=True)
+            if not bucket.has(slot)
+        ]
+
+    def abandon(self) -> None:
+        """Forget a backward that did not complete, once what was sent has come to rest."""
+        for bucket in self.buckets[: self._sent]:
+            self.wait(bucket)
+        self.reset()
+
+    def reset(self) -> None:
+        """Empty the buckets. Without it, they would grow, or be sent too early, the next time."""
+        for bucket in self.buckets:
+            bucket.reset()
+        self._sent = 0
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _ready(self, i: int, _parameter: torch.Tensor) -> None:
+        if self.timeline:
+            self.timeline.mark(self.names[i])
+        bucket, slot = self._places[i]
+        bucket.take(slot, self.divisor, self.as_view)
+        if not bucket.missing:
+            self.send_full_buckets()
+
+    def send_full_buckets(self) -> None:
+        """Send the next buckets that are full: in order, or ranks would pair different ones."""
+        while self._sent < len(self.buckets) and not self.buckets[self._sent].missing:
+            bucket = self.buckets[self._sent]
+            bucket.work = self.start(bucket)
+            if self.timeline:
+                self.timeline.launched(f"bucket {bucket.index()}", bucket.work)
+            self._sent += 1
+
+    def start(self, bucket: GradientBucket) -> Any:
+        """Begin the all-reduce of one bucket; what it returns has a ``wait()``."""
+        return self.comms.group.allreduce([bucket.buffer()])
+
+    def wait(self, bucket: GradientBucket) -> Any:
+        """Wait for one bucket's all-reduce; return what its ``wait()`` returns."""
+        if not self.timeline:
+            return bucket.work.wait()
+        with self.timeline.span(f"wait for bucket {bucket.index()}", lane="wait"):
+            return bucket.work.wait()
+
+
+def compare_bucketed_vs_unbucketed(
+    model: nn.Module,
+    comms: Comms,
+    batch: tuple[torch.Tensor, torch.Tensor],
+    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    bucket_size_mb: float = BUCKET_CAP_MB,
+    repeat: int = 15,
+) -> dict[str, Timing]:
+    """Time backward with the gradients averaged one by one against bucket by bucket.
+
+    Args:
+        model: the same on every rank; it is copied, and left as it is.
+        comms: the ranks that share the gradients.
+        batch: inputs and targets of this rank's shard.
+        loss_fn: from outputs and targets to a scalar.
+        bucket_size_mb: cap of a bucket in MiB.
+        repeat: measurements of each.
+
+    Returns:
+        The times of forward, backward and averaging, under ``"one by one"`` and ``"bucketed"``.
+    """
+    inputs, targets = batch
+
+    def step(replica: nn.Module, hooks: AllReduceHooks | BucketedDDPHooks) -> None:
+        replica.zero_grad()
+        loss_fn(replica(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        hooks.finish()
+
+    single, bucketed = copy.deepcopy(model), copy.deepcopy(model)
+    calls = {
+        "one by one": partial(step, single, AllReduceHooks(single, comms)),
+        "bucketed": partial(step, bucketed, BucketedDDPHooks(bucketed, comms, bucket_size_mb)),
+    }
+    return measure(calls, comms, repeat=repeat)
