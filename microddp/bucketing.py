@@ -256,6 +256,9 @@ class BucketedDDPHooks:
             (self.buckets[places[i][0]], places[i][1]) for i in range(len(self.parameters))
         ]
         self._sent = 0
+        for p, (bucket, slot) in zip(self.parameters, self._places, strict=True):
+            if self.as_view and bucket.views and p.grad is not None:
+                p.grad = bucket.views[slot].copy_(p.grad)
 
     def finish(self) -> None:
         """Wait until every gradient is averaged.
