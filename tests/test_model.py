@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from microddp.model import FullMLP, gradient_bytes, parameter_count
+from microddp.model import (
+    FullMLP,
+    ModelConfig,
+    SimpleCNN,
+    Transformer,
+    gradient_bytes,
+    parameter_count,
+)
 
 
 def test_by_default_the_network_has_16_layers_of_one_width():
@@ -72,3 +79,110 @@ def test_parameters_and_gradient_bytes_count_what_is_trained():
     model.layers[0].requires_grad_(False)
     assert parameter_count(model) == 25
     assert gradient_bytes(model) == 2 * 25
+
+
+# ---- convolutions
+
+
+def test_a_cnn_has_the_parameters_counted_by_hand():
+    model = SimpleCNN(ModelConfig(channels=(2, 3), hidden=5, inputs=3, size=8, classes=4))
+    convolutions = 3 * 2 * 9 + 2 * 3 * 9
+    norms = 2 * 2 + 2 * 3
+    linear = (3 * 2 * 2 * 5 + 5) + (5 * 4 + 4)  # two poolings leave 2 x 2 pixels of 8 x 8
+    assert parameter_count(model) == convolutions + norms + linear == 207
+
+
+@pytest.mark.parametrize(
+    ("config", "features"),
+    [
+        (ModelConfig(), 128),
+        (ModelConfig(channels=(8, 8, 8, 8, 8)), 8),  # 8, 4, 2, 1, 1, 1
+        (ModelConfig(size=28), 128 * 3 * 3),  # 28, 14, 7, 3
+        (ModelConfig(inputs=3, size=32, classes=100), 128 * 4 * 4),
+        (ModelConfig(channels=(4,), size=1), 4),
+    ],
+)
+def test_a_cnn_takes_images_of_its_size_in_both_forms(config, features):
+    model = SimpleCNN(config).eval()
+    assert model.hidden.in_features == features
+    images = torch.randn(2, config.inputs, config.size, config.size)
+    logits = model(images)
+    assert logits.shape == (2, config.classes)
+    assert torch.equal(model(images.flatten(1)), logits)
+
+
+def test_a_cnn_trains_on_a_batch():
+    torch.manual_seed(0)
+    model = SimpleCNN(ModelConfig(channels=(4, 8), hidden=16))
+    x, y = torch.randn(20, 64), torch.arange(20) % 10
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(30):
+        sgd.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        sgd.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "options", [{"channels": ()}, {"channels": (4, 0)}, {"hidden": 0}, {"size": 0}, {"inputs": -1}]
+)
+def test_a_cnn_without_channels_or_sizes_is_refused(options):
+    with pytest.raises(ValueError, match="expected at least one channel and sizes of at least 1"):
+        ModelConfig(**options)
+
+
+# ---- the transformer
+
+
+def small_transformer(**options):
+    torch.manual_seed(0)
+    return Transformer(vocabulary=11, dim=8, depth=2, heads=2, context=6, **options)
+
+
+def test_a_transformer_has_the_parameters_counted_by_hand():
+    norm = 8 + 8
+    block = norm + (8 * 24 + 24) + (8 * 8 + 8) + norm + (8 * 32 + 32) + (32 * 8 + 8)
+    tied = 11 * 8 + 6 * 8 + 2 * block + norm
+    assert parameter_count(small_transformer()) == tied
+    assert parameter_count(small_transformer(tied=False)) == tied + 11 * 8
+
+
+def test_a_transformers_position_depends_on_no_later_token():
+    model = small_transformer().double()
+    tokens = torch.tensor([[1, 2, 3, 4, 5, 6]])
+    logits = model(tokens)
+    assert logits.shape == (1, 6, 11)
+    for changed in range(6):
+        other = tokens.clone()
+        other[0, changed] = 10
+        same = (model(other) - logits).abs().amax(dim=2)[0] < 1e-12
+        assert same.tolist() == [position < changed for position in range(6)]
+    assert (model(tokens[:, :3]) - logits[:, :3]).abs().max() < 1e-12, "shorter sequences fit"
+
+
+def test_a_tied_transformer_has_one_matrix_for_input_and_output():
+    model = small_transformer()
+    assert model.output.weight is model.tokens.weight
+    model(torch.tensor([[1, 2]])).sum().backward()
+    assert model.tokens.weight.grad[5].any(), "tokens that were not read still take part in output"
+    untied = small_transformer(tied=False)
+    untied(torch.tensor([[1, 2]])).sum().backward()
+    assert not untied.tokens.weight.grad[5].any()
+
+
+@pytest.mark.parametrize("name", ["vocabulary", "dim", "depth", "heads", "context"])
+def test_a_transformer_without_a_size_is_refused(name):
+    sizes = {"vocabulary": 11, "dim": 8, "depth": 2, "heads": 2, "context": 6, name: 0}
+    with pytest.raises(ValueError, match=f"expected sizes of at least 1, got .*'{name}': 0"):
+        Transformer(**sizes)
+
+
+def test_a_transformer_refuses_heads_that_do_not_divide_and_sequences_too_long():
+    with pytest.raises(ValueError, match="a number of heads that divides dim 8, got 3"):
+        Transformer(vocabulary=11, dim=8, depth=1, heads=3, context=6)
+    with pytest.raises(ValueError, match="expected at most 6 tokens, got 7"):
+        small_transformer()(torch.zeros(1, 7, dtype=torch.int64))
