@@ -7,6 +7,7 @@ about the same time travel together, in one flat buffer, as soon as the last of 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -158,31 +159,32 @@ class GradientBucket:
         if grad is view:
             view.div_(divisor)
             return
+        if grad.requires_grad:  # create_graph=True
+            warnings.warn("gradients are averaged, but not gradients of gradients", stacklevel=2)
+            grad = grad.detach()
         # Multiplied here, divided above: as PyTorch does, so that not a bit differs from its DDP.
-        torch.mul(grad.detach() if grad.requires_grad else grad, 1 / divisor, out=view)
+        torch.mul(grad, 1 / divisor, out=view)
         if as_view:
             parameter.grad = view
 
-    def give_back(self, as_view: bool, unused: Sequence[bool] = ()) -> None:
-        """Hand the reduced gradients to their parameters, but not to those ``unused``."""
-        for slot, parameter in enumerate(self._parameters):
-            if unused and unused[slot]:
+    def give_back(self, as_view: bool, unused: Sequence[int] = ()) -> None:
+        """Hand the reduced gradients to their parameters, but not to the slots ``unused``."""
+        grads, views = [], []
+        for slot, (parameter, view) in enumerate(
+            zip(self._parameters, self.gradients(), strict=True)
+        ):
+            if slot in unused:
                 continue
-            if self.sparse:
-                parameter.grad = self._flat
-            elif parameter.grad is None:
-                parameter.grad = self.views[slot] if as_view else self.views[slot].clone()
-        if not as_view and not self.sparse:
-            pairs = [
-                (parameter.grad, view)
-                for slot, (parameter, view) in enumerate(
-                    zip(self._parameters, self.views, strict=True)
-                )
-                if parameter.grad is not None and not (unused and unused[slot])
-            ]
-            if pairs:
-                grads, views = zip(*pairs, strict=True)
-                torch._foreach_copy_(grads, views)
+            grad = parameter.grad
+            if self.sparse or (as_view and grad is None):
+                parameter.grad = view
+            elif grad is None:
+                parameter.grad = view.clone()
+            elif not as_view:
+                grads.append(grad)
+                views.append(view)
+        if grads:
+            torch._foreach_copy_(grads, views)  # one call: each would cost more than a small copy
 
     def reset(self) -> None:
         """Be ready for the next step's gradients."""
@@ -266,12 +268,13 @@ class BucketedDDPHooks:
         Raises:
             RuntimeError: parameters got no gradient in this backward; they are named.
         """
-        if missing := self.missing():
+        if self._sent < len(self.buckets):
+            missing = self.missing()
             self.abandon()
             raise RuntimeError(f"rank {self.comms.rank}: no gradient for {', '.join(missing)}")
         for bucket in self.buckets:
             self.wait(bucket)
-            bucket.give_back(self.as_view)
+            bucket.give_back(self.as_view)  # while the buckets after it still travel
         self.reset()
 
     def missing(self) -> list[str]:
@@ -300,6 +303,10 @@ class BucketedDDPHooks:
             handle.remove()
 
     def _ready(self, i: int, _parameter: torch.Tensor) -> None:
+        self.bring(i)
+
+    def bring(self, i: int) -> None:
+        """Bring the gradient of parameter ``i`` into its bucket, and send that if it is full."""
         if self.timeline:
             self.timeline.mark(self.names[i])
         bucket, slot = self._places[i]

@@ -40,7 +40,7 @@ class _Shadow(JoinHook):
         """Shadow one iteration: the collectives of forward, then those of backward."""
         ddp = self.ddp
         ddp.reducer.begin_forward()
-        if ddp._sync_buffers_next:
+        if ddp._sync_buffers_next and ddp._has_buffers:
             ddp._sync_buffers(candidate=False)
         ddp._sync_buffers_next = ddp._any_rank(False)
         if ddp._sync_buffers_next:
@@ -123,6 +123,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.require_backward_grad_sync = True
+        self._has_buffers = broadcast_buffers and any(True for _ in module.buffers())
         self._sync_buffers_next = True
         self._divide_by_all = True
         check_structure(module, self.comms)
@@ -162,7 +163,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.reducer.divisor = self._divisor(joined)
         if grad_enabled:
             self.reducer.begin_forward()
-        if self._sync_buffers_next:
+        if self._sync_buffers_next and self._has_buffers:
             self._sync_buffers(candidate=True)
         if self._join_config.enable:
             self._any_rank(syncing)
@@ -202,9 +203,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.reducer.divisor = 1
 
     def _sync_buffers(self, candidate: bool) -> None:
-        buffers = list(self.module.buffers()) if self.broadcast_buffers else []
-        if not buffers:
-            return
+        buffers = list(self.module.buffers())  # anew: a module may replace them
         src = self._common_rank(candidate) if self._join_config.enable else 0
         # A graph that an earlier forward built may hold them: as far as it goes, nothing changed.
         with _unsafe_preserve_version_counter(tuple(buffers)):

@@ -59,7 +59,7 @@ class Reducer(BucketedDDPHooks):
         self._arrived: list[int] = []
         self._order: list[int] | None = None  # of arrival, once it is known
         self.rebuilt = self.find_unused
-        self._used: list[bool] = [] if static_graph else [True] * len(self.parameters)
+        self._used_nowhere: set[int] | None = None if static_graph else set()
         self._unused: list[int] = []
         self._callback_due = False
         self._incomplete: list[str] = []
@@ -100,15 +100,11 @@ class Reducer(BucketedDDPHooks):
         With ``find_unused``, what it needs is seen from its graph. Where parameters may be left
         out, the output is copied, so that the end of a backward that reaches none is seen too.
         """
-        self.reset()
         self.armed = True
         if self.find_unused:
             needed = _parameters_behind(_tensors_in(output))
             self._unused = [i for i, p in enumerate(self.parameters) if id(p) not in needed]
-        elif self._counting:
-            self._unused = []
-        else:
-            self._unused = [i for i, calls in enumerate(self._calls) if not calls]
+        elif not self._counting:
             return output
         leaves, structure = tree_flatten(output)
         places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.grad_fn]
@@ -128,8 +124,6 @@ class Reducer(BucketedDDPHooks):
             return
         if not self._callback_due:
             self.call_at_end()
-            for unused in self._unused:
-                super()._ready(unused, self.parameters[unused])
         if parameter.grad is None:  # an output that the loss does not use leads here
             return
         self._left[i] -= 1
@@ -143,8 +137,11 @@ class Reducer(BucketedDDPHooks):
                 "backward, as it does where reentrant checkpoints share a parameter; if every "
                 "step does the same, pass static_graph=True"
             )
+        if not self._arrived:
+            for unused in self._unused:
+                self.bring(unused)
         self._arrived.append(i)
-        super()._ready(i, parameter)
+        self.bring(i)
 
     def call_at_end(self) -> None:
         """Have :meth:`_end_of_backward` called when this backward, or a nested one, has ended."""
@@ -160,48 +157,47 @@ class Reducer(BucketedDDPHooks):
         if self._counting:
             self._end_of_counting()
         elif self.find_unused:
-            for i in self._not_here():
-                super()._ready(i, self.parameters[i])
-        if missing := self.missing():
+            for i, (bucket, slot) in enumerate(self._places):
+                if not bucket.has(slot):
+                    self.bring(i)
+        if self._sent < len(self.buckets):
             # Of a nested backward, or of one that left parameters out: the next forward tells.
-            self._incomplete = missing
+            self._incomplete = self.missing()
             return
         self._incomplete = []
         self.finish()
-
-    def _not_here(self) -> list[int]:
-        return [i for i, (bucket, slot) in enumerate(self._places) if not bucket.has(slot)]
 
     def _end_of_counting(self) -> None:
         """A static graph's first backward: all that came is reduced now, as it came."""
         self._calls = [-left + 1 for left in self._left]
         self._counting = False
+        self._unused = [i for i, calls in enumerate(self._calls) if not calls]
         for i in range(len(self.parameters)):
-            super()._ready(i, self.parameters[i])
+            self.bring(i)
 
     def finish(self) -> None:
         """Wait for the buckets, and hand the averages to the parameters."""
-        in_order = bool(self._used)  # not so in the first backward of a static graph
+        in_order = self._used_nowhere is not None  # not in the first backward of a static graph
         with torch.no_grad():
-            self._gather_used()
-            for bucket in self.buckets:
-                self.wait(bucket)
-            unused = [] if all(self._used) else [not used for used in self._used]
+            nowhere = self._find_used_nowhere()
             for bucket, plan in zip(self.buckets, self.plan, strict=True):
-                bucket.give_back(self.as_view, [unused[i] for i in plan] if unused else ())
+                self.wait(bucket)
+                unused = [slot for slot, i in enumerate(plan) if i in nowhere] if nowhere else ()
+                bucket.give_back(self.as_view, unused)
         if self._order is None and in_order:
             self._order = self._arrived + self._unused
         self.reset()
         self.armed = False
 
-    def _gather_used(self) -> None:
-        """See which parameters any rank used, unless that is known."""
-        if self._used and not self.find_unused:
-            return
+    def _find_used_nowhere(self) -> set[int]:
+        """The parameters that no rank used. A collective, unless that is known."""
+        if self._used_nowhere is not None and not self.find_unused:
+            return self._used_nowhere
         used = torch.zeros(len(self.parameters), dtype=torch.int32, device=self.comms.device)
         used[self._arrived] = 1
         self.comms.all_reduce(used)
-        self._used = [count > 0 for count in used.tolist()]
+        self._used_nowhere = {i for i, count in enumerate(used.tolist()) if not count}
+        return self._used_nowhere
 
     def start(self, bucket: GradientBucket) -> Any:
         if self.hook is None:
@@ -221,8 +217,8 @@ class Reducer(BucketedDDPHooks):
         for bucket, home in zip(self.buckets, homes, strict=True):
             bucket.set_buffer(torch.zeros_like(home))
             bucket.work = self.start(bucket)
-        in_order = bool(self._used)
-        self._gather_used()
+        in_order = self._used_nowhere is not None
+        self._find_used_nowhere()
         for bucket, home in zip(self.buckets, homes, strict=True):
             bucket.work.wait()
             bucket.set_buffer(home)
