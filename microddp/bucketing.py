@@ -137,12 +137,7 @@ class GradientBucket:
         """Bring one parameter's gradient in, divided by ``divisor``; none counts as zero.
 
         With ``as_view`` the buffer becomes the gradient's home: ``.grad`` is a view of it.
-
-        Raises:
-            RuntimeError: this gradient is here already.
         """
-        if self._here[slot]:
-            raise RuntimeError("a gradient came twice before the bucket was emptied")
         self._here[slot] = True
         self.missing -= 1
         parameter = self._parameters[slot]
@@ -310,6 +305,11 @@ class BucketedDDPHooks:
         if self.timeline:
             self.timeline.mark(self.names[i])
         bucket, slot = self._places[i]
+        if bucket.has(slot):
+            raise RuntimeError(
+                f"rank {self.comms.rank}: the gradient of {self.names[i]} came again before "
+                "finish() was called for the last backward"
+            )
         bucket.take(slot, self.divisor, self.as_view)
         if not bucket.missing:
             self.send_full_buckets()

@@ -139,6 +139,7 @@ class Reducer(BucketedDDPHooks):
             )
         if not self._arrived:
             for unused in self._unused:
+                self._left[unused] = 0
                 self.bring(unused)
         self._arrived.append(i)
         self.bring(i)
