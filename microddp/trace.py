@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from microddp.comms import Comms
 
@@ -117,10 +119,12 @@ class Span:
 
     Attributes:
         rank: where.
-        lane: the kind of thing, one row of the picture: ``"compute"``, ``"communication"``.
+        lane: the kind of thing, one row of the picture: ``"compute"``, ``"gradients"``,
+            ``"communication"``, or ``"wait"``, in which the rank waits for communication and
+            computes nothing.
         name: what it was.
         start: seconds since the timeline began on that rank.
-        end: likewise.
+        end: likewise; equal to ``start`` for a mark.
     """
 
     rank: int
@@ -134,9 +138,9 @@ class Timeline:
     """What began and ended when, on every rank.
 
     On CUDA a span is what the GPU did, by events on the current stream; on CPU it is what the
-    process did. Ranks on rank 0's machine share its clock, so their times can be compared. A rank
-    on another machine starts its own clock when all have met in a barrier, and may be shifted by
-    as much as ranks leave a barrier one after the other.
+    process did. Any thread may record. Ranks on rank 0's machine share its clock, so their times
+    can be compared. A rank on another machine starts its own clock when all have met in a barrier,
+    and may be shifted by as much as ranks leave a barrier one after the other.
 
     Example:
         >>> timeline = Timeline(comms)
@@ -148,7 +152,10 @@ class Timeline:
     def __init__(self, comms: Comms) -> None:
         self.comms = comms
         self._spans: list[tuple[str, str, Instant, Instant]] = []
+        self._under_way: list[torch.futures.Future[None]] = []
         comms.barrier()
+        if comms.device.type == "cuda":  # with no work queued, events and host clock begin as one
+            torch.cuda.synchronize(comms.device)
         self._origin = Instant(comms.device)
 
     @contextmanager
@@ -160,8 +167,36 @@ class Timeline:
         finally:
             self._spans.append((lane, name, start, Instant(self.comms.device)))
 
+    def mark(self, name: str, lane: str = "gradients") -> None:
+        """Record that something happened now."""
+        now = Instant(self.comms.device)
+        self._spans.append((lane, name, now, now))
+
+    def launched(self, name: str, work: dist.Work, lane: str = "communication") -> None:
+        """Record from now until an asynchronous collective is complete, without waiting for it.
+
+        Most of the span may be spent in a queue, behind collectives that were launched earlier.
+
+        Args:
+            name: what is on its way.
+            work: what the call with ``async_op=True`` returned.
+        """
+        start = Instant(self.comms.device)
+        # NCCL calls back at once, on a stream that waits for the collective; gloo when it is done.
+        clock = self.comms.device if self.comms.backend == "nccl" else torch.device("cpu")
+
+        def complete(_: torch.futures.Future[Any]) -> None:
+            self._spans.append((lane, name, start, Instant(clock)))
+
+        self._under_way.append(work.get_future().then(complete))
+
     def gather(self) -> list[Span]:
-        """Every rank's spans, rank by rank in the order they ended. A collective."""
+        """Every rank's spans, rank by rank in the order they were recorded. A collective.
+
+        Waits for the collectives that were :meth:`launched`.
+        """
+        for future in self._under_way:
+            future.wait()
         mine = [
             (lane, name, self._origin.until(start), self._origin.until(end))
             for lane, name, start, end in self._spans
@@ -184,7 +219,7 @@ class Instant:
         self.event: torch.cuda.Event | None = None
         if device.type == "cuda":
             self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self.event.record()
+            self.event.record(torch.cuda.current_stream(device))
 
     def until(self, later: Instant) -> float:
         """Seconds from this instant to a later one. Waits for the GPU where there is one."""
@@ -194,31 +229,73 @@ class Instant:
         return float(self.event.elapsed_time(later.event)) / 1e3
 
 
+def exposed(spans: Sequence[Span], rank: int) -> float:
+    """Seconds in which a rank only waited for communication: its spans in the lane ``"wait"``."""
+    return _covered([span for span in spans if span.rank == rank and span.lane == "wait"])
+
+
+def overlapped(spans: Sequence[Span], rank: int) -> float:
+    """Seconds in which a rank computed while communication of its was under way."""
+    mine = [span for span in spans if span.rank == rank]
+    compute = [span for span in mine if span.lane == "compute"]
+    communication = [span for span in mine if span.lane == "communication"]
+    return _covered(compute) + _covered(communication) - _covered(compute + communication)
+
+
+def _covered(spans: Sequence[Span]) -> float:
+    """Seconds in which at least one of the spans was going on."""
+    total, reached = 0.0, -math.inf
+    for span in sorted(spans, key=lambda span: span.start):
+        total += max(0.0, span.end - max(span.start, reached))
+        reached = max(reached, span.end)
+    return total
+
+
+def tracks(spans: Sequence[Span]) -> list[int]:
+    """For each span a track, from 0, on which no two spans of its rank and lane overlap."""
+    numbers = [0] * len(spans)
+    ends: dict[tuple[int, str], list[float]] = {}
+    for i in sorted(range(len(spans)), key=lambda i: (spans[i].start, spans[i].end)):
+        span = spans[i]
+        taken = ends.setdefault((span.rank, span.lane), [])
+        free = (track for track, end in enumerate(taken) if end <= span.start)
+        numbers[i] = next(free, len(taken))
+        taken[numbers[i] : numbers[i] + 1] = [span.end]
+    return numbers
+
+
 def save_chrome_trace(spans: Sequence[Span], path: str | Path) -> None:
     """Write spans as a file that Perfetto and chrome://tracing open: a process for each rank.
 
-    The file appears whole or not at all.
+    Each lane is a thread, and where spans of a lane overlap, as collectives do, several. The file
+    appears whole or not at all.
     """
-    lanes = {lane: i for i, lane in enumerate(dict.fromkeys(span.lane for span in spans))}
+    places = [(span.lane, track) for span, track in zip(spans, tracks(spans), strict=True)]
+    lanes = list(dict.fromkeys(lane for lane, _ in places))
+    ordered = sorted(set(places), key=lambda place: (lanes.index(place[0]), place[1]))
+    threads = {place: i for i, place in enumerate(ordered)}
     events: list[dict[str, object]] = [
         {"name": key, "ph": "M", "pid": rank, "tid": tid, "args": {"name": label}}
         for rank in sorted({span.rank for span in spans})
         for key, tid, label in (
             ("process_name", 0, f"rank {rank}"),
-            *(("thread_name", i, lane) for lane, i in lanes.items()),
+            *(
+                ("thread_name", i, f"{lane} {track + 1}" if track else lane)
+                for (lane, track), i in threads.items()
+            ),
         )
     ]
-    events += [
-        {
+    for span, place in zip(spans, places, strict=True):
+        event: dict[str, object] = {
             "name": span.name,
-            "ph": "X",
             "pid": span.rank,
-            "tid": lanes[span.lane],
+            "tid": threads[place],
             "ts": span.start * 1e6,  # the format counts in microseconds
-            "dur": (span.end - span.start) * 1e6,
         }
-        for span in spans
-    ]
+        if span.end == span.start:
+            events.append({**event, "ph": "i", "s": "t"})  # an instant, of its thread
+        else:
+            events.append({**event, "ph": "X", "dur": (span.end - span.start) * 1e6})
     write_whole(Path(path), json.dumps({"traceEvents": events}))
 
 

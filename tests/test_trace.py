@@ -1,16 +1,28 @@
 """Repeated measurements, and what happened when."""
 
+import itertools
 import json
 import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import on_ranks
 
-from microddp.trace import Span, Timeline, Timing, measure, peak_memory, save_chrome_trace
+from microddp.trace import (
+    Span,
+    Timeline,
+    Timing,
+    exposed,
+    measure,
+    overlapped,
+    peak_memory,
+    save_chrome_trace,
+    tracks,
+)
 
 SLOW = 0.05  # seconds
 
@@ -157,6 +169,86 @@ def test_a_timeline_without_spans_is_empty(comms):
     assert Timeline(comms).gather() == []
 
 
+@on_ranks(1, 2)
+def test_a_mark_is_a_span_without_length(comms):
+    timeline = Timeline(comms)
+    with timeline.span("backward"):
+        timeline.mark("weight")
+    mark, backward, *_ = timeline.gather()
+    assert (mark.name, mark.lane) == ("weight", "gradients")
+    assert backward.start <= mark.start == mark.end <= backward.end
+
+
+@on_ranks(2)
+def test_a_launched_collective_lasts_until_it_is_complete(comms):
+    timeline = Timeline(comms)
+    if comms.rank == 1:  # the collective cannot complete before both have come
+        time.sleep(SLOW)
+    tensor = torch.ones(3)
+    with timeline.span("launch"):
+        work = dist.all_reduce(tensor, group=comms.group, async_op=True)
+        timeline.launched("all-reduce", work)
+    if comms.rank == 0:
+        work.wait()
+    spans = timeline.gather()  # which waits for it on rank 1
+    assert tensor.tolist() == [2, 2, 2]
+    for rank in (0, 1):
+        collective, launch = sorted((s for s in spans if s.rank == rank), key=lambda s: s.lane)
+        assert (launch.name, launch.lane) == ("launch", "compute")
+        assert (collective.name, collective.lane) == ("all-reduce", "communication")
+        assert launch.start <= collective.start <= launch.end
+    first, second = (s for s in spans if s.name == "all-reduce")
+    assert first.end - first.start > SLOW / 2, "rank 0 launched early"
+    assert second.start - first.start > SLOW / 2
+    assert first.end >= second.start
+
+
+@on_ranks(2)
+def test_every_launched_collective_is_recorded_when_the_timeline_is_gathered(comms):
+    timeline = Timeline(comms)
+    tensors = [torch.ones(1 << 16) for _ in range(20)]
+    for i, tensor in enumerate(tensors):
+        work = dist.all_reduce(tensor, group=comms.group, async_op=True)
+        timeline.launched(f"all-reduce {i}", work)
+    spans = timeline.gather()
+    for rank in (0, 1):
+        names = {span.name for span in spans if span.rank == rank}
+        assert names == {f"all-reduce {i}" for i in range(20)}
+
+
+def test_exposed_is_what_a_rank_waited_and_overlapped_what_it_computed_meanwhile():
+    spans = [
+        Span(0, "compute", "forward", 0.0, 1.0),
+        Span(0, "compute", "backward", 1.0, 3.0),
+        Span(0, "communication", "a", 1.5, 2.5),
+        Span(0, "communication", "b", 2.0, 4.0),
+        Span(0, "wait", "wait for a", 3.0, 3.25),
+        Span(0, "wait", "wait for b", 3.25, 4.0),
+        Span(1, "compute", "forward", 0.0, 2.0),
+    ]
+    assert exposed(spans, 0) == 1.0
+    assert overlapped(spans, 0) == 1.5
+    assert exposed(spans, 1) == overlapped(spans, 1) == 0.0
+
+
+SPANS_OF_ONE_LANE = st.lists(
+    st.tuples(st.integers(0, 20), st.integers(1, 5)), min_size=1, max_size=12
+)
+
+
+@given(SPANS_OF_ONE_LANE)
+def test_no_two_spans_on_a_track_overlap_and_no_track_is_wasted(pairs):
+    spans = [Span(0, "communication", "", start, start + length) for start, length in pairs]
+    numbers = tracks([*spans, Span(1, "communication", "", 0, 30), Span(0, "wait", "", 0, 30)])
+    assert numbers[-2:] == [0, 0], "other ranks and lanes have tracks of their own"
+    for i, j in itertools.combinations(range(len(spans)), 2):
+        apart = spans[i].end <= spans[j].start or spans[j].end <= spans[i].start
+        assert apart or numbers[i] != numbers[j]
+    used = max(numbers) + 1
+    at_once = max(sum(s.start <= t < s.end for s in spans) for t in range(26))
+    assert used == at_once
+
+
 SPANS = [
     Span(0, "compute", "forward", 0.0, 0.5),
     Span(0, "communication", "all-reduce w", 0.5, 0.75),
@@ -183,6 +275,28 @@ def test_a_chrome_file_has_a_process_for_each_rank_and_a_thread_for_each_lane(tm
         ("forward", 2, 0, 250_000, 250_000),
     ]
     assert len(events) == len(labels) + len(drawn)
+
+
+def test_marks_are_instants_and_overlapping_spans_have_threads_of_their_own(tmp_path):
+    path = tmp_path / "trace.json"
+    overlapping = [
+        Span(0, "communication", "a", 0.0, 0.5),
+        Span(0, "communication", "b", 0.25, 0.75),
+        Span(0, "communication", "c", 0.5, 1.0),
+        Span(0, "gradients", "weight", 0.25, 0.25),
+    ]
+    save_chrome_trace(overlapping, path)
+    events = json.loads(path.read_text())["traceEvents"]
+    threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert threads == {0: "communication", 1: "communication 2", 2: "gradients"}
+    assert [(e["name"], e["tid"]) for e in events if e["ph"] == "X"] == [
+        ("a", 0),
+        ("b", 1),
+        ("c", 0),
+    ]
+    (mark,) = (e for e in events if e["ph"] == "i")
+    assert (mark["name"], mark["tid"], mark["ts"], mark["s"]) == ("weight", 2, 250_000, "t")
+    assert "dur" not in mark
 
 
 def test_a_chrome_file_appears_whole_or_not_at_all(tmp_path, monkeypatch):
