@@ -329,10 +329,16 @@ class BucketedDDPHooks:
 
     def wait(self, bucket: GradientBucket) -> Any:
         """Wait for one bucket's all-reduce; return what its ``wait()`` returns."""
-        if not self.timeline:
-            return bucket.work.wait()
-        with self.timeline.span(f"wait for bucket {bucket.index()}", lane="wait"):
-            return bucket.work.wait()
+        try:
+            if not self.timeline:
+                return bucket.work.wait()
+            with self.timeline.span(f"wait for bucket {bucket.index()}", lane="wait"):
+                return bucket.work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.comms.rank}: the all-reduce of gradient bucket {bucket.index()} of "
+                f"{len(self.buckets)} failed; another rank has left, or lacks a gradient: {error}"
+            ) from error
 
 
 def compare_bucketed_vs_unbucketed(

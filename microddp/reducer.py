@@ -61,6 +61,7 @@ class Reducer(BucketedDDPHooks):
         self.rebuilt = self.find_unused
         self._used_nowhere: set[int] | None = None if static_graph else set()
         self._unused: list[int] = []
+        self._left_out: list[int] = []  # the unused that are not in their buckets yet
         self._callback_due = False
         self._incomplete: list[str] = []
 
@@ -104,7 +105,8 @@ class Reducer(BucketedDDPHooks):
         if self.find_unused:
             needed = _parameters_behind(_tensors_in(output))
             self._unused = [i for i, p in enumerate(self.parameters) if id(p) not in needed]
-        elif not self._counting:
+        self._left_out = list(self._unused)
+        if not (self.find_unused or self._counting):
             return output
         leaves, structure = tree_flatten(output)
         places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.grad_fn]
@@ -124,6 +126,10 @@ class Reducer(BucketedDDPHooks):
             return
         if not self._callback_due:
             self.call_at_end()
+        while self._left_out:
+            unused = self._left_out.pop()
+            self._left[unused] = 0
+            self.bring(unused)
         if parameter.grad is None:  # an output that the loss does not use leads here
             return
         self._left[i] -= 1
@@ -137,10 +143,6 @@ class Reducer(BucketedDDPHooks):
                 "backward, as it does where reentrant checkpoints share a parameter; if every "
                 "step does the same, pass static_graph=True"
             )
-        if not self._arrived:
-            for unused in self._unused:
-                self._left[unused] = 0
-                self.bring(unused)
         self._arrived.append(i)
         self.bring(i)
 
