@@ -96,7 +96,7 @@ class Comms(PointToPoint):
             )
         for member in ranks:
             self._check_rank("ranks", member)
-        self._agree(f"subgroup({list(ranks)})")
+        self.agree(f"subgroup({list(ranks)})")
         members = [dist.get_global_rank(self.group, member) for member in ranks]
         seconds = self.timeout if timeout is None else timeout
         group = dist.new_group(members, timeout=timedelta(seconds=seconds))
@@ -106,7 +106,7 @@ class Comms(PointToPoint):
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
-        self._agree("barrier()")
+        self.agree("barrier()")
         if self.backend == "nccl":
             dist.barrier(self.group, device_ids=[self.device.index])
             torch.cuda.synchronize(self.device)
@@ -117,7 +117,7 @@ class Comms(PointToPoint):
         """Overwrite ``tensor`` on every rank with that of rank ``src``, in place."""
         self._check_rank("src", src)
         self._check_tensor("broadcast", tensor)
-        self._agree(f"broadcast({describe(tensor)}, src={src})")
+        self.agree(f"broadcast({describe(tensor)}, src={src})")
         work = dist.broadcast(tensor, group=self.group, group_src=src, async_op=True)
         return self._started(Pending(work.wait), async_op)
 
@@ -132,7 +132,7 @@ class Comms(PointToPoint):
         """
         self._check_tensor("all_reduce", tensor)
         reduce_op = self._reduce_op(op)
-        self._agree(f"all_reduce({describe(tensor)}, op={op})")
+        self.agree(f"all_reduce({describe(tensor)}, op={op})")
         work = dist.all_reduce(tensor, reduce_op, group=self.group, async_op=True)
         return self._started(Pending(work.wait), async_op)
 
@@ -159,7 +159,7 @@ class Comms(PointToPoint):
             A tensor of shape ``(world_size, *tensor.shape)``.
         """
         self._check_tensor("all_gather", tensor)
-        self._agree(f"all_gather({describe(tensor)})")
+        self.agree(f"all_gather({describe(tensor)})")
         wire = self._to_wire(tensor)
         result = wire.new_empty((self.world_size, *wire.shape))
         dist.all_gather(list(result.unbind()), wire, group=self.group)
@@ -190,7 +190,7 @@ class Comms(PointToPoint):
         self._check_tensor("reduce_scatter", tensor)
         reduce_op = self._reduce_op(op)
         self._check_divides("reduce_scatter", tensor)
-        self._agree(f"reduce_scatter({describe(tensor)}, op={op})")
+        self.agree(f"reduce_scatter({describe(tensor)}, op={op})")
         wire = self._to_wire(tensor)
         parts = list(wire.chunk(self.world_size))
         result = torch.empty_like(parts[0])
@@ -208,7 +208,7 @@ class Comms(PointToPoint):
         """
         self._check_tensor("all_to_all", tensor)
         self._check_divides("all_to_all", tensor)
-        self._agree(f"all_to_all({describe(tensor)})")
+        self.agree(f"all_to_all({describe(tensor)})")
         wire = self._to_wire(tensor)
         result = torch.empty_like(wire)
         dist.all_to_all_single(result, wire, group=self.group)
@@ -233,7 +233,7 @@ class Comms(PointToPoint):
                 not one tensor for each rank.
         """
         self._check_rank("src", src)
-        self._agree(f"scatter(src={src})")
+        self.agree(f"scatter(src={src})")
         parts: list[torch.Tensor] = []
         if isinstance(tensor, torch.Tensor):
             parts = list(tensor.tensor_split(self.world_size)) if tensor.dim() else []
@@ -280,7 +280,7 @@ class Comms(PointToPoint):
         """
         self._check_rank("dst", dst)
         self._check_tensor("gather", tensor)
-        self._agree(f"gather(dst={dst})")
+        self.agree(f"gather(dst={dst})")
         # Everybody hears from everybody, so that all can refuse together.
         said = [
             text.split()

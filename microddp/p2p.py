@@ -196,6 +196,14 @@ class PointToPoint:
             sending = Pending()
         return self._started(Exchange(receiving, sending), async_op)
 
+    def agree(self, call: str) -> None:
+        """With ``MICRODDP_DEBUG=1``: raise on every rank unless all are about to make this call.
+
+        Without it, do nothing. A collective when it does something.
+        """
+        if self._debug:
+            self._headers.agree(call)
+
     def _send(self, tensor: torch.Tensor, dst: int) -> Pending:
         if self.on_send:
             self.on_send(tensor, dst)
@@ -239,11 +247,6 @@ class PointToPoint:
             raise ValueError(
                 f"rank {self.rank}: {call} expected a tensor on {self.device}, got {tensor.device}"
             )
-
-    def _agree(self, call: str) -> None:
-        """With MICRODDP_DEBUG=1: raise on every rank unless all are about to make this call."""
-        if self._debug:
-            self._headers.agree(call)
 
     def _to_wire(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.cpu() if self._through_host else tensor

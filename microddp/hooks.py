@@ -1,0 +1,288 @@
+"""Hooks on gradients: when each one is ready, and an all-reduce that starts at that moment.
+
+PyTorch calls a *post-accumulate* hook when it has added a parameter's gradient to ``.grad``. The
+hook is given the parameter, not the gradient.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import nn
+
+from microddp.comms import Comms
+from microddp.trace import Instant, Timeline, Timing, measure
+
+
+@dataclass(frozen=True)
+class GradientReady:
+    """When one parameter's gradient was ready in a backward pass.
+
+    Attributes:
+        order: its place among all gradients, from 0; ``None`` if it got none.
+        name: of the parameter, its first one if it has several.
+        shape: of the parameter.
+        nbytes: of the gradient.
+        seconds: since backward began; ``None`` if it got no gradient.
+    """
+
+    order: int | None
+    name: str
+    shape: tuple[int, ...]
+    nbytes: int
+    seconds: float | None
+
+
+class HookTracker:
+    """Records when each gradient of a model is ready in a backward pass.
+
+    Backward begins when the gradient of the loss is known, before anything is computed from it.
+    On CUDA the times are the GPU's. Only parameters that require a gradient when the tracker is
+    made are watched. A parameter that is used several times, as a tied one is, has one gradient,
+    which is ready after its last use. As a context manager it removes its hooks.
+
+    Example:
+        >>> with HookTracker(model) as tracker:
+        ...     tracker.start(loss_fn(model(x), y)).backward()
+        >>> print(tracker)
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._watched = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._began: Instant | None = None
+        self._ready: dict[str, Instant] = {}
+        self._handles = [
+            p.register_post_accumulate_grad_hook(partial(self._record, name))  # type: ignore[no-untyped-call]
+            for name, p in self._watched.items()
+        ]
+
+    def __enter__(self) -> HookTracker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def start(self, loss: torch.Tensor) -> torch.Tensor:
+        """Record the backward pass of this loss, in place of what was recorded before.
+
+        Call it before each ``backward()`` that is to be recorded.
+
+        Returns:
+            The loss, so that ``tracker.start(loss).backward()`` can be written.
+        """
+        self._began = None
+        self._ready = {}
+        loss.register_hook(self._begin)  # type: ignore[no-untyped-call]
+        return loss
+
+    def remove(self) -> None:
+        """Take the hooks off the model. What was recorded stays."""
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def rows(self) -> list[GradientReady]:
+        """The watched parameters: in the order of their gradients, then those that got none."""
+        rows = []
+        for order, (name, ready) in enumerate(self._ready.items()):
+            assert self._began is not None
+            rows.append(self._row(order, name, self._began.until(ready)))
+        return rows + [self._row(None, n, None) for n in self._watched if n not in self._ready]
+
+    def __str__(self) -> str:
+        return self._table("simple")
+
+    def _repr_html_(self) -> str:
+        return self._table("html")
+
+    def _table(self, form: str) -> str:
+        table: str = tabulate(
+            [
+                (
+                    "none" if row.order is None else row.order,
+                    row.name,
+                    " x ".join(map(str, row.shape)) or "1",
+                    row.nbytes,
+                    None if row.seconds is None else row.seconds * 1e3,
+                )
+                for row in self.rows
+            ],
+            headers=["order", "parameter", "shape", "bytes", "ready after (ms)"],
+            floatfmt=".3f",
+            tablefmt=form,
+        )
+        return table
+
+    def _row(self, order: int | None, name: str, seconds: float | None) -> GradientReady:
+        p = self._watched[name]
+        return GradientReady(order, name, tuple(p.shape), p.nbytes, seconds)
+
+    def _begin(self, gradient: torch.Tensor) -> None:
+        self._began = Instant(gradient.device)
+
+    def _record(self, name: str, parameter: torch.Tensor) -> None:
+        # Where the loss does not use what a parameter went into, the hook comes without gradient.
+        if self._began is not None and parameter.grad is not None:
+            self._ready.setdefault(name, Instant(parameter.device))
+
+
+class AllReduceHooks:
+    """Averages every gradient over all ranks, each on its own, while backward goes on.
+
+    A hook on each parameter starts an asynchronous all-reduce of its gradient as soon as that is
+    ready. Call :meth:`finish` after backward and before anything reads the gradients: until then
+    they may be this rank's own, or divided and not yet added up.
+
+    Parameters that get no gradient are left out. They must be the same ones on every rank, because
+    collectives are matched by their order; with ``MICRODDP_DEBUG=1`` a difference is an error on
+    every rank, without it the ranks mix up gradients or wait until the time-out.
+
+    Args:
+        model: the same on every rank; its parameters at this moment that require gradients.
+        comms: the ranks that share the gradients.
+        timeline: records gradients, collectives and the wait for them.
+    """
+
+    def __init__(self, model: nn.Module, comms: Comms, timeline: Timeline | None = None) -> None:
+        self.comms = comms
+        self.timeline = timeline
+        self._works: dict[str, dist.Work] = {}
+        self._handles = [
+            p.register_post_accumulate_grad_hook(partial(self._ready, name))  # type: ignore[no-untyped-call]
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        ]
+
+    def finish(self) -> None:
+        """Wait until every gradient is averaged, and be ready for the next backward.
+
+        Raises:
+            RuntimeError: another rank failed, or the time-out passed.
+        """
+        works, self._works = self._works, {}
+        self.comms.agree("finish()")
+        for name, work in works.items():
+            if self.timeline:
+                with self.timeline.span(f"wait for {name}", lane="wait"):
+                    work.wait()
+            else:
+                work.wait()
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _ready(self, name: str, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        if name in self._works:
+            raise RuntimeError(
+                f"rank {self.comms.rank}: {name} got another gradient while its last one is being "
+                "averaged: expected finish() after each backward and before the next"
+            )
+        if self.timeline:
+            self.timeline.mark(name)
+        self.comms.agree(f"all-reduce of the gradient of {name}")
+        gradient.div_(self.comms.world_size)
+        work = self.comms.group.allreduce([gradient])
+        if self.timeline:
+            self.timeline.launched(f"all-reduce {name}", work)
+        self._works[name] = work
+
+
+def demonstrate_hook_order(
+    model: nn.Module,
+    comms: Comms,
+    inputs: torch.Tensor | None = None,
+    loss_fn: Callable[[torch.Tensor], torch.Tensor] = lambda outputs: outputs.square().mean(),
+) -> list[GradientReady]:
+    """Print, on rank 0, when each gradient is ready in one backward pass.
+
+    It runs on a copy: the model, its gradients and its buffers stay as they are.
+
+    Args:
+        model: on this rank's device.
+        comms: the ranks that should see the same order.
+        inputs: what the model takes; by default 32 random samples for its first linear layer.
+        loss_fn: from the model's outputs to a scalar.
+
+    Returns:
+        This rank's rows, as :attr:`HookTracker.rows`.
+
+    Raises:
+        ValueError: no inputs, and no linear layer that says what the model takes.
+        RuntimeError: on every rank, if the order differs; names the ranks.
+    """
+    model = copy.deepcopy(model)
+    if inputs is None:
+        first = next((m for m in model.modules() if isinstance(m, nn.Linear)), None)
+        if first is None:
+            raise ValueError(
+                f"rank {comms.rank}: expected inputs or a model with a linear layer, got "
+                f"{type(model).__name__}"
+            )
+        weight = first.weight
+        inputs = torch.randn(32, first.in_features, device=weight.device, dtype=weight.dtype)
+    with HookTracker(model) as tracker:
+        tracker.start(loss_fn(model(inputs))).backward()  # type: ignore[no-untyped-call]
+    rows = tracker.rows
+    comms.print(tracker)
+    orders = comms.all_gather_data([row.name for row in rows if row.order is not None])
+    usual = Counter(map(tuple, orders)).most_common(1)[0][0]
+    odd = [str(rank) for rank, order in enumerate(orders) if tuple(order) != usual]
+    if odd:
+        raise RuntimeError(
+            f"rank {comms.rank}: expected gradients in the same order on every rank, got another "
+            f"one on rank{'s' if len(odd) > 1 else ''} {', '.join(odd)}: "
+            f"{', '.join(orders[int(odd[0])])}; on the others {', '.join(usual)}"
+        )
+    return rows
+
+
+def compare_hooks_with_manual(
+    model: nn.Module,
+    comms: Comms,
+    batch: tuple[torch.Tensor, torch.Tensor],
+    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    repeat: int = 15,
+) -> dict[str, Timing]:
+    """Time gradients averaged one by one after backward against during backward.
+
+    Args:
+        model: the same on every rank; it is copied, and left as it is.
+        comms: the ranks that share the gradients.
+        batch: inputs and targets of this rank's shard.
+        loss_fn: from outputs and targets to a scalar.
+        repeat: measurements of each.
+
+    Returns:
+        The times of forward, backward and averaging, under ``"manual"`` and ``"hooks"``.
+    """
+    inputs, targets = batch
+    manual, hooked = copy.deepcopy(model), copy.deepcopy(model)
+    hooks = AllReduceHooks(hooked, comms)
+
+    def backward(replica: nn.Module) -> None:
+        replica.zero_grad()
+        loss_fn(replica(inputs), targets).backward()  # type: ignore[no-untyped-call]
+
+    def after_backward() -> None:
+        backward(manual)
+        for parameter in manual.parameters():
+            if parameter.grad is not None:
+                comms.all_reduce_mean(parameter.grad)
+
+    def during_backward() -> None:
+        backward(hooked)
+        hooks.finish()
+
+    return measure({"manual": after_backward, "hooks": during_backward}, comms, repeat=repeat)
