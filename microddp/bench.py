@@ -1,4 +1,4 @@
-"""Benchmarks: ``torchrun --nproc-per-node=2 -m microddp.bench allreduce --help``."""
+"""Benchmarks: ``torchrun --nproc-per-node=2 -m microddp.bench {allreduce,ddp} --help``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from microddp import figures
 from microddp.allreduce import ALGORITHMS
+from microddp.bench_ddp import bench_ddp, models
 from microddp.comms import Comms
 from microddp.job import init
 from microddp.machine import cpu_cores
@@ -50,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(required=True, metavar="BENCHMARK")
     allreduce = commands.add_parser("allreduce", help="microddp's algorithms against the backend's")
     _add_allreduce_options(allreduce)
+    ddp = commands.add_parser("ddp", help="training steps, from no synchronisation to torch DDP")
+    _add_ddp_options(ddp)
     options = parser.parse_args(arguments)
     with init() as comms:
         options.run(options, comms)
@@ -64,11 +67,35 @@ def _add_allreduce_options(parser: argparse.ArgumentParser) -> None:
         "--algorithm", choices=[*ALGORITHMS, "backend", "all"], default="all", help="default: all"
     )
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument("--check", action="store_true", help="compare with the known sum first")
+    _add_run_options(parser)
+    parser.add_argument("--plot", type=_file, metavar="FILE", help="write time against size")
+
+
+def _add_ddp_options(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=bench_ddp)
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        metavar="NAME",
+        choices=list(models(torch.device("cpu"))),
+        help=f"default: {', '.join(models(torch.device('cpu')))}",
+    )
+    parser.add_argument(
+        "--caps",
+        nargs="+",
+        type=_positive(float),
+        default=[1.0, 25.0],
+        metavar="MB",
+        help="sizes of a bucket in MiB (default: 1 25)",
+    )
+    _add_run_options(parser)
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--iters", type=_positive(int), default=20, help="counted rounds")
     parser.add_argument("--warmup", type=_positive(int), default=3, help="rounds not counted")
-    parser.add_argument("--check", action="store_true", help="compare with the known sum first")
     parser.add_argument("--json", type=_file, metavar="FILE", help="write the rows and the machine")
-    parser.add_argument("--plot", type=_file, metavar="FILE", help="write time against size")
 
 
 def _file(text: str) -> Path:

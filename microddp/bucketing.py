@@ -325,6 +325,7 @@ class BucketedDDPHooks:
 
     def start(self, bucket: GradientBucket) -> Any:
         """Begin the all-reduce of one bucket; what it returns has a ``wait()``."""
+        self.comms.agree(f"all-reduce of gradient bucket {bucket.index()}: {len(bucket.views)}")
         return self.comms.group.allreduce([bucket.buffer()])
 
     def wait(self, bucket: GradientBucket) -> Any:
