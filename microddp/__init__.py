@@ -1,4 +1,4 @@
-"""Data-parallel training from scratch: the core that the chapters of the book import."""
+"""Data-parallel training from scratch: the core that the book's chapters import."""
 
 from microddp.comms import Comms
 from microddp.ddp import DDP, DistributedDataParallel

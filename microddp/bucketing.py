@@ -298,6 +298,12 @@ class BucketedDDPHooks:
             handle.remove()
 
     def _ready(self, i: int, _parameter: torch.Tensor) -> None:
+        bucket, slot = self._places[i]
+        if bucket.has(slot):
+            raise RuntimeError(
+                f"rank {self.comms.rank}: the gradient of {self.names[i]} came again before "
+                "finish() was called for the last backward"
+            )
         self.bring(i)
 
     def bring(self, i: int) -> None:
@@ -305,11 +311,6 @@ class BucketedDDPHooks:
         if self.timeline:
             self.timeline.mark(self.names[i])
         bucket, slot = self._places[i]
-        if bucket.has(slot):
-            raise RuntimeError(
-                f"rank {self.comms.rank}: the gradient of {self.names[i]} came again before "
-                "finish() was called for the last backward"
-            )
         bucket.take(slot, self.divisor, self.as_view)
         if not bucket.missing:
             self.send_full_buckets()
