@@ -144,7 +144,9 @@ class GradientBucket:
         grad = parameter.grad
         if self.sparse:
             if grad is None:
-                grad = torch.zeros_like(parameter).to_sparse(1)
+                nothing = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+                rows = parameter.detach()[:0]
+                grad = torch.sparse_coo_tensor(nothing, rows, parameter.shape)
             self._flat = grad.detach() / divisor
             return
         view = self.views[slot]
@@ -198,7 +200,8 @@ class BucketedDDPHooks:
     Args:
         model: the same on every rank; its parameters at this moment that require gradients.
         comms: the ranks that share the gradients.
-        bucket_size_mb: cap of a bucket in MiB; the first one's is at most 1 MiB.
+        bucket_size_mb: cap of a bucket in MiB.
+        first_bucket_mb: cap of the first bucket, if that is less.
         gradient_as_bucket_view: keep gradients in the buckets, instead of copying them back.
         timeline: records gradients, collectives and the wait for them.
 
@@ -212,6 +215,7 @@ class BucketedDDPHooks:
         comms: Comms,
         bucket_size_mb: float = BUCKET_CAP_MB,
         *,
+        first_bucket_mb: float = FIRST_BUCKET_MB,
         gradient_as_bucket_view: bool = True,
         timeline: Timeline | None = None,
     ) -> None:
@@ -227,16 +231,31 @@ class BucketedDDPHooks:
         self.as_view = gradient_as_bucket_view
         self.timeline = timeline
         self.divisor = comms.world_size
-        backwards = list(reversed(range(len(named))))
-        caps = [int(min(FIRST_BUCKET_MB, bucket_size_mb) * MIB), int(bucket_size_mb * MIB)]
-        plan = plan_buckets([self.parameters[i] for i in backwards], caps)
-        self.set_buckets([[backwards[j] for j in bucket] for bucket in plan])
+        self.caps = [int(min(first_bucket_mb, bucket_size_mb) * MIB), int(bucket_size_mb * MIB)]
+        sparse = {
+            id(module.weight)
+            for module in model.modules()
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        }
+        self.sparse = [id(p) in sparse for p in self.parameters]
+        self.set_buckets(self.first_plan())
         self._handles = [
             p.register_post_accumulate_grad_hook(partial(self._ready, i))  # type: ignore[no-untyped-call]
             for i, p in enumerate(self.parameters)
         ]
 
-    def set_buckets(self, plan: Sequence[Sequence[int]], sparse: Sequence[bool] = ()) -> None:
+    def first_plan(self) -> list[list[int]]:
+        """The buckets of the first step: last parameters first, as backward comes to them."""
+        return self.plan_in(list(reversed(range(len(self.parameters)))))
+
+    def plan_in(self, order: Sequence[int]) -> list[list[int]]:
+        """The buckets for gradients that come in a given order of the parameters."""
+        plan = plan_buckets(
+            [self.parameters[i] for i in order], self.caps, [self.sparse[i] for i in order]
+        )
+        return [[order[j] for j in bucket] for bucket in plan]
+
+    def set_buckets(self, plan: Sequence[Sequence[int]]) -> None:
         """Make the buckets of a plan: the indices of the parameters of each."""
         self.plan = [list(bucket) for bucket in plan]
         self.buckets = [
@@ -244,7 +263,7 @@ class BucketedDDPHooks:
                 [self.parameters[i] for i in bucket],
                 index,
                 is_last=index == len(plan) - 1,
-                sparse=bool(sparse) and sparse[bucket[0]],
+                sparse=self.sparse[bucket[0]],
             )
             for index, bucket in enumerate(plan)
         ]

@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
-from microddp.bucketing import BUCKET_CAP_MB, FIRST_BUCKET_MB, MIB, GradientBucket
+from microddp.bucketing import BUCKET_CAP_MB, FIRST_BUCKET_MB, GradientBucket
 from microddp.comms import Comms
 from microddp.reducer import Hook, Reducer
 from microddp.replicas import broadcast_tensors, check_replicas, check_structure
@@ -116,8 +116,9 @@ class DistributedDataParallel(nn.Module, Joinable):
             raise ValueError(f"expected bucket_cap_mb above 0, got {bucket_cap_mb}")
         self.module = module
         self.comms = comms or Comms.of_group(process_group, parameters[0].device)
-        first = FIRST_BUCKET_MB if bucket_cap_mb is None else cap
-        self.bucket_caps = [int(first * MIB), int(cap * MIB)]
+        self.bucket_cap_mb = cap
+        # As with PyTorch's: who sets the size of buckets sets that of the first one too.
+        self.first_bucket_mb = FIRST_BUCKET_MB if bucket_cap_mb is None else cap
         self.broadcast_buffers = broadcast_buffers
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -141,10 +142,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.reducer = Reducer(
             self.module,
             self.comms,
-            self.bucket_caps,
-            self.find_unused_parameters,
-            self.gradient_as_bucket_view,
-            self.static_graph,
+            bucket_cap_mb=self.bucket_cap_mb,
+            first_bucket_mb=self.first_bucket_mb,
+            find_unused=self.find_unused_parameters,
+            as_view=self.gradient_as_bucket_view,
+            static_graph=self.static_graph,
         )
         # The module may outlive the wrapper, and must not keep its hooks.
         weakref.finalize(self, self.reducer.remove)

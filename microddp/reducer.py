@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,27 +29,22 @@ class Reducer(BucketedDDPHooks):
         self,
         module: nn.Module,
         comms: Comms,
-        caps: Sequence[int],
+        *,
+        bucket_cap_mb: float,
+        first_bucket_mb: float,
         find_unused: bool,
         as_view: bool,
         static_graph: bool,
     ) -> None:
-        super().__init__(module, comms, gradient_as_bucket_view=as_view)
-        self.caps = caps
         self.find_unused = find_unused and not static_graph
         self.static_graph = static_graph
-        sparse = {
-            id(m.weight)
-            for m in module.modules()
-            if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse
-        }
-        self._sparse = [id(p) in sparse for p in self.parameters]
-        # The order of backward is not known yet, and where ranks use different parameters it may
-        # not be the same on all. One bucket is right in any order; with unused parameters, which
-        # come in no order, the plan from the order of definition stays.
-        first = caps if self.find_unused else [2**62]
-        plan = plan_buckets(self.parameters, first, self._sparse)
-        self.set_buckets(sorted(plan, reverse=True), self._sparse)
+        super().__init__(
+            module,
+            comms,
+            bucket_cap_mb,
+            first_bucket_mb=first_bucket_mb,
+            gradient_as_bucket_view=as_view,
+        )
         self.hook: tuple[Hook, Any] | None = None
         self.armed = False
         # How often each parameter's hook is called in a backward: in a static graph, counted.
@@ -59,11 +54,22 @@ class Reducer(BucketedDDPHooks):
         self._arrived: list[int] = []
         self._order: list[int] | None = None  # of arrival, once it is known
         self.rebuilt = self.find_unused
+        self._used: set[int] = set()  # since the last averages, without synchronisation too
         self._used_nowhere: set[int] | None = None if static_graph else set()
         self._unused: list[int] = []
         self._left_out: list[int] = []  # the unused that are not in their buckets yet
         self._callback_due = False
         self._incomplete: list[str] = []
+
+    def first_plan(self) -> list[list[int]]:
+        """One bucket until the order of backward is known, since it is right in any order.
+
+        Where parameters may be left out, they come in no order: then the plan is made from the
+        order of definition, and stays.
+        """
+        caps = self.caps if self.find_unused else [2**62]
+        # Reversed: what is defined first is needed first in forward, and comes last in backward.
+        return sorted(plan_buckets(self.parameters, caps, self.sparse), reverse=True)
 
     def begin_forward(self) -> None:
         """Check that the last backward completed, and plan the buckets anew when it is time.
@@ -79,7 +85,7 @@ class Reducer(BucketedDDPHooks):
                 f"{len(self.names)}); if the forward pass may leave parameters out, pass "
                 "find_unused_parameters=True"
             )
-        if self._sent or self._arrived:  # a backward that raised half-way
+        if self._sent or self._arrived or self._callback_due:  # a backward that raised half-way
             self.abandon()
         if not self.rebuilt and self._order is not None:
             self.rebuild()
@@ -88,11 +94,7 @@ class Reducer(BucketedDDPHooks):
         """Plan the buckets in the order in which rank 0's gradients came. A collective."""
         order = torch.tensor(self._order, device=self.comms.device)
         self.comms.broadcast(order)
-        arrival = order.tolist()
-        plan = plan_buckets(
-            [self.parameters[i] for i in arrival], self.caps, [self._sparse[i] for i in arrival]
-        )
-        self.set_buckets([[arrival[j] for j in bucket] for bucket in plan], self._sparse)
+        self.set_buckets(self.plan_in(order.tolist()))
         self.rebuilt = True
 
     def watch(self, output: Any) -> Any:
@@ -122,6 +124,8 @@ class Reducer(BucketedDDPHooks):
         self._callback_due = False
 
     def _ready(self, i: int, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self._used.add(i)
         if not self.armed:
             return
         if not self._callback_due:
@@ -197,7 +201,8 @@ class Reducer(BucketedDDPHooks):
         if self._used_nowhere is not None and not self.find_unused:
             return self._used_nowhere
         used = torch.zeros(len(self.parameters), dtype=torch.int32, device=self.comms.device)
-        used[self._arrived] = 1
+        used[list(self._used)] = 1
+        self._used.clear()
         self.comms.all_reduce(used)
         self._used_nowhere = {i for i, count in enumerate(used.tolist()) if not count}
         return self._used_nowhere
