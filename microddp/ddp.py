@@ -105,8 +105,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         if comms is not None and process_group is not None:
             raise ValueError(f"rank {comms.rank}: expected comms or process_group, got both")
         parameters = list(module.parameters())
-        if not any(p.requires_grad for p in parameters):
-            raise RuntimeError("expected a module with parameters that require gradients, got none")
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
             raise RuntimeError("expected initialised parameters: run a lazy module's forward first")
         if len(kinds := {p.device.type for p in parameters}) > 1:
@@ -115,7 +113,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         if cap <= 0:
             raise ValueError(f"expected bucket_cap_mb above 0, got {bucket_cap_mb}")
         self.module = module
-        self.comms = comms or Comms.of_group(process_group, parameters[0].device)
+        device = parameters[0].device if parameters else torch.get_default_device()
+        self.comms = comms or Comms.of_group(process_group, device)
         self.bucket_cap_mb = cap
         # As with PyTorch's: who sets the size of buckets sets that of the first one too.
         self.first_bucket_mb = FIRST_BUCKET_MB if bucket_cap_mb is None else cap
@@ -128,6 +127,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._sync_buffers_next = True
         self._divide_by_all = True
         check_structure(module, self.comms)
+        # After that, since only some ranks may have none.
+        if not any(p.requires_grad for p in parameters):
+            raise RuntimeError("expected a module with parameters that require gradients, got none")
         if verify_replicas:
             check_replicas(module, self.comms)
         else:
