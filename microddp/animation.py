@@ -8,8 +8,8 @@ from html import escape
 
 import torch.distributed as dist
 
-from microddp.figures import COLORS
 from microddp.messages import Message
+from microddp.style import COLORS
 
 SECONDS_A_ROUND = 1.6
 WIDTH, HEIGHT = 640, 330  # of the drawing, in its own units

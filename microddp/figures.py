@@ -8,138 +8,27 @@ environment each figure is also written to ``DIR/<script>-<number>.png``.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, ParamSpec
 
 import matplotlib.pyplot as plt
 import numpy as np
-import torch.distributed as dist
-from cycler import cycler
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MultipleLocator, NullLocator
 
+from microddp.history import gradient_order as gradient_order
+from microddp.history import timeline as timeline
+from microddp.history import timelines as timelines
 from microddp.messages import Message
-from microddp.trace import Span, Timing
-
-P = ParamSpec("P")
-
-# Now, and not inside the first rc_context: a notebook's back end turns interactive drawing on when
-# it is loaded, and leaving the context would turn it off again.
-plt.switch_backend(plt.get_backend())
-
-# Grey text and these colours keep enough contrast on a white and on a near-black page, so one
-# picture with a transparent ground serves both; they differ in lightness for greyscale readers.
-GREY = "#7d8590"
-COLORS = ("#3b8bd9", "#e08214", "#1b9e77", "#c2589b", "#8c6bb1", "#b8a038")
-STYLE: dict[Any, Any] = {
-    "axes.edgecolor": GREY,
-    "axes.facecolor": "none",
-    "axes.grid": True,
-    "axes.labelcolor": GREY,
-    "axes.prop_cycle": cycler(color=COLORS),
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlecolor": GREY,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 11,
-    "figure.facecolor": "none",
-    "figure.figsize": (7.0, 3.4),
-    "font.size": 10,
-    "grid.alpha": 0.3,
-    "grid.color": GREY,
-    "legend.frameon": False,
-    "legend.labelcolor": GREY,
-    "lines.linewidth": 2,
-    "text.color": GREY,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-}
+from microddp.style import COLORS, drawing, label_ends, new_axes
+from microddp.style import human_bytes as human_bytes
+from microddp.style import human_seconds as human_seconds
+from microddp.trace import Timing
 
 
-def _figure(draw: Callable[P, Figure]) -> Callable[P, None]:
-    """Draw in the book's style, on rank 0 only, and save if asked to."""
-
-    @functools.wraps(draw)
-    def on_rank_0(*args: P.args, **kwargs: P.kwargs) -> None:
-        if dist.is_initialized() and dist.get_rank() != 0:
-            return
-        with plt.rc_context(STYLE):
-            figure = draw(*args, **kwargs)
-            if folder := os.environ.get("MICRODDP_FIGURES"):
-                Path(folder).mkdir(parents=True, exist_ok=True)
-                stem = Path(sys.argv[0]).stem or "figure"
-                figure.savefig(Path(folder) / f"{stem}-{figure.number}.png", dpi=150)
-
-    return on_rank_0
-
-
-def _axes(title: str, xlabel: str, ylabel: str, height: float = 3.4) -> tuple[Figure, Axes]:
-    figure, axes = plt.subplots(figsize=(7.0, height), layout="constrained")
-    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
-    return figure, axes
-
-
-def _label_ends(axes: Axes, ends: Mapping[str, tuple[float, float, str]]) -> None:
-    """Name each curve at its right end, in its colour, moving labels apart where they would meet.
-
-    The least gap is a 14th of the axis: about one line of text.
-    """
-    transform = axes.yaxis.get_transform()
-    bottom, top = (float(transform.transform(limit)) for limit in axes.get_ylim())
-    gap = (top - bottom) / 14
-    names = sorted(ends, key=lambda name: ends[name][1])
-    places = [float(transform.transform(ends[name][1])) for name in names]
-    for i in range(1, len(places)):
-        places[i] = max(places[i], places[i - 1] + gap)
-    limit = top  # what was moved up past the top moves the others down
-    for i in reversed(range(len(places))):
-        places[i] = min(places[i], limit)
-        limit = places[i] - gap
-    for name, place in zip(names, places, strict=True):
-        x, _, color = ends[name]
-        axes.annotate(
-            name,
-            (x, float(transform.inverted().transform(place))),
-            xytext=(6, 0),
-            textcoords="offset points",
-            color=color,
-            va="center",
-            annotation_clip=False,
-        )
-
-
-def human_bytes(count: float, _position: object = None) -> str:
-    """Bytes in words: ``"64 KiB"``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            break
-        count /= 1024
-    return f"{count:.3g} {unit}" if count < 100 else f"{count:.0f} {unit}"
-
-
-def human_seconds(seconds: float, _position: object = None) -> str:
-    """A time in words: ``"1.5 ms"``, ``"3 h"``."""
-    if seconds == 0:
-        return "0"
-    for factor, unit in ((1e-6, "us"), (1e-3, "ms")):
-        if seconds < 999.5 * factor:  # from there on it would read "1e+03"
-            return f"{seconds / factor:.3g} {unit}"
-    for factor, unit, limit in ((1, "s", 60), (60, "min", 60), (3600, "h", 48)):
-        if seconds < factor * limit:
-            return f"{seconds / factor:.3g} {unit}"
-    days = seconds / 86400
-    return f"{days:.3g} days" if days < 999.5 else f"{days:,.0f} days"
-
-
-@_figure
+@drawing
 def lines(
     series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
     *,
@@ -157,7 +46,7 @@ def lines(
         ylabel: with unit.
         log: the axes with a logarithmic scale: ``"x"``, ``"y"``, ``"xy"`` or neither.
     """
-    figure, axes = _axes(title, xlabel, ylabel)
+    figure, axes = new_axes(title, xlabel, ylabel)
     ends: dict[str, tuple[float, float, str]] = {}
     # Dashes let a curve show where another one lies on it, and differ without colour.
     colors, dashes = itertools.cycle(COLORS), itertools.cycle(["-", "--", ":"])
@@ -173,11 +62,11 @@ def lines(
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
-    _label_ends(axes, ends)
+    label_ends(axes, ends)
     return figure
 
 
-@_figure
+@drawing
 def stacked_bars(
     bars: Mapping[str, Mapping[str, float]],
     *,
@@ -193,7 +82,7 @@ def stacked_bars(
         xlabel: with unit.
         formatter: writes a size.
     """
-    figure, axes = _axes(title, xlabel, "", height=1.2 + 0.45 * len(bars))
+    figure, axes = new_axes(title, xlabel, "", height=1.2 + 0.45 * len(bars))
     names = list(bars)
     total = max(sum(parts.values()) for parts in bars.values())
     left = [0.0] * len(names)
@@ -214,7 +103,36 @@ def stacked_bars(
     return figure
 
 
-@_figure
+@drawing
+def buckets(plans: Mapping[str, Sequence[Sequence[int]]], *, title: str) -> Figure:
+    """Which parameters share a bucket: a bar for each plan, a colour for each of its buckets.
+
+    Args:
+        plans: by name, for each bucket in the order of sending, the bytes of its parameters.
+        title: the finding, in words.
+    """
+    figure, axes = new_axes(title, "gradients, first sent first", "", 1.1 + 0.55 * len(plans))
+    total = max(sum(map(sum, plan)) for plan in plans.values())
+    for row, plan in enumerate(plans.values()):
+        start = 0
+        for color, members in zip(itertools.cycle(COLORS), plan, strict=False):
+            size = sum(members)
+            left = list(itertools.accumulate(members[:-1], initial=start))
+            axes.barh(row, members, left=left, color=color, edgecolor="black", linewidth=0.6)
+            if size > 0.09 * total:  # a narrower one has no room for its size
+                text = axes.text(start + size / 2, row, human_bytes(size), ha="center", va="center")
+                text.set(color="black", bbox={"pad": 2, "facecolor": color, "edgecolor": "none"})
+            start += size
+    axes.set_yticks(range(len(plans)), list(plans))
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set_axisbelow(True)
+    axes.xaxis.set_major_formatter(FuncFormatter(human_bytes))
+    axes.xaxis.set_major_locator(MultipleLocator(2 ** math.ceil(math.log2(total / 6))))
+    return figure
+
+
+@drawing
 def traffic(matrices: Mapping[str, Sequence[Sequence[float]]], *, title: str) -> Figure:
     """Who sent how much to whom: one square of ranks by ranks for each algorithm.
 
@@ -243,7 +161,7 @@ def traffic(matrices: Mapping[str, Sequence[Sequence[float]]], *, title: str) ->
     return figure
 
 
-@_figure
+@drawing
 def ring_rounds(messages: Sequence[Sequence[Message]], nbytes: int, *, title: str) -> Figure:
     """The ring, round by round, from recorded messages: what each rank holds, and what it sends.
 
@@ -289,7 +207,7 @@ def ring_rounds(messages: Sequence[Sequence[Message]], nbytes: int, *, title: st
     return figure
 
 
-@_figure
+@drawing
 def times_by_size(
     timings: Mapping[str, Mapping[int, Timing]],
     *,
@@ -303,7 +221,7 @@ def times_by_size(
         title: the finding, in words.
         models: predicted seconds by size, dashed in the colour of the algorithm of that name.
     """
-    figure, axes = _axes(title, "size of the tensor", "time (median and quartiles)", height=3.8)
+    figure, axes = new_axes(title, "size of the tensor", "time (median and quartiles)", height=3.8)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     ends: dict[str, tuple[float, float, str]] = {}
@@ -321,11 +239,11 @@ def times_by_size(
     axes.xaxis.set_major_formatter(FuncFormatter(human_bytes))
     axes.yaxis.set_major_formatter(FuncFormatter(human_seconds))
     axes.yaxis.set_minor_locator(NullLocator())
-    _label_ends(axes, ends)
+    label_ends(axes, ends)
     return figure
 
 
-@_figure
+@drawing
 def pauses(series: Mapping[str, Sequence[float]], *, title: str, xlabel: str) -> Figure:
     """How often a call took how long: the share of calls that took longer than x.
 
@@ -334,7 +252,7 @@ def pauses(series: Mapping[str, Sequence[float]], *, title: str, xlabel: str) ->
         title: the finding, in words.
         xlabel: what was timed.
     """
-    figure, axes = _axes(title, xlabel, "share of calls that took longer")
+    figure, axes = new_axes(title, xlabel, "share of calls that took longer")
     for color, (name, seconds) in zip(itertools.cycle(COLORS), series.items(), strict=False):
         ordered = sorted(seconds)
         share = [1 - i / len(ordered) for i in range(len(ordered))]
@@ -345,41 +263,4 @@ def pauses(series: Mapping[str, Sequence[float]], *, title: str, xlabel: str) ->
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0%}"))
     axes.legend()
-    return figure
-
-
-@_figure
-def timeline(spans: Sequence[Span], *, title: str) -> Figure:
-    """What each rank did when: a lane for computation and one for communication, rank by rank.
-
-    Args:
-        spans: of all ranks, as :meth:`microddp.trace.Timeline.gather` returns them.
-        title: the finding, in words.
-    """
-    ranks = sorted({span.rank for span in spans})
-    lanes = list(dict.fromkeys(span.lane for span in spans))
-    names: list[str] = list(dict.fromkeys(span.name.split()[0] for span in spans))
-    origin = min(span.start for span in spans)
-    figure, axes = _axes(
-        title, "time since the step began", "", 1.5 + 0.3 * len(ranks) * len(lanes)
-    )
-    rows = {
-        (rank, lane): i for i, (rank, lane) in enumerate((r, la) for r in ranks for la in lanes)
-    }
-    for color, name in zip(itertools.cycle(COLORS), names, strict=False):
-        for i, span in enumerate(s for s in spans if s.name.split()[0] == name):
-            axes.barh(
-                rows[span.rank, span.lane],
-                span.end - span.start,
-                left=span.start - origin,
-                height=0.8,
-                color=color,
-                edgecolor="none",
-                label=name if i == 0 else None,
-            )
-    axes.set_yticks(list(rows.values()), [f"rank {rank} {lane}" for rank, lane in rows])
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    axes.xaxis.set_major_formatter(FuncFormatter(human_seconds))
-    figure.legend(loc="outside lower left", ncols=5)
     return figure

@@ -7,10 +7,12 @@ import matplotlib.pyplot as plt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.collections import PathCollection
 from ranks import on_ranks
 
 from microddp import figures
 from microddp.animation import RingAnimation
+from microddp.hooks import GradientReady
 from microddp.messages import Message
 from microddp.trace import Span, Timing
 
@@ -71,6 +73,17 @@ def test_stacked_bars_have_their_lengths():
     assert drawn == [(0, 1), (0, 3), (1, 2), (3, 4)]
 
 
+def test_buckets_have_a_cell_for_each_parameter_and_a_colour_for_each_bucket():
+    figures.buckets({"plan": [[8, 24], [64]], "other": [[32, 64]]}, title="finding")
+    (axes,) = plt.gcf().axes
+    drawn = [(patch.get_x(), patch.get_width()) for patch in axes.patches]
+    assert drawn == [(0, 8), (8, 24), (32, 64), (0, 32), (32, 64)]
+    colors = [patch.get_facecolor() for patch in axes.patches]
+    assert colors[0] == colors[1] == colors[3] == colors[4] != colors[2]
+    assert texts(axes) == ["32 B", "64 B", "96 B"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["plan", "other"]
+
+
 def test_traffic_shows_every_link_that_carries_bytes():
     figures.traffic({"ring": [[0, 8, 0], [0, 0, 8], [8, 0, 0]]}, title="")
     (axes,) = plt.gcf().axes
@@ -106,18 +119,78 @@ def test_pauses_fall_from_all_calls_to_few():
     assert list(share) == [1, 0.75, 0.5, 0.25]
 
 
+def drawn(axes):
+    boxes = [(p.get_x(), p.get_width(), p.get_y(), p.get_height()) for p in axes.patches]
+    return [tuple(round(number, 6) for number in box) for box in boxes]
+
+
 def test_a_timeline_has_a_row_for_each_rank_and_lane():
     spans = [
         Span(0, "compute", "forward", 1.0, 2.0),
         Span(0, "communication", "all-reduce a", 2.0, 3.0),
         Span(1, "compute", "forward", 1.5, 2.5),
     ]
-    figures.timeline(spans, title="")
+    figures.timeline(spans, title="finding")
     (axes,) = plt.gcf().axes
     labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert labels[:3] == ["rank 0 compute", "rank 0 communication", "rank 1 compute"]
-    drawn = sorted((round(p.get_x(), 6), round(p.get_width(), 6)) for p in axes.patches)
-    assert drawn == [(0, 1), (0.5, 1), (1, 1)], "from the beginning of the first span"
+    assert labels == ["rank 0 compute", "rank 0 communication", "rank 1 compute"]
+    beginnings_and_lengths = [(x, width) for x, width, *_ in drawn(axes)]
+    assert beginnings_and_lengths == [(0, 1), (1, 1), (0.5, 1)], "from the first span's beginning"
+    assert [y for *_, y, _ in drawn(axes)] == [0.1, 1.1, 2.1]
+    assert plt.gcf().get_suptitle() == "finding"
+
+
+def test_marks_are_ticks_waits_are_hatched_and_overlapping_spans_share_a_row():
+    spans = [
+        Span(0, "communication", "all-reduce a", 0.0, 2.0),
+        Span(0, "communication", "all-reduce b", 1.0, 3.0),
+        Span(0, "gradients", "a", 1.0, 1.0),
+        Span(0, "wait", "wait for b", 2.0, 3.0),
+        Span(0, "compute", "something else", 2.0, 3.0),
+    ]
+    figures.timeline(spans, title="")
+    (axes,) = plt.gcf().axes
+    first, second, mark, wait, other = axes.patches
+    assert first.get_y() + first.get_height() == pytest.approx(second.get_y())
+    assert mark.get_width() == 0
+    assert mark.get_edgecolor()[3] == 1, "a tick is seen by its edge"
+    assert (first.get_hatch(), wait.get_hatch()) == (None, "////")
+    (legend,) = plt.gcf().legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "all-reduce",
+        "gradient ready",
+        "waiting for communication",
+        "something",
+    ]
+    colors = [p.get_edgecolor() for p in (first, mark, wait, other)]
+    assert second.get_edgecolor() == first.get_edgecolor()
+    assert len(set(colors)) == 4
+
+
+def test_timelines_are_drawn_above_each_other_on_one_scale():
+    short = [Span(0, "compute", "forward", 5.0, 6.0)]
+    long = [Span(0, "compute", "forward", 1.0, 4.0), Span(1, "compute", "forward", 1.0, 2.0)]
+    figures.timelines({"short": short, "long": long}, title="")
+    above, below = plt.gcf().axes
+    assert (above.get_title(loc="left"), below.get_title(loc="left")) == ("short", "long")
+    assert above.get_xlim() == below.get_xlim()
+    assert [(x, width) for x, width, *_ in drawn(above)] == [(0, 1)]
+    assert [(x, width) for x, width, *_ in drawn(below)] == [(0, 3), (0, 1)]
+
+
+def test_gradients_are_drawn_at_their_times_in_the_order_asked_for():
+    rows = [
+        GradientReady(0, "second.weight", (2, 2), 16, 1.0),
+        GradientReady(1, "first.weight", (4, 2), 32, 2.0),
+        GradientReady(None, "spare", (1,), 4, None),
+    ]
+    figures.gradient_order(rows, title="", forward=["first.weight", "second.weight", "spare"])
+    (axes,) = plt.gcf().axes
+    assert next(label.get_text() for label in axes.get_yticklabels()) == "first.weight"
+    dots = [c for c in axes.collections if isinstance(c, PathCollection)]
+    assert [tuple(dot.get_offsets()[0]) for dot in dots] == [(1, 1), (2, 0)]
+    assert dots[0].get_sizes() < dots[1].get_sizes()
+    assert texts(axes) == [" no gradient"]
 
 
 def test_figures_are_kept_where_they_are_asked_for(tmp_path, monkeypatch):
