@@ -28,7 +28,7 @@ WORLD_SIZES = (1, 2, 3, 4, 5)
 GRACE = 2.0  # seconds in which the other ranks may still report, after the first one failed
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
-    ["hypothesis", "microddp.bench", "microddp.replicas", "microddp.schedule", "psutil", "pytest"]
+    ["hypothesis", "microddp.bench", "microddp.ddp", "microddp.schedule", "psutil", "pytest"]
 )
 
 
