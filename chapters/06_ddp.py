@@ -1,0 +1,730 @@
+# %% [markdown]
+r"""
+# The rest of DistributedDataParallel
+
+What else does the real one do? Chapter 05's bucketed hooks ask two favours of their user: equal
+models at the start, and a `finish()` after each backward. PyTorch's `DistributedDataParallel`, or
+DDP, asks for neither, and has an answer where averaging gradients is not enough. This chapter
+builds a small wrapper, goes through those answers with the book's own
+{class}`~microddp.ddp.DistributedDataParallel`, and at the end puts it beside PyTorch's in one run.
+"""
+
+# %%
+import copy
+import inspect
+import os
+from contextlib import nullcontext
+from functools import partial
+from textwrap import fill
+
+import torch
+from tabulate import tabulate
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import microddp
+from microddp import figures
+from microddp.allreduce import ring_all_reduce
+from microddp.bucketing import BucketedDDPHooks
+from microddp.data import ShardedBatches, load_digits, shard
+from microddp.ddp import DDP, all_reduce_hook
+from microddp.machine import cpu_cores
+from microddp.model import FullMLP, SimpleCNN
+from microddp.replicas import broadcast_parameters, check_replicas
+from microddp.trace import Timing, measure
+
+# %%
+os.environ.pop("MICRODDP_DEBUG", None)  # its checks are collectives, and would be counted
+comms = microddp.init()
+rank, n = comms.rank, comms.world_size
+comms.print(comms.describe())
+
+# %% [markdown]
+"""
+## From hooks to a wrapper
+
+**Predict.** The first favour is a broadcast in the constructor. The second needs to know when
+backward has ended, which no hook on a parameter can tell: the gradient that comes last is another
+one in another model. But while a backward runs, autograd takes *callbacks* for its end. So the
+first gradient that comes can ask for one, and `finish()` can run there, before `backward()`
+returns. Then the user's loop is that of one device, and its result should be too, up to rounding.
+
+**Build.**
+"""
+
+
+# %%
+class SmallDDP(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        broadcast_parameters(module, comms)
+        self.module = module
+        self.hooks = BucketedDDPHooks(module, comms)
+        self.end_is_awaited = False
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(self.gradient_came)
+
+    def gradient_came(self, _parameter):
+        if not self.end_is_awaited:
+            self.end_is_awaited = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.backward_ended)
+
+    def backward_ended(self):
+        self.end_is_awaited = False
+        self.hooks.finish()
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+# %% [markdown]
+"""
+**Measure.** The same loop trains three models: a plain one on whole batches, and one in each
+wrapper on this rank's shards. The wrapped ones start from another seed on each rank:
+"""
+
+# %%
+digits = load_digits(comms.device)
+K = 4  # micro-batches, in a later section
+BATCH = n * K * max(1, 96 // (n * K))  # the global batch must divide
+
+
+def new_model(seed, dtype=torch.float64, dim=128):
+    torch.manual_seed(seed)
+    return FullMLP(dim, inputs=64, outputs=10).to(comms.device, dtype)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def batches(for_rank, of):
+    for x, y in ShardedBatches(digits.train, BATCH, for_rank, of).epoch(0):
+        yield x.double(), y
+
+
+# %%
+def train(model, data, optimizer=None):
+    optimizer = optimizer or sgd(model)
+    for x, y in data:
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+def weights(model):
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def distance(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+single = train(new_model(seed=0), batches(0, 1))
+rows = []
+for name, wrap in {"SmallDDP": SmallDDP, "microddp.DDP": partial(DDP, comms=comms)}.items():
+    wrapped = train(wrap(new_model(seed=rank)), batches(rank, n))
+    check_replicas(wrapped, comms)
+    rows.append((name, distance(weights(wrapped), weights(single))))
+    assert rows[-1][1] < 1e-9
+comms.print(tabulate(rows, headers=["wrapper", "weights to one device"], floatfmt=".1e"))
+
+# %% [markdown]
+"""
+**Explain.** Two dozen lines are a data-parallel wrapper, for a model whose every parameter gets a
+gradient in every backward. What follows is the rest.
+
+## One iteration, call by call
+
+The book's own wrapper does four things in each iteration:
+
+1. `forward` begins: rank 0's *buffers* (tensors of the model that are not trained) go to all
+   ranks. Once, after the first backward, the buckets are planned anew in the order in which
+   gradients came.
+2. `forward` ends: a backward is expected, unless `no_sync()` is on.
+3. `backward` brings gradients into buckets, and sends each bucket that is full.
+4. `backward` ends: the callback waits for the buckets and hands out the averages.
+
+**Predict.** The first iteration knows no order of gradients yet, so all of them travel in one
+bucket. The second forward sends rank 0's order to all, and from then on there is one all-reduce
+for each bucket. Each iteration also sends the buffers, those of one dtype together. A group
+numbers its collectives, so the count of a call is a difference of two numbers:
+"""
+
+
+# %%
+def collectives(call, *args):
+    """How many collectives this rank's group runs during a call."""
+    before = comms.group._get_sequence_number_for_group()
+    call(*args)
+    return comms.group._get_sequence_number_for_group() - before
+
+
+def one_iteration(model, x, y):
+    cross_entropy(model(x), y).backward()
+
+
+# %%
+cnn = DDP(SimpleCNN().to(comms.device, torch.float64), comms, bucket_cap_mb=0.5)
+x, y = next(batches(rank, n))
+counts = [collectives(one_iteration, cnn, x, y) for _ in range(3)]
+dtypes, buckets = len({b.dtype for b in cnn.buffers()}), len(cnn.reducer.buckets)
+predicted = [dtypes + 1, dtypes + 1 + buckets, dtypes + buckets]
+comms.print(f"dtypes of buffers: {dtypes}, buckets: {buckets}")
+rows = zip((1, 2, 3), predicted, counts, strict=True)
+comms.print(tabulate(rows, headers=["collectives in iteration", "predicted", "counted"]))
+assert counts == predicted
+
+# %% [markdown]
+"""
+The first two steps are this much code; the other two are the reducer's, which is chapter 05's
+bucketed hooks and what this chapter adds to them:
+
+```{literalinclude} ../../microddp/ddp.py
+:pyobject: DistributedDataParallel.forward
+```
+
+## Where it breaks: models that are not the same
+
+All-reduces pair up by their order, not by name. A rank with another layer size would add numbers
+that do not belong together, or hang. So the constructor compares the names, shapes and dtypes of
+all ranks before it sends anything else. Here the last rank has wider layers:
+"""
+
+
+# %%
+def shown(call):
+    """Print the error of a call that fails on every rank; say whether it did."""
+    try:
+        call()
+    except RuntimeError as error:
+        comms.print(fill(str(error), 90))
+        return True
+    comms.print("No error: this one needs two ranks; torchrun --nproc-per-node=4 starts four.")
+    return False
+
+
+odd = new_model(seed=0, dim=160 if rank == n - 1 else 128)
+assert shown(lambda: DDP(odd, comms)) == (n > 1)
+
+# %% [markdown]
+"""
+Equal shapes with different values are no error: rank 0's values replace the others'. That is
+handy, and hides a model that was loaded on rank 0 only by mistake. With `verify_replicas=True` the
+constructor insists that the values are equal already:
+"""
+
+# %%
+assert shown(lambda: DDP(new_model(seed=rank), comms, verify_replicas=True)) == (n > 1)
+
+# %% [markdown]
+"""
+## Buffers: whose statistics?
+
+Batch normalisation keeps a running mean and variance of what it has seen, in buffers. No gradient
+flows into them, so nothing averages them.
+
+**Predict.** Without help, each rank has the statistics of its own shards. With
+`broadcast_buffers=True`, the default, a forward pass starts from rank 0's. But the pass then
+adds each rank's own batch, so the ranks agree at the start of a pass and not after it. And they
+agree on rank 0's statistics, which no other rank's samples enter.
+"""
+
+
+# %%
+def statistics(model):
+    return torch.cat([b.flatten() for b in model.buffers() if b.is_floating_point()])
+
+
+def apart(everyone):
+    """How far the ranks' rows are from rank 0's, at most."""
+    return max(distance(row, everyone[0]) for row in everyone)
+
+
+def new_cnn():
+    torch.manual_seed(0)
+    return SimpleCNN().to(comms.device, torch.float64)
+
+
+# %%
+alone = statistics(train(new_cnn(), batches(0, 1)))
+rows = []
+for broadcast in (False, True):
+    cnn = train(DDP(new_cnn(), comms, broadcast_buffers=broadcast), batches(rank, n))
+    trained = comms.all_gather(statistics(cnn))
+    cnn.eval()(digits.test.tensors[0].double())
+    evaluated = comms.all_gather(statistics(cnn))
+    rows.append((broadcast, apart(trained), apart(evaluated), distance(evaluated[0], alone)))
+headers = ["broadcast_buffers", "after training", "after an evaluation", "rank 0 to one device"]
+comms.print("distance between the ranks' statistics")
+comms.print(tabulate(rows, headers=headers, floatfmt=".1e"))
+assert rows[1][2] == 0.0
+assert n == 1 or min(rows[0][1], rows[0][2], rows[1][1]) > 1e-3
+assert abs(rows[0][3] - rows[1][3]) < 1e-9
+
+# %% [markdown]
+"""
+**Explain.** The forward pass of the evaluation went through the wrapper, and so began with a
+broadcast. One through `cnn.module` would not have: then each rank scores a model of its own.
+
+The broadcast makes the ranks agree, and does no more: rank 0's statistics are as far from one
+device's with it as without. They leave out the samples of all other ranks. Nor does it change the
+training, in which batch normalisation uses the mean of the batch at hand. That batch is the
+rank's shard, so n ranks train another model than one device does on the whole batch.
+`torch.nn.SyncBatchNorm` takes the statistics over all ranks instead, at the price of collectives
+in the forward pass; it works on GPUs only.
+
+## Gradient accumulation, right and wrong
+
+A batch that is too large for a device is cut into *micro-batches*, whose gradients add up in
+`.grad` before one optimizer step. Only the sum has to be averaged over the ranks. Inside
+`no_sync()` nothing is sent, and the first backward outside averages all that has accumulated:
+"""
+
+
+# %%
+def right(model, x, y, last):
+    with nullcontext() if last else model.no_sync():
+        loss = cross_entropy(model(x), y) / K
+        loss.backward()
+
+
+# %% [markdown]
+"""
+Each of these lines can go wrong. The loss is divided by the number of micro-batches, because
+gradients add up but a batch has the *mean* loss. This one forgets that:
+"""
+
+
+# %%
+def undivided(model, x, y, last):
+    with nullcontext() if last else model.no_sync():
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+
+
+# %% [markdown]
+"""
+Whether gradients are averaged is decided where `forward` runs. `no_sync()` around backward comes
+too late to save anything. The third version sets the flag that `no_sync()` sets, as training
+loops do that want to be rid of the context manager, and sets it too late as well: each forward
+finds the flag of the micro-batch before.
+"""
+
+
+# %%
+def around_backward(model, x, y, last):
+    loss = cross_entropy(model(x), y) / K
+    with nullcontext() if last else model.no_sync():
+        loss.backward()
+
+
+def flag_after_forward(model, x, y, last):
+    loss = cross_entropy(model(x), y) / K
+    model.require_backward_grad_sync = last
+    loss.backward()
+
+
+# %% [markdown]
+"""
+Last, the loop around it has to find the last micro-batch of a step. Counting from zero, that is
+`(i + 1) % K == 0`. The slip is `i % K == 0`: the first step then has a single micro-batch, and the
+last ones of the run get no step at all.
+"""
+
+
+# %%
+def accumulate(micro_step, is_last=lambda i: (i + 1) % K == 0, steps=5):
+    model = DDP(new_model(seed=0), comms, bucket_cap_mb=25)  # one bucket
+    optimizer = sgd(model)
+    large = list(batches(rank, n))[:steps]
+    micro = [pair for x, y in large for pair in zip(x.chunk(K), y.chunk(K), strict=True)]
+    count = 0
+    for i, (x, y) in enumerate(micro):
+        count += collectives(micro_step, model, x, y, is_last(i))
+        if is_last(i):
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model), count
+
+
+# %% [markdown]
+"""
+**Predict.** The model fits into one bucket, so there is one all-reduce for each backward that
+averages, and once a broadcast of the order. The right version averages in one backward of K.
+`no_sync()` around backward averages in each, and should still get the right result: the average
+of an average and new gradients is the average of all. An undivided loss makes steps K times as
+long. The flag that is set too late averages the first micro-batch of a step instead of the sum;
+the others stay on their ranks, and the ranks part.
+
+**Measure.** Each version against one device that takes the micro-batches as the large batches
+they were cut from. "Missed by" is the distance to its weights, as a share of how far that device
+went:
+"""
+
+# %%
+single = train(new_model(seed=0), list(batches(0, 1))[:5])
+begin, end = weights(new_model(seed=0)), weights(single)
+rows = []
+for name, arguments in {
+    "right": (right,),
+    "undivided loss": (undivided,),
+    "no_sync around backward only": (around_backward,),
+    "flag set after forward": (flag_after_forward,),
+    "off by one": (right, lambda i: i % K == 0),
+}.items():
+    result, count = accumulate(*arguments)
+    everyone = comms.all_gather(result)
+    rows.append((name, count, distance(everyone[0] - begin, end - begin), apart(everyone)))
+headers = ["version", "collectives", "missed by", "ranks apart"]
+comms.print(tabulate(rows, headers=headers, floatfmt=("", "d", ".1e", ".1e")))
+
+# %%
+assert (rows[0][1], rows[2][1]) == (5 + 1, 5 * K + 1)
+assert max(rows[0][2], rows[2][2]) < 1e-9
+assert min(rows[1][2], rows[4][2]) > 0.01
+assert n == 1 or min(rows[3][2:]) > 1e-3
+
+# %% [markdown]
+"""
+**Explain.** The undivided loss misses by less than K - 1 times the way, since longer steps lead to
+places with other gradients. Ranks that part are found by comparing replicas. The other wrong runs
+keep their ranks equal, and only a comparison with one device tells. On one rank there is nothing
+to average, and the mistakes in the loss and in the loop remain.
+
+The flag set too late is a real one. In build-nanogpt it cost nothing as long as a step had one
+micro-batch; with four, the validation loss after 1000 steps was 4.88, and 4.15 once the flag was
+set before forward (karpathy/build-nanogpt, pull request 30, June 2024, A100 GPUs).
+
+## Parameters that get no gradient
+
+A bucket waits for all of its gradients. If a forward pass leaves a parameter out, as models with
+branches do, one bucket is never full. In this model every rank picks one of three heads:
+"""
+
+
+# %%
+class ThreeHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(64, 32)
+        self.heads = nn.ModuleList(nn.Linear(32, 10) for _ in range(3))
+
+    def forward(self, x, head):
+        return self.heads[head](torch.relu(self.body(x)))
+
+
+torch.manual_seed(0)
+heads = ThreeHeads().to(comms.device, torch.float64)
+x, y = next(batches(rank, n))
+mine = rank % 2  # head 1 is left out by some ranks, head 2 by all
+strict = DDP(copy.deepcopy(heads), comms)
+cross_entropy(strict(x, mine), y).backward()
+assert shown(lambda: strict(x, mine))
+
+# %% [markdown]
+"""
+The backward itself did not complain, and averaged nothing: the wrapper cannot know whether more
+is to come, because a backward may run in parts. The next forward is where it can, and there the
+missing parameters are named. With `find_unused_parameters=True` the wrapper follows the graph of
+the output back to the parameters, before backward, and counts those it does not meet as zero.
+
+**Predict.** Head 0 gets the mean of the gradients of the ranks with even numbers and zeros for
+the others; head 1 that of the odd ones. Head 2 was used nowhere, so its `.grad` stays `None`: a
+gradient of zero would still let momentum or weight decay change it. The ranks have to agree on
+who used what, which takes one more all-reduce:
+"""
+
+
+# %%
+def norms(model):
+    """The norm of each head's gradient on every rank."""
+    grads = [head.weight.grad for head in model.heads]
+    texts = ["None" if grad is None else f"{grad.norm().item():.3f}" for grad in grads]
+    return [", ".join(texts) for texts in zip(*comms.all_gather_data(texts), strict=True)]
+
+
+alone, patient = copy.deepcopy(heads), DDP(heads, comms, find_unused_parameters=True)
+cross_entropy(alone(x, mine), y).backward()
+count = collectives(lambda: cross_entropy(patient(x, mine), y).backward())
+rows = list(zip(("head 0", "head 1", "head 2"), norms(alone), norms(heads), strict=True))
+comms.print("norm of the gradient on each rank")
+comms.print(tabulate(rows, headers=["", "alone", "averaged"]))
+comms.print(f"collectives for {len(patient.reducer.buckets)} bucket: {count}")
+assert count == 2
+assert heads.heads[2].weight.grad is None
+assert n == 1 or heads.heads[1].weight.grad is not None
+
+# %% [markdown]
+"""
+A rank that did not use head 1 has a gradient for it now, and has to, or it would not take the
+step that the others take. The price is paid in every iteration: the walk through the graph, and
+the all-reduce, which backward waits for. If every iteration leaves out the same parameters,
+`static_graph=True` finds out once.
+
+## Where it breaks: uneven inputs
+
+Suppose rank 0 has one batch fewer than the others. It leaves its loop; the others call an
+all-reduce, and wait for a rank that does not come. How long? For the time-out: some minutes by
+default, one second in the group below. (With NCCL the time-out ends the process instead of
+raising, so there this cell does nothing.)
+"""
+
+# %%
+if n > 1 and comms.backend == "gloo":
+    hasty, problem = comms.subgroup(range(n), timeout=1.0), "has finished"
+    try:
+        train(DDP(new_model(seed=0), hasty), list(batches(rank, n))[: 2 if rank == 0 else 3])
+    except RuntimeError as error:
+        problem = str(error).splitlines()[0]
+    problems = comms.all_gather_data(problem)
+    comms.print(f"rank 0: {problems[0]}\n{fill(problems[1], 90)}")
+    assert [text == "has finished" for text in problems] == [True] + [False] * (n - 1)
+    hasty.close()
+else:
+    comms.print("No error: this one needs two ranks, and gloo.")
+
+# %% [markdown]
+r"""
+Inside `with model.join():` a rank that has run out keeps the others company: it takes part in
+their collectives with gradients of zero, and at the end it gets the weights of a rank that
+trained to the end. So nobody waits. What remains is the question of chapter 01: which average?
+
+**Predict.** Take a step for which rank 0 has no samples, and every other rank has $b$. The mean
+over *all* ranks, which is the default, counts the missing gradient as zero, so the step is
+$\frac{n-1}{n}$ of what one device would do with the same samples: it misses by $\frac{1}{n}$. The
+mean over the ranks that have a batch (`divide_by_initial_world_size=False`) is right. But give
+rank 0 a quarter of a batch, and it counts as much as the others: a mean of means, which is wrong
+either way. What is right in each case is to divide the *sum* of a rank's losses by the samples of
+all ranks, and to multiply by $n$, because the wrapper will divide by $n$.
+
+**Measure.** One such step, from equal models:
+"""
+
+
+# %%
+def one_step(model, loss):
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
+
+
+def uneven_step(first, by_all=True, weighted=False, b=16):
+    """What a step misses if rank 0 has only ``first`` samples, as a share of the right step."""
+    sizes = [first, *[b] * (n - 1)]
+    images, labels = (tensor[: sum(sizes)] for tensor in digits.train.tensors)
+    x, y = images.double().split(sizes)[rank], labels.split(sizes)[rank]
+    single, model = new_model(0), DDP(new_model(0), comms)
+    begin = weights(single)
+    one_step(single, cross_entropy(single(images.double()), labels))
+    with model.join(divide_by_initial_world_size=by_all):
+        if len(x):
+            loss = cross_entropy(model(x), y)
+            one_step(model, loss * len(x) * n / sum(sizes) if weighted else loss)
+    check_replicas(model, comms)
+    return distance(weights(model) - begin, weights(single) - begin)
+
+
+# %%
+if n > 1:
+    means = {
+        "all ranks": {},
+        "ranks with a batch": {"by_all": False},
+        "all ranks, weighted by samples": {"weighted": True},
+    }
+    rows = [(name, uneven_step(0, **how), uneven_step(4, **how)) for name, how in means.items()]
+    headers = ["step misses by, if mean is over", "rank 0 has nothing", "a quarter of a batch"]
+    comms.print(tabulate(rows, headers=headers, floatfmt=".1e"))
+    assert abs(rows[0][1] - 1 / n) < 1e-9
+    assert max(rows[1][1], *rows[2][1:]) < 1e-9 < 1e-3 < rows[0][2] == rows[1][2]
+else:
+    comms.print("Uneven inputs take two ranks; torchrun --nproc-per-node=4 starts four.")
+
+# %% [markdown]
+r"""
+**Explain.** To weight its loss, a rank must know the samples of all. The ranks have to tell each
+other before `join`: inside it, a rank that has run out answers the wrapper's own collectives and
+no others, and a call of yours would wait for it.
+
+## Something else instead of an all-reduce
+
+Averaging can be exchanged. A *communication hook* gets each full bucket and returns a future of
+what it should become. The wrapper hands over buckets with the methods of PyTorch's own, so
+PyTorch's hooks work on them: `fp16_compress_hook` sends half the bytes of `float32`. And
+{func}`~microddp.ddp.all_reduce_hook` takes any all-reduce of chapter 02.
+
+**Predict.** The ring adds in an order of its own: rounding. Numbers in `float16` have 11
+significant bits, so the gradient should be off by some $10^{-4}$ of itself:
+"""
+
+
+# %%
+def gradient(*hook):
+    model = DDP(new_model(0, torch.float32), comms)
+    if hook:
+        model.register_comm_hook(*hook)
+    x, y = next(batches(rank, n))
+    one_iteration(model, x.float(), y)
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+plain = gradient()
+rows = [("none", 0.0)]
+for name, state, hook in (
+    ("fp16_compress_hook", comms.group, fp16_compress_hook),
+    ("all_reduce_hook, ring", (comms, ring_all_reduce), all_reduce_hook),
+):
+    rows.append((name, distance(gradient(state, hook), plain)))
+comms.print(tabulate(rows, headers=["hook", "gradient off by"], floatfmt=".1e"))
+assert rows[1][1] < 1e-3
+assert rows[2][1] < 1e-6
+
+# %% [markdown]
+r"""
+The ring runs on a thread beside backward. Half the bytes are bought with 13 of the 24 significant
+bits of each gradient, and with its range: below $3 \cdot 10^{-8}$ a gradient becomes zero, and
+nobody is told. The hook is handed the group as its state; with `None` it would use all ranks.
+
+## Face to face
+
+**Predict.** Same gradients, same division before the sum, same buckets, same order of the same
+all-reduces: then PyTorch's wrapper and this one must agree not to rounding, but bit for bit, in
+every gradient and weight. The backend cannot tell them apart, only the clock can: PyTorch's
+reducer is C++, this one runs some lines of Python for each gradient.
+"""
+
+# %%
+ours = DDP(new_model(0, torch.float32, dim=256), comms, bucket_cap_mb=1)
+theirs = TorchDDP(copy.deepcopy(ours.module), process_group=comms.group, bucket_cap_mb=1)
+optimizers = [sgd(ours), sgd(theirs)]
+rows = []
+for i, (x, y) in zip(range(5), batches(rank, n), strict=False):
+    counts = []
+    for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+        optimizer.zero_grad()
+        counts.append(collectives(one_iteration, model, x.float(), y))
+        optimizer.step()
+    rows.append((i + 1, *counts))
+    assert i == 1 or counts[0] == counts[1]
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+        assert torch.equal(p, q)
+headers = ["collectives in iteration", "microddp.DDP", "torch DDP"]
+comms.print(tabulate(rows, headers=headers))
+
+# %%
+mine = ", ".join(str(bucket.buffer().nbytes) for bucket in ours.reducer.buckets)
+other = theirs._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+rows = [("microddp.DDP", mine), ("torch DDP", other)]
+comms.print(tabulate(rows, headers=["wrapper", "buckets, bytes"]))
+assert mine == other
+
+# %% [markdown]
+"""
+Buckets and bits are the same. The counts differ in the second iteration alone, where the ranks
+agree on the buckets: PyTorch sends their parameters and then their sizes, this wrapper the order
+alone, from which every rank makes the same plan.
+
+**Measure.** The time of a step, for models of growing width, on no more ranks than there are
+cores or GPUs. A ratio is taken within a round, where both steps met the same machine:
+"""
+
+# %%
+devices = torch.cuda.device_count() if comms.device.type == "cuda" else cpu_cores()
+few = comms.subgroup(range(min(n, max(2, devices))))
+
+# %%
+WIDTHS = (128, 256, 512)
+rows, times = [], {"no averaging": [], "torch DDP": [], "microddp.DDP": []}
+for dim in WIDTHS if few is not None else ():
+    models = {
+        "no averaging": new_model(0, torch.float32, dim),
+        "torch DDP": TorchDDP(new_model(0, torch.float32, dim), process_group=few.group),
+        "microddp.DDP": DDP(new_model(0, torch.float32, dim), few),
+    }
+    part = [tuple(shard(t[:BATCH], few.rank, few.world_size) for t in digits.train.tensors)]
+    calls = {name: partial(train, model, part, sgd(model)) for name, model in models.items()}
+    steps = measure(calls, few, repeat=15)
+    pairs = zip(steps["microddp.DDP"].seconds, steps["torch DDP"].seconds, strict=True)
+    ratio = Timing(tuple(mine / other for mine, other in pairs))
+    low, high = ratio.spread
+    rows.append((dim, *map(str, steps.values()), f"{ratio.median:.2f} ({low:.2f} to {high:.2f})"))
+    for name, timing in steps.items():
+        times[name].append(timing.median * 1e3)
+
+# %%
+if few is not None:
+    few.print(f"time of a step, median (quartiles); ranks timed: {few.world_size}")
+    few.print(tabulate(rows, headers=["width", *times, "microddp / torch"]))
+    figures.lines(
+        {name: (WIDTHS, medians) for name, medians in times.items()},
+        title=f"The widest model's step takes {ratio.median:.2f} times as long as PyTorch's",
+        xlabel="width of the model",
+        ylabel="time of a step, ms",
+    )
+
+# %% [markdown]
+"""
+**Explain.** Both wrappers send the same bytes in the same messages, so most of what they add to
+the step without averaging, they add alike. What is left between them is the time that Python
+takes to bring a gradient into its bucket. That time is the same for a gradient of any size, so it
+should show most in the narrow model; read the quartiles before the ratio. On a GPU it may not
+show at all: the kernels of backward are queued ahead, and Python runs beside them.
+
+## What it leaves out
+
+The two constructors, compared:
+"""
+
+# %%
+ours_takes, theirs_takes = (set(inspect.signature(kind).parameters) for kind in (DDP, TorchDDP))
+for whose, only in ("PyTorch's", theirs_takes - ours_takes), ("ours", ours_takes - theirs_takes):
+    comms.print(fill(f"only {whose}: {', '.join(sorted(only))}", 90))
+
+# %% [markdown]
+"""
+Not here, then, or not all of it:
+
+- `device_ids` moves inputs to the device, which here is the loop's work; `output_device` and `dim`
+  are of a module that spans devices. Here a module is on one.
+- `mixed_precision` keeps parameters in `float32` and computes in less. Autocast does that without
+  the wrapper's help.
+- `delay_all_reduce_named_params` and `param_to_hook_all_reduce` average some gradients later, after
+  the others. `device_mesh` serves models that are split as well as copied.
+- `bucket_cap_mb_list`, `batched_grad_copy` and `skip_all_reduce_unused_params` tune large jobs.
+  `forward_sync_buffers` is a newer name for `broadcast_buffers`, `init_sync=False` skips the
+  constructor's checks and broadcasts, and `check_reduction` does nothing any more.
+
+And without an argument to show for it: `torch.compile` cuts its graphs at PyTorch's buckets, so
+that communication overlaps with compiled code, and does not know ours. PyTorch's also logs what
+it does, and has checks to turn on with `TORCH_DISTRIBUTED_DEBUG`.
+
+## What to take along
+
+- A broadcast, hooks and a callback at the end of backward make `loss.backward()` average. The rest
+  of DDP is there for the cases in which that is not enough.
+- Gradients are averaged, buffers are not: rank 0's are copied. Whether gradients are averaged is
+  decided where `forward` runs.
+- A missing gradient is an error in the next forward, and a missing rank one after the time-out.
+  Wrong weights of samples or of micro-batches are no error at all: compare with one device.
+- On the same messages in the same order, two implementations agree bit for bit. Where they may
+  differ is time.
+
+## Exercises
+
+1. Remove the broadcast from `SmallDDP`, and find the first line of this chapter that notices.
+   Then let its model leave out a layer: what does it do that the full wrapper does not?
+2. Clip the gradients to a norm, with accumulation. Where in the loop must the clipping stand, and
+   what happens if it stands inside `no_sync()`?
+3. Write a communication hook that sends only the signs of the gradients, and their mean size. How
+   far does the loss of an epoch fall with it?
+4. Wrap the model twice, `DDP(DDP(model))`. Predict the number of collectives and the gradients,
+   then count and compare.
+"""
+
+# %%
+if few is not None:
+    few.close()
+comms.close()
