@@ -660,7 +660,7 @@ if few is not None:
     few.print(tabulate(rows, headers=["width", *times, "microddp / torch"]))
     figures.lines(
         {name: (WIDTHS, medians) for name, medians in times.items()},
-        title=f"The widest model's step takes {ratio.median:.2f} times as long as PyTorch's",
+        title=f"The widest step takes {ratio.median:.2f} times PyTorch's, round by round",
         xlabel="width of the model",
         ylabel="time of a step, ms",
     )
