@@ -254,8 +254,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _divisor(self, joined: dist.Work | None) -> int:
         if joined is None or self._divide_by_all:
             return self.comms.world_size
-        joined.wait()
-        return int(joined.result()[0].item())
+        return int(joined.get_future().wait()[0].item())
 
     def _any_rank(self, mine: bool) -> bool:
         wish = torch.tensor([int(mine)], device=self.comms.device)
