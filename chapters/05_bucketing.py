@@ -1,0 +1,675 @@
+# %% [markdown]
+r"""
+# Gradient bucketing
+
+Why do small messages cost so much? Because a message has a price that does not depend on its
+size. A model has many parameters, most of them small, and chapter 04 sends each gradient on its
+own. This chapter measures that price, puts gradients into *buckets* that travel as one message,
+and looks for the best size of a bucket: too small and the price is paid too often, too large and
+the first message starts too late.
+"""
+
+# %%
+import copy
+import itertools
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+import microddp
+from microddp import figures
+from microddp.bucketing import MIB, BucketedDDPHooks, compare_bucketed_vs_unbucketed, plan_buckets
+from microddp.data import ShardedBatches, load_digits
+from microddp.figures import human_bytes, human_seconds
+from microddp.machine import cpu_cores
+from microddp.messages import fit_alpha_beta
+from microddp.model import FullMLP, SimpleCNN, Transformer, gradient_bytes
+from microddp.trace import measure
+
+comms = microddp.init()
+rank, n = comms.rank, comms.world_size
+comms.print(comms.describe())
+
+# %% [markdown]
+"""
+## The price of a message
+
+As before, the clock runs on no more ranks than there are cores or GPUs, but at least two:
+"""
+
+# %%
+devices = torch.cuda.device_count() if comms.device.type == "cuda" else cpu_cores()
+few = comms.subgroup(range(min(n, max(2, devices))))
+timed = few is not None and few.world_size > 1
+if timed:
+    few.print(f"timing on {few.world_size} of {n} ranks, {devices} cores or GPUs")
+if n == 1:
+    comms.print("One rank sends nothing, so nothing is timed; add --nproc-per-node=2 for the rest.")
+
+# %% [markdown]
+r"""
+Chapter 02 fitted $t(m) = \alpha + \beta m$ to single messages. The same line fits a whole
+all-reduce, in which $\alpha$ stands for the start of all its rounds. Here is the backend's, by
+size, each time in another part of a large tensor, for a step's gradients are not in the cache
+either:
+"""
+
+# %%
+POOL = torch.zeros(2**24, device=comms.device)  # 64 MiB
+
+
+def reduce_next(count, starts):
+    few.all_reduce(POOL.narrow(0, next(starts), count))
+
+
+calls = {}
+for nbytes in (2**k for k in range(10, 24)):
+    starts = itertools.cycle(range(0, len(POOL), nbytes // 4))
+    calls[nbytes] = partial(reduce_next, nbytes // 4, starts)
+
+# %%
+if timed:
+    timings = measure(calls, few, repeat=21)
+    alpha, beta = fit_alpha_beta(list(timings), [t.median for t in timings.values()])
+    few.print(f"alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte")
+    few.print(f"{human_bytes(alpha / beta)} take as long to send as a message takes to start")
+    figures.times_by_size(
+        {"all-reduce": timings},
+        models={"all-reduce": lambda m: alpha + beta * m},
+        title="Small messages all take the same time: that of starting",
+    )
+
+# %% [markdown]
+r"""
+**Predict.** Take a narrow, deep model. Its P gradients have S bytes in all. One by one they cost
+$P\alpha + \beta S$; together, $\alpha + \beta S$.
+
+**Measure.** Both ways, with nothing else going on:
+"""
+
+# %%
+torch.manual_seed(0)
+deep = FullMLP(256, depth=32).to(comms.device)
+parameters = list(deep.parameters())
+total = gradient_bytes(deep)
+
+
+def reduce_all(tensors):
+    for tensor in tensors:
+        few.all_reduce(tensor)
+
+
+# %%
+if timed:
+    apart = [torch.zeros_like(p) for p in parameters]
+    together = [torch.zeros(total // 4, device=comms.device)]
+    times = measure({len(t): partial(reduce_all, t) for t in (apart, together)}, few)
+    rows = [(p, human_seconds(p * alpha + beta * total), str(t)) for p, t in times.items()]
+    few.print(f"{human_bytes(total)} of gradients, {few.world_size} ranks")
+    few.print(tabulate(rows, headers=["messages", "predicted", "measured, median (quartiles)"]))
+comms.barrier()  # ranks that are not timed wait here, and leave the cores to those that are
+
+# %% [markdown]
+"""
+## The plan
+
+Which gradients should travel together? Those that are ready at about the same time. Backward goes
+through the model from its end to its beginning, so the parameters are taken in *reverse* order.
+A bucket takes one after the other until it has reached its *cap*; then the next one begins. A
+parameter is never split, so a bucket may exceed its cap. The first bucket can have a cap of its
+own, usually a small one.
+
+**Build.**
+"""
+
+
+# %%
+def plan(parameters, first, cap):
+    """Indices of the parameters of each bucket; caps in bytes."""
+    buckets, size, limit = [[]], 0, first
+    for i in reversed(range(len(parameters))):
+        if size >= limit:
+            buckets.append([])
+            size, limit = 0, cap
+        buckets[-1].append(i)
+        size += parameters[i].nbytes
+    return buckets
+
+
+def sizes(parameters, buckets):
+    return [sum(parameters[i].nbytes for i in bucket) for bucket in buckets]
+
+
+# %% [markdown]
+"""
+For a small convolutional network, with caps that suit its size:
+"""
+
+# %%
+cnn = SimpleCNN()
+names, tensors = zip(*cnn.named_parameters(), strict=True)
+buckets = plan(tensors, first=64 << 10, cap=256 << 10)
+rows = [
+    (human_bytes(size), "\n".join(f"{names[i]} ({tensors[i].nbytes})" for i in bucket))
+    for size, bucket in zip(sizes(tensors, buckets), buckets, strict=True)
+]
+headers = ["size", "parameters (bytes)"]
+comms.print(tabulate(rows, headers=headers, tablefmt="grid", showindex=True))
+
+# %% [markdown]
+"""
+Reverse order is a guess: it takes the parameters to be used in the order in which the model names
+them. This model names all its convolutions before all its normalisations, though it alternates
+between them. Nothing is wrong then, but a bucket may wait for its last gradient. PyTorch's DDP
+plans anew after the first step, in the order in which the gradients came.
+
+## A published plan
+
+In 2020 somebody traced the all-reduces of ResNet-18 under PyTorch's DDP ([issue
+48880](https://github.com/pytorch/pytorch/issues/48880)), and wondered why some were larger than
+the cap. To plan, shapes are enough. Tensors on PyTorch's *meta* device have a shape and no
+memory:
+"""
+
+
+# %%
+def resnet18():
+    """The parameters of ResNet-18, in torchvision's order."""
+
+    def convolution(size, before, after):  # and the weight and bias of its normalisation
+        return [(after, before, size, size), (after,), (after,)]
+
+    shapes = convolution(7, 3, 64)
+    for before, after in itertools.pairwise((64, 64, 128, 256, 512)):
+        shapes += convolution(3, before, after) + convolution(3, after, after)
+        if before != after:  # the shortcut changes shape, too
+            shapes += convolution(1, before, after)
+        shapes += convolution(3, after, after) + convolution(3, after, after)
+    shapes += [(1000, 512), (1000,)]
+    return [torch.empty(shape, device="meta") for shape in shapes]
+
+
+# %%
+PUBLISHED = {25: [2052000, 28852224, 15853824], 35: [2052000, 38297600, 6408448]}
+resnet = resnet18()
+plans = {cap: plan(resnet, first=MIB, cap=cap * MIB) for cap in PUBLISHED}
+for cap, published in PUBLISHED.items():
+    comms.print(f"cap {cap} MiB: {sizes(resnet, plans[cap])}, published {published}")
+    assert sizes(resnet, plans[cap]) == published
+
+figures.buckets(
+    {
+        f"cap {cap} MiB": [[resnet[i].nbytes for i in bucket] for bucket in buckets]
+        for cap, buckets in plans.items()
+    },
+    title="ResNet-18, from its last parameter to its first: three buckets",
+)
+
+# %% [markdown]
+"""
+Each colour is a bucket, each cell a parameter. The sizes are the published ones, to the byte. The
+first bucket is the classifier at the end of the network, which fills it at once.
+
+The oracle is PyTorch's own planner, on more models and caps; and the core's, which also keeps
+dtypes and devices apart:
+"""
+
+
+# %%
+def in_reverse(planner, tensors, *caps):
+    """The plan of one that takes tensors in the order given."""
+    last = len(tensors) - 1
+    return [[last - i for i in bucket] for bucket in planner(tensors[::-1], caps)]
+
+
+def torch_planner(tensors, caps):
+    return dist._compute_bucket_assignment_by_size(tensors, caps, [False] * len(tensors))[0]
+
+
+# %%
+transformer = Transformer(vocabulary=1024, dim=128, depth=4, heads=4, context=32)
+several = {"CNN": cnn, "MLP": deep, "transformer": transformer}
+models = {name: list(model.parameters()) for name, model in several.items()}
+models["ResNet-18"] = resnet
+for tensors in models.values():
+    for caps in itertools.product((1, 1 << 16, MIB), (1, 1 << 18, MIB, 25 * MIB)):
+        ours = plan(tensors, *caps)
+        assert ours == in_reverse(plan_buckets, tensors, *caps)
+        assert ours == in_reverse(torch_planner, tensors, *caps)
+comms.print(f"equal to PyTorch's plan and the core's: {', '.join(models)}, at 12 pairs of caps")
+
+# %% [markdown]
+"""
+## The hooks
+
+**Build.** A bucket is one flat tensor, and each of its gradients has a *view* of it: a tensor of
+the parameter's shape that shares the flat one's memory. What is written to the view is in the
+message, without another copy:
+"""
+
+
+# %%
+class Bucket:
+    def __init__(self, parameters):
+        counts = [p.numel() for p in parameters]
+        self.parameters = parameters
+        self.flat = parameters[0].new_zeros(sum(counts))
+        parts = self.flat.split(counts)
+        self.views = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
+        self.reset()
+
+    def reset(self):
+        self.missing, self.work = len(self.parameters), None
+
+
+# %% [markdown]
+"""
+A hook on each parameter fills its view and counts. A bucket that misses nothing is sent, but only
+after those before it: all ranks must send the same buckets in the same order. Backward goes on
+while they travel. `finish` waits, and makes the buckets ready for the next step:
+"""
+
+
+# %%
+class Hooks:
+    def __init__(self, model, comms, plan):
+        self.comms, self.sent = comms, 0
+        parameters = list(model.parameters())
+        self.buckets = [Bucket([parameters[i] for i in members]) for members in plan]
+        for bucket in self.buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.register_post_accumulate_grad_hook(partial(self.ready, bucket, view))
+
+    def ready(self, bucket, view, parameter):
+        torch.mul(parameter.grad, 1 / self.comms.world_size, out=view)
+        parameter.grad = view
+        bucket.missing -= 1
+        self.send_full()
+
+    def send_full(self):
+        while self.sent < len(self.buckets) and not self.buckets[self.sent].missing:
+            bucket = self.buckets[self.sent]
+            bucket.work = self.comms.all_reduce(bucket.flat, async_op=True)
+            self.sent += 1
+
+    def finish(self):
+        for bucket in self.buckets:
+            bucket.work.wait()
+            bucket.reset()
+        self.sent = 0
+
+
+# %% [markdown]
+"""
+Do they train as one device does on the whole batch, and exactly as the core's
+{class}`~microddp.bucketing.BucketedDDPHooks` with the same plan? One epoch on the digits, in
+`float64`:
+"""
+
+# %%
+digits = load_digits(comms.device)
+BATCH = 96 - 96 % n  # the global batch must divide
+CAP = 256 << 10
+
+
+def train(hook, rank, n):
+    torch.manual_seed(0)
+    model = FullMLP(64, outputs=10).to(comms.device, torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    hooks = hook(model)
+    for x, y in ShardedBatches(digits.train, BATCH, rank, n).epoch(0):
+        optimizer.zero_grad()
+        cross_entropy(model(x.double()), y).backward()
+        if hooks:
+            hooks.finish()
+        optimizer.step()
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+# %%
+weights = train(lambda m: Hooks(m, comms, plan(list(m.parameters()), CAP, CAP)), rank, n)
+core = train(lambda m: BucketedDDPHooks(m, comms, CAP / MIB), rank, n)
+alone = train(lambda _: None, 0, 1)
+apart = ((weights - alone).norm() / alone.norm()).item()
+comms.print(f"bitwise equal to the core's: {torch.equal(weights, core)}")
+comms.print(f"{apart:.1e} from one device on the whole batch")
+assert torch.equal(weights, core)
+assert apart < 1e-9
+
+# %% [markdown]
+r"""
+## Step time by bucket size
+
+**Predict.** A step has a forward, a backward and its messages. In this model all layers are
+alike, so a share of the gradients is ready after the same share of backward. A bucket leaves when
+it is full and the one before it has arrived, and takes $\alpha + \beta m$. There are two extremes.
+If messages travel without help from the processor, they are *hidden* behind backward, and only
+what is left after it counts. If the processor has to carry them, each second of communication is
+a second less for backward, and *nothing is hidden*, whenever they start:
+"""
+
+
+# %%
+def predict(sizes, hidden, faster=1):
+    """Seconds of a step that sends buckets of these sizes, over a network so many times as fast."""
+    ready, arrived = forward, 0.0
+    for nbytes in sizes:
+        ready += backward * nbytes / total
+        starts = max(ready if hidden else forward + backward, arrived)
+        arrived = starts + (alpha + beta * nbytes) / faster
+    return arrived
+
+
+# %%
+CAPS = {"alone": 1} | {human_bytes(2**k): 2**k for k in (19, 20, 21, 22, 23)}
+x, y = torch.randn(2, 64, 256, device=comms.device)
+sent = {name: sizes(parameters, plan(parameters, cap, cap)) for name, cap in CAPS.items()}
+
+
+def step(model, hooks):
+    model.zero_grad()
+    mse_loss(model(x), y).backward()
+    if hooks:
+        hooks.finish()
+
+
+def bucketed_step(plan, comms):
+    replica = copy.deepcopy(deep)
+    return partial(step, replica, Hooks(replica, comms, plan))
+
+
+# %% [markdown]
+"""
+Forward and backward are measured with the same hooks in a group of one rank, which fills its
+buckets and has nobody to send them to:
+"""
+
+# %%
+if timed:
+    solo = [few.subgroup([r]) for r in range(few.world_size)][few.rank]
+    both = bucketed_step(plan(parameters, total, total), solo)
+    compute = measure({"forward": lambda: mse_loss(deep(x), y), "both": both}, few)
+    forward = compute["forward"].median
+    backward = compute["both"].median - forward
+    predicted = {name: (predict(s, True), predict(s, False)) for name, s in sent.items()}
+    few.print(f"forward {human_seconds(forward)}, backward {human_seconds(backward)}")
+    for i, what in enumerate(("messages are hidden", "nothing is hidden")):
+        best = min(predicted, key=lambda name, i=i: predicted[name][i])
+        few.print(f"best cap if {what}: {best}, {human_seconds(predicted[best][i])} a step")
+
+# %% [markdown]
+"""
+The first prediction is a valley. On its left are start-up costs, unless backward is long enough to
+hide them too; on its right, a message that cannot start before backward is almost over. The second
+prediction has no right-hand side.
+
+**Measure.** One replica for each cap, in turns:
+"""
+
+# %%
+if timed:
+    calls = {name: bucketed_step(plan(parameters, cap, cap), few) for name, cap in CAPS.items()}
+    steps = measure(calls, few)
+    rows = [
+        (name, len(sent[name]), *map(human_seconds, predicted[name]), str(steps[name]))
+        for name in CAPS
+    ]
+    headers = ["cap", "all-reduces", "all hidden", "none hidden", "measured, median (quartiles)"]
+    few.print(tabulate(rows, headers=headers))
+
+# %%
+if timed:
+    average = [total / len(s) / MIB for s in sent.values()]
+    curves = {"measured": [t.median * 1e3 for t in steps.values()]}
+    for i, name in ((1, "none hidden"), (0, "all hidden")):
+        curves[name] = [pair[i] * 1e3 for pair in predicted.values()]
+    figures.lines(
+        {name: (average, curve) for name, curve in curves.items()},
+        title="A step against the size of its messages: measured and predicted",
+        xlabel="average bucket, MiB",
+        ylabel="one step, ms",
+        log="x",
+    )
+
+# %% [markdown]
+"""
+**Explain.** From left to right, messages are saved, and with each its start-up cost. A curve
+falls as long as that is what a step waits for. Then the two predictions part, and the measured
+curve tells who carries the messages. With gloo the processor does: its threads copy the bytes and
+add them up. If each core belongs to a rank that computes, backward waits while they do. There is
+little to overlap *with*, the curve follows "none hidden", and one large bucket is as good as any.
+It may even lie above: replicas that take turns find the caches cold, and threads that share a core
+get into each other's way, of which neither prediction knows. Two GPUs copy and add with a small
+part of each, so the curve should come nearer to "all hidden", and rise on the right.
+
+PyTorch's default cap is 25 MiB. Some of its developers call that too small for today's networks,
+and one proposes 100 MB ([issue 118421](https://github.com/pytorch/pytorch/issues/118421)).
+
+## Bucketed against one by one
+
+The same question for whole models, between the core's two kinds of hooks: chapter 04's, which
+send each gradient alone, and the buckets, with PyTorch's default cap:
+"""
+
+# %%
+if timed:
+    images, classes = torch.randn(16, 64, device=few.device), torch.arange(16, device=few.device)
+    cases = [
+        ("MLP", deep, (x, y), mse_loss),
+        ("CNN", cnn.to(few.device), (images, classes % 10), cross_entropy),
+    ]
+    rows = []
+    for name, model, batch, loss_fn in cases:
+        times = compare_bucketed_vs_unbucketed(model, few, batch, loss_fn)
+        counts = [len(plan(list(model.parameters()), *caps)) for caps in ((1, 1), (MIB, 25 * MIB))]
+        ratio = times["bucketed"].median / times["one by one"].median
+        size = human_bytes(gradient_bytes(model))
+        rows.append((name, size, *counts, *map(str, times.values()), f"{ratio:.2f}"))
+    headers = ["", "gradients", "alone", "buckets", "one by one", "bucketed", "ratio"]
+    few.print(tabulate(rows, headers=headers, disable_numparse=True))
+
+# %% [markdown]
+"""
+*Alone* and *buckets* count the messages. What buckets can save is the start-up of the messages
+they spare, and that weighs most where gradients are small.
+
+## Views against copies
+
+In the hooks above, `parameter.grad` is a view of the bucket, and the optimizer reads the average
+where it arrived. PyTorch's DDP does not do that unless asked (`gradient_as_bucket_view=True`): it
+copies the averages back. **Predict:** with copies, gradients and buckets take twice the memory of
+the gradients, and a step moves their bytes once more.
+"""
+
+
+# %%
+def held(hooks):
+    """Bytes of memory under gradients and buckets, shared memory counted once."""
+    tensors = [p.grad for p in hooks.parameters] + [b.buffer() for b in hooks.buckets]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+# %%
+if timed:
+    kinds, calls = {}, {}
+    for name, as_view in {"views": True, "copies": False}.items():
+        replica = copy.deepcopy(deep)
+        kinds[name] = BucketedDDPHooks(replica, few, 2.0, gradient_as_bucket_view=as_view)
+        calls[name] = partial(step, replica, kinds[name])
+    times = measure(calls, few)
+    rows = [(name, held(hooks) / total, str(times[name])) for name, hooks in kinds.items()]
+    few.print(tabulate(rows, headers=["", "memory / gradients", "step, median (quartiles)"]))
+    assert held(kinds["views"]) == total
+    assert held(kinds["copies"]) == 2 * total
+
+# %% [markdown]
+r"""
+The memory is certain; the time is one pass over memory, small beside a message of the same bytes.
+The other copy, from a new gradient into the bucket, is still made in both: `zero_grad()` throws
+gradients away, so backward makes new ones. With `zero_grad(set_to_none=False)` backward adds into
+the view itself, after the view was filled with zeros.
+
+## Does a small first bucket help?
+
+PyTorch's first bucket has a cap of 1 MiB, and its developers differ on why. The answer in [issue
+48880](https://github.com/pytorch/pytorch/issues/48880) is that a small bucket travels *last*, so
+that little is left to do after backward; but the sizes in that thread are those of a small bucket
+that travels *first*, the classifier's. In [pull request
+121640](https://github.com/pytorch/pytorch/pull/121640) a maintainer recalls that it was made for
+speed, and no longer how. PyTorch 2.13 has all of it: the small bucket is the first in the order in
+which gradients come, or the last with `DDP_SET_LAST_BUCKET_CAP=1` in the environment, and there is
+none if you set a cap of your own.
+
+**Predict.** A small *first* bucket lets the network begin earlier. That helps if the network is
+what everything waits for. A small *last* one leaves less to send when backward ends. That helps
+if the network keeps up with backward. So by the "all hidden" model it depends on the network; here
+is this one, and one with a tenth of its alpha and beta:
+"""
+
+# %%
+cap, small = 2 * MIB, MIB // 4
+forwards = plan(parameters[::-1], small, cap)  # dealt out from the front, sent from the back
+places = {
+    "equal": plan(parameters, cap, cap),
+    "small first": plan(parameters, small, cap),
+    "small last": [[len(parameters) - 1 - i for i in b[::-1]] for b in forwards[::-1]],
+}
+if timed:
+    measured = measure({k: bucketed_step(p, few) for k, p in places.items()}, few, repeat=21)
+    rows = [
+        (name, *(human_seconds(predict(sizes(parameters, p), True, faster)) for faster in (1, 10)))
+        for name, p in places.items()
+    ]
+    rows = [(*row, str(timing)) for row, timing in zip(rows, measured.values(), strict=True)]
+    headers = ["", "all hidden", "network 10 x faster", "measured, median (quartiles)"]
+    few.print(tabulate(rows, headers=headers))
+
+# %% [markdown]
+"""
+**Explain.** Where the quartiles of the three overlap, this run cannot tell them apart. A smaller
+first bucket gains at most the time to compute what it leaves out, a smaller last one at most the
+time to send that, and either costs one more start-up. Each reason holds on some network.
+
+## Where it breaks: a bucket that is never emptied
+
+The smallest bucket of all is a list. Hooks append gradients, and after backward they travel as one
+tensor. The mistake is in what is missing, a line that empties the list:
+"""
+
+
+# %%
+class Collector:
+    def __init__(self, model, empties):
+        self.gradients, self.sent, self.empties = [], [], empties
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: self.gradients.append(p.grad))
+
+    def finish(self):
+        flat = torch.cat([gradient.flatten() for gradient in self.gradients])
+        self.sent.append(flat.nbytes)
+        comms.all_reduce_mean(flat)
+        parts = flat.split([gradient.numel() for gradient in self.gradients])
+        for gradient, part in zip(self.gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+        if self.empties:
+            self.gradients.clear()
+
+
+# %%
+rows, results = [], []
+for empties in (False, True):
+    torch.manual_seed(0)
+    model = FullMLP(256, depth=4).to(comms.device)
+    collector = Collector(model, empties)
+    for _ in range(4):
+        step(model, collector)
+    rows.append(("emptied" if empties else "never emptied", *map(human_bytes, collector.sent)))
+    results.append([p.grad for p in model.parameters()])
+comms.print(tabulate(rows, headers=["sent", *(f"step {i}" for i in range(1, 5))]))
+torch.testing.assert_close(*results)
+assert rows[1][1:] == (human_bytes(gradient_bytes(model)),) * 4
+assert rows[0][4] == human_bytes(4 * gradient_bytes(model))
+
+# %% [markdown]
+"""
+The gradients are *right* in both, so no comparison of losses or weights finds it: old gradients
+travel along and are averaged once more, and nobody reads them. Only the message grows, and the
+memory that holds all gradients ever computed. What finds it is to count bytes per step. In the
+hooks above, `reset` does the emptying, in `finish`, where no step can forget it.
+
+## Where it breaks: buckets sent as they fill
+
+Why must a full bucket wait for those before it? Collectives are paired by their order, not by what
+is in them. Here is a model of two branches, which even and odd ranks compute in a different order,
+as a model may whose path depends on the data. Its gradients come in a different order too. One
+kind of hooks sends whatever is full:
+"""
+
+
+# %%
+class EagerHooks(Hooks):
+    def send_full(self):
+        for bucket in self.buckets:
+            if not bucket.missing and bucket.work is None:
+                bucket.work = self.comms.all_reduce(bucket.flat, async_op=True)
+
+
+def two_branches(hook, xs, rank):
+    torch.manual_seed(0)
+    branches = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2)).to(comms.device)
+    hooks = hook(branches, comms, [[1], [0]]) if hook else None
+    order = (0, 1) if rank % 2 == 0 else (1, 0)
+    results = {i: branches[i](xs) for i in order}
+    (results[0] + 2 * results[1]).square().mean().backward()
+    if hooks:
+        hooks.finish()
+    return torch.stack([branch.weight.grad for branch in branches])
+
+
+# %%
+torch.manual_seed(rank)
+mine = torch.randn(16, 8, device=comms.device)
+whole = two_branches(None, comms.all_gather(mine).flatten(0, 1), rank=0)
+for hook in (EagerHooks, Hooks):
+    got = two_branches(hook, mine, rank)
+    error = ((got - whole).norm() / whole.norm()).item()
+    comms.print(f"{hook.__name__}: gradients {error:.1e} from those of the whole batch")
+    assert (error < 1e-5) == (hook is Hooks or n == 1)
+
+# %% [markdown]
+"""
+With more than one rank, the eager hooks added one branch's gradient to the other's: no error, no
+wait, only a wrong result, because the two buckets have the same size. Had their sizes differed,
+the backend would have ended the job, or waited for ever. A fixed order costs a little waiting and
+nothing else. (With `MICRODDP_DEBUG=1` all ranks compare what they are about to send. That finds
+different sizes, but not this.)
+
+## What to take along
+
+- An all-reduce costs alpha + beta m. Where m is small beside alpha / beta, send more at once.
+- A plan needs three rules: reverse order, greedy, no parameter split. With them it is PyTorch's,
+  to the byte.
+- The best cap depends on alpha, beta and on how much of the communication the hardware hides.
+  Measure it where you train.
+- Buckets are sent in one order on all ranks, and emptied after every step. A mistake in either may
+  leave no trace but a wrong average or a growing message.
+
+## Exercises
+
+1. Let `finish` reset `sent` and nothing else. What is sent in the second step, and what are the
+   weights of two ranks after it? Which check of chapter 03 tells you?
+2. Plan with the parameters in forward order, and predict the step with `predict`. What does the
+   order alone cost if messages are hidden?
+3. From alpha and beta, and the backward time above: how large would the model have to be, all
+   layers alike, for a cap of 25 MiB to be its best? Check it, on a GPU if you have two.
+"""
+
+# %%
+if few is not None:
+    few.close()
+comms.close()
