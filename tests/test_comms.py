@@ -5,6 +5,8 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 
+from microddp.comms import DEFAULT_TIMEOUT, Comms
+
 DEBUG = {"MICRODDP_DEBUG": "1"}
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 DTYPES = (*FLOATS, torch.int64, torch.int32, torch.uint8)
@@ -285,6 +287,27 @@ def test_a_subgroup_numbers_its_own_ranks_and_reduces_over_them(comms):
         assert gathered is None if few.rank == 0 else gathered.tolist() == [0, 1, 2, 3, 4]
         few.close()
     assert still_works(comms)
+
+
+@on_ranks(1, 3)
+def test_comms_of_a_process_group_that_torch_made(comms):
+    everyone = Comms.of_group(None, comms.device)
+    assert (everyone.rank, everyone.world_size) == (comms.rank, comms.world_size)
+    assert everyone.group is dist.group.WORLD
+    assert everyone.timeout == DEFAULT_TIMEOUT
+    assert (everyone.local_rank, everyone.local_world_size) == (comms.rank, comms.world_size)
+    assert still_works(everyone)
+    last = dist.new_group([comms.world_size - 1])
+    if comms.rank == comms.world_size - 1:
+        alone = Comms.of_group(last, comms.device)
+        assert (alone.rank, alone.world_size, alone.device) == (0, 1, comms.device)
+        assert still_works(alone)
+    else:
+        with pytest.raises(ValueError, match=f"rank {comms.rank}: expected a group that"):
+            Comms.of_group(last, comms.device)
+    comms.close()
+    with pytest.raises(ValueError, match=r"expected microddp.init\(\) or torch's"):
+        Comms.of_group(None, torch.device("cpu"))
 
 
 @on_ranks(4)

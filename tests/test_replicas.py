@@ -5,8 +5,14 @@ import torch
 from ranks import on_ranks
 from torch import nn
 
+from microddp import replicas
 from microddp.model import FullMLP
-from microddp.replicas import broadcast_parameters, check_replicas
+from microddp.replicas import (
+    broadcast_parameters,
+    broadcast_tensors,
+    check_replicas,
+    check_structure,
+)
 
 
 def model(seed, dtype=torch.float32):
@@ -92,14 +98,68 @@ def test_the_two_zeros_differ(comms):
 @on_ranks(3)
 def test_a_different_structure_is_named_on_every_rank(comms):
     odd = comms.rank == 2
+    buffered, frozen = nn.Linear(2, 3), nn.Linear(2, 3)
+    buffered.register_buffer("count", torch.tensor(1))
+    frozen.bias.requires_grad_(False)
     pairs = [
-        (nn.Linear(2, 3), nn.Linear(3, 2)),
-        (nn.Linear(2, 3), nn.Linear(2, 3, bias=False)),
-        (nn.Linear(2, 3), nn.Linear(2, 3).double()),
-        (nn.Sequential(nn.Linear(2, 3)), nn.Linear(2, 3)),
-        (nn.Linear(2, 3), nn.Module()),
+        (nn.Linear(2, 3), nn.Linear(3, 2), "weight: float32 (3, 2)", "weight: float32 (2, 3)"),
+        (nn.Linear(2, 3), nn.Linear(2, 3, bias=False), "bias: float32 (3,)", "nothing"),
+        (nn.Linear(2, 3), nn.Linear(2, 3).double(), "weight: float32", "weight: float64"),
+        (nn.Sequential(nn.Linear(2, 3)), nn.Linear(2, 3), "0.weight: float32", "weight: float32"),
+        (nn.Linear(2, 3), nn.Module(), "weight: float32 (3, 2)", "nothing"),
+        (nn.Module(), nn.Linear(2, 3), "nothing", "weight: float32 (3, 2)"),
+        (nn.Linear(2, 3), buffered, "nothing", "count: int64 (), no gradient"),
+        (nn.Linear(2, 3), frozen, "bias: float32 (3,)", "bias: float32 (3,), no gradient"),
     ]
-    for usual, other in pairs:
-        message = rf"^rank {comms.rank}: .* those of rank 2 have other names, shapes or dtypes"
-        with pytest.raises(RuntimeError, match=message):
-            check_replicas(other if odd else usual, comms)
+    for check in (check_structure, check_replicas):
+        for usual, other, first, second in pairs:
+            with pytest.raises(RuntimeError) as caught:
+                check(other if odd else usual, comms)
+            told = str(caught.value)
+            assert told.startswith(f"rank {comms.rank}: expected the same parameters and buffers")
+            on_rank_0, on_rank_2 = told.split(", got ")[1].split(" and ")
+            assert on_rank_0.startswith(first), told
+            assert on_rank_2.startswith(second), told
+            assert " on rank 0 (" in on_rank_0
+            assert " on rank 2 (" in on_rank_2
+    assert comms.all_gather(torch.ones(1)).sum() == 3, "all still talk"
+
+
+@on_ranks(1, 3)
+def test_an_equal_structure_passes_whatever_the_values(comms):
+    check_structure(model(comms.rank), comms)
+    check_structure(nn.Module(), comms)
+
+
+@on_ranks(2, 3)
+def test_many_tensors_travel_in_messages_of_bounded_size(comms):
+    def tensors(rank):
+        shapes = ((5,), (), (3, 4), (0,), (7,), (2, 2), (100,), (1,))
+        dtypes = (torch.float32, torch.int64, torch.float32, torch.bool, torch.bfloat16)
+        made = [
+            (torch.arange(torch.Size(shape).numel()).view(shape) + 10 * rank + i).to(
+                dtypes[i % len(dtypes)]
+            )
+            for i, shape in enumerate(shapes * 2)
+        ]
+        return [*made, torch.full((4, 6), float(rank)).T, torch.full((4, 6), rank + 0.5)[:, ::2]]
+
+    for limit in (1, 64, 1 << 20):
+        for src in range(comms.world_size):
+            with pytest.MonkeyPatch.context() as patch:
+                sent, broadcast = [], comms.broadcast
+                patch.setattr(replicas, "BROADCAST_BYTES", limit)
+                patch.setattr(
+                    comms, "broadcast", lambda t, r, b=broadcast, s=sent: s.append(t) or b(t, r)
+                )
+                mine = tensors(comms.rank)
+                strides = [t.stride() for t in mine]
+                broadcast_tensors(mine, comms, src)
+            for tensor, expected in zip(mine, tensors(src), strict=True):
+                assert torch.equal(tensor, expected), (limit, src)
+            assert [t.stride() for t in mine] == strides
+            largest = max(t.nbytes for t in mine)
+            assert all(t.nbytes <= max(limit, largest) for t in sent)
+            kinds = len({t.dtype for t in mine})
+            assert (len(sent) == kinds) == (limit == 1 << 20), (limit, len(sent))
+    broadcast_tensors([], comms)

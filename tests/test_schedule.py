@@ -8,10 +8,12 @@ import torch
 from ranks import on_ranks
 from torch.nn.functional import cross_entropy
 
+from microddp.bucketing import BucketedDDPHooks
 from microddp.data import ShardedBatches, load_digits
+from microddp.hooks import AllReduceHooks
 from microddp.model import FullMLP
 from microddp.replicas import check_replicas
-from microddp.schedule import naive_data_parallel_step
+from microddp.schedule import ddp_step, naive_data_parallel_step, register_ddp_hooks
 from microddp.trace import Timeline
 
 STEPS = 20
@@ -93,3 +95,49 @@ def test_a_parameter_without_gradient_is_left_alone(comms):
     naive_data_parallel_step(model, torch.nn.functional.mse_loss, sgd, batch, comms)
     assert model.spare.grad is None
     assert torch.equal(model.spare, torch.ones(3))
+
+
+BUCKETS = (None, 0.001, 25.0)  # MiB; None: each gradient alone
+
+
+@on_ranks(1, 2, 3)
+def test_steps_with_hooks_train_as_one_process_and_as_the_naive_step(comms):
+    naive, _ = train(comms, "sgd", naive_data_parallel_step)
+    for bucket_size_mb in BUCKETS:
+        hooks = {}
+
+        def step(model, loss_fn, optimizer, batch, comms, mb=bucket_size_mb, hooks=hooks):
+            if model not in hooks:
+                hooks[model] = register_ddp_hooks(model, comms, mb)
+            return ddp_step(model, loss_fn, optimizer, batch, hooks[model])
+
+        replica, distance = train(comms, "sgd", step)
+        assert distance < TOLERANCE
+        check_replicas(replica, comms)
+        if comms.world_size <= 2:  # where a sum has one order
+            for p, q in zip(replica.parameters(), naive.parameters(), strict=True):
+                assert torch.equal(p, q)
+        (made,) = hooks.values()
+        assert type(made) is (AllReduceHooks if bucket_size_mb is None else BucketedDDPHooks)
+        made.remove()
+        assert all(not p._post_accumulate_grad_hooks for p in replica.parameters())
+
+
+@on_ranks(2)
+def test_a_timeline_of_hooks_has_gradients_collectives_and_waits(comms):
+    batch = torch.randn(4, 8), torch.randn(4, 8)
+    for bucket_size_mb, waits in ((None, 6), (25.0, 1)):
+        model = FullMLP(8, depth=3)
+        timeline = Timeline(comms)
+        hooks = register_ddp_hooks(model, comms, bucket_size_mb, timeline)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = ddp_step(model, torch.nn.functional.mse_loss, sgd, batch, hooks, timeline)
+        assert not loss.requires_grad
+        spans = [span for span in timeline.gather() if span.rank == comms.rank]
+        phases = [s.name for s in spans if s.name in ("forward", "backward", "optimizer")]
+        assert phases == ["forward", "backward", "optimizer"]
+        assert sum(s.name.startswith("wait for ") for s in spans) == waits
+        assert sum(s.lane == "communication" for s in spans) == waits
+        names = {name for name, _ in model.named_parameters()}
+        assert names <= {s.name for s in spans}
+        hooks.remove()
