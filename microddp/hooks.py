@@ -255,7 +255,7 @@ def compare_hooks_with_manual(
     loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     repeat: int = 15,
 ) -> dict[str, Timing]:
-    """Time gradients averaged one by one after backward against during backward.
+    """Time gradients averaged one by one after backward, during backward, and not at all.
 
     Args:
         model: the same on every rank; it is copied, and left as it is.
@@ -265,10 +265,11 @@ def compare_hooks_with_manual(
         repeat: measurements of each.
 
     Returns:
-        The times of forward, backward and averaging, under ``"manual"`` and ``"hooks"``.
+        The times of forward, backward and averaging, under ``"manual"`` and ``"hooks"``; without
+        averaging, under ``"compute"``.
     """
     inputs, targets = batch
-    manual, hooked = copy.deepcopy(model), copy.deepcopy(model)
+    alone, manual, hooked = (copy.deepcopy(model) for _ in range(3))
     hooks = AllReduceHooks(hooked, comms)
 
     def backward(replica: nn.Module) -> None:
@@ -285,4 +286,9 @@ def compare_hooks_with_manual(
         backward(hooked)
         hooks.finish()
 
-    return measure({"manual": after_backward, "hooks": during_backward}, comms, repeat=repeat)
+    calls: dict[str, Callable[[], object]] = {
+        "compute": partial(backward, alone),
+        "manual": after_backward,
+        "hooks": during_backward,
+    }
+    return measure(calls, comms, repeat=repeat)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 import random
 import resource
@@ -301,6 +302,7 @@ def save_chrome_trace(spans: Sequence[Span], path: str | Path) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file that appears whole or not at all."""
-    unfinished = path.with_name(path.name + ".part")
+    # Several ranks may write it at once.
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
     unfinished.write_text(text)
     unfinished.replace(path)

@@ -1,0 +1,513 @@
+# %% [markdown]
+r"""
+# Hooks
+
+When is each gradient ready? The naive step of chapter 03 asks only when all are: it starts to
+communicate after backward. But a gradient is final as soon as backward has passed its parameter.
+PyTorch can call a function at that moment, a *hook*. This chapter records when the hooks come,
+starts an all-reduce in each one, and measures how much of the communication then disappears
+behind backward.
+"""
+
+# %%
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import microddp
+from microddp import figures
+from microddp.data import ShardedBatches, load_digits
+from microddp.figures import human_bytes, human_seconds
+from microddp.hooks import (
+    AllReduceHooks,
+    HookTracker,
+    compare_hooks_with_manual,
+    demonstrate_hook_order,
+)
+from microddp.machine import cpu_cores
+from microddp.model import FullMLP, SimpleCNN, Transformer, gradient_bytes
+from microddp.replicas import check_replicas
+from microddp.trace import Timeline, exposed, overlapped, save_chrome_trace
+
+comms = microddp.init()
+rank, n = comms.rank, comms.world_size
+comms.print(comms.describe())
+
+# %% [markdown]
+"""
+## Two kinds of hooks
+
+A *tensor hook* is called with a gradient, before it is added to the parameter's `.grad`. What it
+returns, if anything, is used in the gradient's place. A *post-accumulate hook* is called after
+that, with the **parameter**. Here are both on one weight of value 5. Its loss is 3 times the
+weight, so its gradient is 3, and backward runs twice:
+"""
+
+# %%
+weight = nn.Parameter(torch.tensor(5.0))
+calls = []
+
+
+def tensor_hook(gradient):
+    calls.append(("tensor", gradient.item(), weight.grad and weight.grad.item()))
+
+
+def post_accumulate_hook(parameter):
+    calls.append(("post-accumulate", parameter.item(), parameter.grad.item()))
+
+
+weight.register_hook(tensor_hook)
+weight.register_post_accumulate_grad_hook(post_accumulate_hook)
+for _ in range(2):
+    (3 * weight).backward()
+comms.print(tabulate(calls, headers=["hook", "is given", ".grad at that time"], missingval="None"))
+assert calls == [
+    *[("tensor", 3.0, None), ("post-accumulate", 5.0, 3.0)],
+    *[("tensor", 3.0, 3.0), ("post-accumulate", 5.0, 6.0)],
+]
+
+# %% [markdown]
+"""
+The tensor hook sees each new gradient by itself; the post-accumulate hook finds what an optimizer
+would find. Averaging wants the second: with several backward passes to a step, the sum is what
+has to be averaged, and `.grad` is a tensor that an all-reduce can work in.
+
+## The order
+
+**Predict.** Backward goes through the model from its end to its beginning. So the gradients of
+the last layer are ready first, after a small part of the time, and those of the first layer last.
+A {class}`~microddp.hooks.HookTracker` puts a post-accumulate hook on every parameter and notes
+the time. {func}`~microddp.hooks.demonstrate_hook_order` runs one backward under it, prints the
+table, and checks that all ranks saw the same order. The model is the one of the last chapters,
+with half as many layers to keep the table short. As before, the clock runs on no more ranks than
+there are cores or GPUs:
+"""
+
+# %%
+devices = torch.cuda.device_count() if comms.device.type == "cuda" else cpu_cores()
+few = comms.subgroup(range(min(n, max(2, devices))))
+torch.manual_seed(0)
+half = FullMLP(512, depth=8, inputs=64, outputs=10).to(comms.device)
+if few is not None:
+    half(torch.randn(32, 64, device=few.device)).sum().backward()  # a process's first one is slow
+    rows = demonstrate_hook_order(half, few)
+
+# %%
+forward = [name for name, _ in half.named_parameters()]
+if few is not None:
+    figures.gradient_order(
+        rows, forward=forward, title="The gradients of the last layers are ready first"
+    )
+    layers = [int(row.name.split(".")[1]) for row in rows]
+    assert layers == sorted(layers, reverse=True)
+    early = sum(row.nbytes for row in rows if row.seconds < rows[-1].seconds / 2)
+    few.print(f"{early / gradient_bytes(half):.0%} of the bytes are ready in half the time")
+
+# %% [markdown]
+"""
+From top to bottom is the order of forward; a dot's area is the gradient's size. All hidden layers
+cost the same, so where the dots leave a straight line, the machine was busy with something else.
+
+It is not always so simple. A parameter that is used twice is ready when both uses are done: this
+transformer's embedding is its output layer, too, so backward meets it first and completes it last.
+A parameter that is frozen has no hook, and one that the loss does not need has no time:
+"""
+
+# %%
+torch.manual_seed(0)
+model = Transformer(vocabulary=64, dim=32, depth=1, heads=2, context=16).to(comms.device)
+model.spare = nn.Parameter(torch.zeros(3, device=comms.device))  # that nothing uses
+model.norm.requires_grad_(False)
+tokens = torch.arange(8, device=comms.device)[None]
+with HookTracker(model) as tracker:
+    logits = model(tokens[:, :-1])
+    tracker.start(cross_entropy(logits[0], tokens[0, 1:])).backward()
+comms.print(tracker)
+assert [row.name for row in tracker.rows if row.order is None] == ["spare"]
+assert not any(row.name.startswith("norm.") for row in tracker.rows)
+order = [row.name for row in tracker.rows]
+assert order.index("tokens.weight") > order.index("blocks.0.qkv.weight")
+
+# %% [markdown]
+"""
+## An all-reduce inside backward
+
+**Build.** An *asynchronous* collective returns at once, with a `Work` to wait for, while the
+backend's own threads or streams carry the data. So a hook can start one and let backward go on.
+The chapter's version starts an all-reduce for each gradient, and remembers what it has to wait
+for:
+"""
+
+
+# %%
+class Hooks:
+    def __init__(self, model, comms):
+        self.comms, self.works = comms, []
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self.ready)
+
+    def ready(self, parameter):
+        parameter.grad.div_(self.comms.world_size)
+        work = dist.all_reduce(parameter.grad, group=self.comms.group, async_op=True)
+        self.works.append(work)
+
+    def finish(self):
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+
+
+# %% [markdown]
+"""
+Nothing in a message says which gradient it carries: the ranks' first all-reduces belong together,
+then their second ones. That is right as long as every rank's gradients come in the same order,
+which is what the table above checked.
+
+The core's {class}`~microddp.hooks.AllReduceHooks` are the same with names, which errors and
+timelines need, and can be removed:
+
+```{literalinclude} ../../microddp/hooks.py
+:pyobject: AllReduceHooks
+```
+
+**Measure.** Do both train as one device does on the whole batch, and exactly alike? One epoch on
+the digits, in `float64`:
+"""
+
+# %%
+digits = load_digits(comms.device)
+BATCH = 96 - 96 % n  # the global batch must divide
+
+
+def train(make_hooks, rank, n, check=lambda *_: None):
+    torch.manual_seed(0)
+    model = FullMLP(64, outputs=10).to(comms.device, torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    hooks = make_hooks(model)
+    for x, y in ShardedBatches(digits.train, BATCH, rank, n).epoch(0):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x.double()), y)
+        loss.backward()
+        if hooks:
+            hooks.finish()
+        check(model, loss.detach())
+        optimizer.step()
+    return model
+
+
+def flat(model):
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+# %%
+ours = train(lambda model: Hooks(model, comms), rank, n)
+core = train(lambda model: AllReduceHooks(model, comms), rank, n)
+alone = train(lambda _: None, 0, 1)
+apart = ((flat(ours) - flat(alone)).norm() / flat(alone).norm()).item()
+comms.print(f"bitwise equal to the core's: {torch.equal(flat(ours), flat(core))}")
+comms.print(f"{apart:.1e} from one device on the whole batch")
+check_replicas(ours, comms)
+assert torch.equal(flat(ours), flat(core))
+assert apart < 1e-9
+
+# %% [markdown]
+"""
+## What it looks like
+
+**Predict.** All but the last few all-reduces start before backward has ended. What is then left
+to wait for is called *exposed* communication, as against that which is *hidden* behind
+computation. In the naive step all of it is exposed.
+
+The timeline has four lanes: what the rank computes, a tick for every gradient that is ready, each
+all-reduce from its start until it is complete, and the time that is spent on waiting. Both kinds
+of steps do the same things; they differ in when they start an all-reduce:
+"""
+
+# %%
+torch.manual_seed(0)
+wide = FullMLP(512, inputs=64, outputs=10).to(comms.device)
+x, y = (tensor[: 64 * n].chunk(n)[rank] for tensor in digits.train.tensors)
+
+
+def forward_and_backward(timeline):
+    wide.zero_grad()
+    with timeline.span("forward"):
+        loss = cross_entropy(wide(x), y)
+    with timeline.span("backward"):
+        loss.backward()
+
+
+def naive(timeline):
+    forward_and_backward(timeline)
+    for name, parameter in wide.named_parameters():
+        parameter.grad.div_(few.world_size)
+        work = dist.all_reduce(parameter.grad, group=few.group, async_op=True)
+        timeline.launched(f"all-reduce {name}", work)
+        with timeline.span(f"wait for {name}", lane="wait"):
+            work.wait()
+
+
+# %%
+def hooked(timeline):
+    hooks = AllReduceHooks(wide, few, timeline)
+    forward_and_backward(timeline)
+    hooks.finish()
+    hooks.remove()
+
+
+# %% [markdown]
+"""
+Of eleven steps of each kind, the one of median length is drawn, on rank 0:
+"""
+
+
+# %%
+def length(spans):
+    return max(span.end for span in spans) - min(span.start for span in spans)
+
+
+def median_step(step):
+    recorded = []
+    for _ in range(11):
+        timeline = Timeline(few)
+        step(timeline)
+        recorded.append(timeline.gather())
+    return sorted(recorded, key=length)[len(recorded) // 2]
+
+
+if few is not None:
+    steps = {"naive": median_step(naive), "hooks": median_step(hooked)}
+    rank_0 = {name: [s for s in spans if s.rank == 0] for name, spans in steps.items()}
+    figures.timelines(rank_0, title="With hooks, communication begins during backward")
+
+# %%
+if few is not None:
+    rows = [
+        (name, r, *(f(spans, r) * 1e3 for f in (overlapped, exposed)))
+        for name, spans in steps.items()
+        for r in range(few.world_size)
+    ]
+    headers = ["step", "rank", "under way during compute (ms)", "exposed (ms)"]
+    few.print(tabulate(rows, headers=headers, floatfmt=".2f"))
+    for r in range(few.world_size):
+        mine = [s for s in steps["hooks"] if s.rank == r]
+        backward = next(s for s in mine if s.name == "backward")
+        started = [s.start for s in mine if s.lane == "communication"]
+        assert len(started) == len(list(wide.parameters()))
+        assert all(backward.start < start < backward.end for start in started)
+        assert overlapped(steps["naive"], r) == 0
+
+# %% [markdown]
+"""
+A span of an all-reduce is not all work: it contains the time in a queue behind earlier ones, and
+the time until the slowest rank has started the same one. So "under way" is an upper bound of what
+is hidden. A wait, too, is partly the wait for a slower rank. What counts in the end is the length
+of the step.
+
+The same spans can be opened in [Perfetto](https://ui.perfetto.dev) or `chrome://tracing`, where
+each one can be clicked. With `MICRODDP_TRACES=FOLDER` in the environment the file is kept:
+"""
+
+# %%
+if few is not None:
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(os.environ.get("MICRODDP_TRACES", scratch), "04_hooks.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_chrome_trace(steps["hooks"], path)
+        few.print(f"{path.name}: {len(steps['hooks'])} spans, {human_bytes(path.stat().st_size)}")
+
+# %% [markdown]
+r"""
+## What it saves
+
+**Predict.** Let $C$ be the time of computation and $M$ that of the messages. The naive step takes
+$C + M$. If messages need nothing that computation needs, one with hooks takes little more than
+$\max(C, M)$, because the longer hides the shorter.
+
+Do they need nothing? On a GPU, NCCL takes a few of its many processors, and the links move the
+bytes. On a CPU, gloo's threads copy and add on the cores that compute. With as many ranks as
+cores, there is no core to spare: work can be moved to an earlier time, but not hidden. What can
+be hidden is *waiting*: for a message to arrive, and for a rank that is behind. So on a CPU expect
+something near $C + M$, on either side, for threads that share a core also disturb each other.
+
+**Measure.** {func}`~microddp.hooks.compare_hooks_with_manual` times both in turns, and the same
+without any averaging, which is $C$. There are two sizes of the shard: $C$ grows with it, $M$ does
+not:
+"""
+
+# %%
+results = {}
+for size in (16, 256) if few is not None else ():
+    batch = tuple(tensor[:size] for tensor in digits.train.tensors)
+    results[size] = compare_hooks_with_manual(wide, few, batch, cross_entropy)
+
+# %%
+rows = []
+for size, times in results.items():
+    compute, manual = times["compute"].median, times["manual"].median
+    hidden = human_seconds(max(compute, manual - compute))
+    ratio = manual / times["hooks"].median
+    rows.append((size, human_seconds(compute), times["manual"], times["hooks"], hidden, ratio))
+if few is not None:
+    few.print(f"{few.world_size} ranks, {human_bytes(gradient_bytes(wide))} of gradients")
+    headers = ["shard", "C", "naive: C + M", "hooks", "max(C, M)", "times as fast"]
+    few.print(tabulate(rows, headers=headers, floatfmt=".2f"))
+
+# %% [markdown]
+"""
+**Explain.** Times are medians, with quartiles in brackets. The last column says what the hooks
+gain: above 1.00 they are faster than the naive step, below it slower. Compare "hooks" with the
+column on its right, which is what they would take if all communication that can be hidden were,
+and with the one on its left, if none were.
+
+Where hooks lose, look at what they do not change: the number of messages. Every gradient still
+travels on its own, and pays for its start, now in competition with backward. On one rank nothing
+travels, and the ratio shows what the hooks themselves cost. Sending fewer and larger messages is
+the next chapter.
+
+## Where it breaks: the hook is given the parameter
+
+This mistake has been published. The hook's argument is called `grad`, and averaged:
+"""
+
+
+# %%
+class AveragesWhatItIsGiven(Hooks):
+    def ready(self, grad):
+        grad.div_(self.comms.world_size)
+        self.works.append(dist.all_reduce(grad, group=self.comms.group, async_op=True))
+
+
+def train_and_watch(make_hooks):
+    """The mean loss in every step, and how far the ranks' last gradients were from equal."""
+    losses = []
+
+    def check(model, loss):
+        comms.all_reduce_mean(loss)
+        grads = comms.all_gather(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        losses.append((loss.item(), ((grads - grads[0]).norm() / grads[0].norm()).item()))
+
+    return train(lambda model: make_hooks(model, comms), rank, n, check), losses
+
+
+# %% [markdown]
+"""
+There is no error, and the loss falls as it should. But what it averages is the weights, in the
+middle of backward, and the gradients stay each rank's own:
+"""
+
+# %%
+wrong, wrong_losses = train_and_watch(AveragesWhatItIsGiven)
+right, right_losses = train_and_watch(Hooks)
+rows = [
+    (step + 1, *wrong_losses[step], *right_losses[step]) for step in (0, 1, len(right_losses) - 1)
+]
+headers = ["step", "loss, wrong", "gradients differ by", "loss, right", "gradients differ by"]
+comms.print(tabulate(rows, headers=headers, floatfmt=".4f"))
+try:
+    check_replicas(wrong, comms)
+except RuntimeError as error:
+    comms.print(error)
+else:
+    assert n == 1
+assert n == 1 or min(differ for _, differ in wrong_losses) > 1e-3
+assert max(differ for _, differ in right_losses) == 0
+
+# %% [markdown]
+"""
+Every step pulls the weights together and then lets each rank walk off on its own, by a step. With
+plain SGD the mean of the ranks is almost where it ought to be, which is why the loss looks right.
+An optimizer that is not linear in the gradient, such as Adam, or gradient clipping, sees another
+gradient on every rank. One word fixes it: what has to be averaged is `parameter.grad`. And one
+call finds it: {func}`~microddp.replicas.check_replicas` after the first step.
+
+## Where it breaks: reading gradients before finish()
+
+When `backward()` returns, the all-reduces may still be under way, in the very tensors that
+`.grad` holds. Clip or log gradients now, and the numbers depend on who was faster. Here the last
+rank is late, so that everybody else reads before anything has been added up:
+"""
+
+
+# %%
+def gradient_norm(model):
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    return norm.to(comms.device).reshape(1)
+
+
+torch.manual_seed(0)
+model = SimpleCNN().to(comms.device)
+hooks = AllReduceHooks(model, comms)
+mine = [tensor[: 8 * n].chunk(n)[rank] for tensor in digits.train.tensors]
+loss = cross_entropy(model(mine[0]), mine[1])
+time.sleep(0.5 if rank == n - 1 else 0)
+loss.backward()
+early = gradient_norm(model)
+hooks.finish()
+final = gradient_norm(model)
+
+# %%
+early_norms, final_norms = (comms.all_gather(norm).flatten() for norm in (early, final))
+rows = list(enumerate(zip(early_norms.tolist(), final_norms.tolist(), strict=True)))
+rows = [(rank, *norms) for rank, norms in rows]
+headers = ["rank", "norm after backward", "norm after finish()"]
+comms.print(tabulate(rows, headers=headers, floatfmt=".4f"))
+assert (final_norms == final_norms[0]).all()
+assert n == 1 or early_norms[0] != final_norms[0]
+
+# %% [markdown]
+"""
+The first column is a race. It may even come out right, on most days. The rule: between
+`backward()` and `finish()` nobody touches a gradient.
+
+## Where it breaks: no finish() at all
+
+Then the optimizer takes a step with whatever is there, and the next backward adds to tensors that
+are still being sent. The core's hooks notice the second backward, and say so:
+"""
+
+# %%
+try:
+    for _ in range(2):
+        cross_entropy(model(mine[0]), mine[1]).backward()
+except RuntimeError as error:
+    comms.print(error)
+else:
+    raise AssertionError("a forgotten finish() must be an error")
+hooks.finish()
+
+# %% [markdown]
+"""
+They cannot notice the first step. A wrapper that calls `finish` by itself at the end of backward
+removes the trap; chapter 06 builds it.
+
+## What to take along
+
+- Gradients are ready one after the other, the last layer's first, and in the same order on ranks
+  that run the same model.
+- A post-accumulate hook is given the parameter. What it should average is `parameter.grad`.
+- An asynchronous all-reduce in the hook moves communication into backward. Only the part that is
+  then still waited for is exposed, and only what needs no computing resources can be hidden.
+- Between `backward()` and `finish()` the gradients belong to the backend.
+
+## Exercises
+
+1. Use tensor hooks instead: average the gradient before it is accumulated, and return it. Call
+   `backward` twice before a step, and compare with the average of the sums. Which sends more?
+2. Run the chapter with half as many ranks as there are cores, so that gloo's threads have cores
+   of their own. How do the times of naive steps and hooks change?
+3. On rank 1, use two layers of a model in the other order. Run it with `MICRODDP_DEBUG=1` in the
+   environment, and, with equal shapes, without it. What do you get?
+"""
+
+# %%
+if few is not None:
+    few.close()
+comms.close()
