@@ -112,6 +112,14 @@ def test_any_plan_of_several_dtypes_has_pytorchs_buckets(tensors, caps):
         assert [i for b in of_kind for i in b] == sorted(i for b in of_kind for i in b)
 
 
+def test_what_is_left_of_several_dtypes_comes_in_the_order_of_its_last_tensor():
+    single, double = torch.empty(1), torch.empty(1, dtype=torch.float64)
+    assert plan_buckets([single, double, single], [100]) == [[1], [0, 2]]
+    assert plan_buckets([single, double, double, single, single], [8]) == [[1], [2], [0, 3], [4]]
+    # A kind has caps of its own: the first bucket of each is small.
+    assert plan_buckets([single, double, single, single, double], [4, 8]) == [[0], [1], [2, 3], [4]]
+
+
 # ---- one bucket
 
 

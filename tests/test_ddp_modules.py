@@ -214,6 +214,7 @@ def test_a_module_that_outlives_its_wrapper_is_as_it_was(comms):
     module = mlp()
     ddp = DDP(module, comms)
     ddp(data(comms.rank, 0)[0]).sum().backward()
+    ddp(data(comms.rank, 0)[0])  # after which a backward would be averaged
     del ddp
     module.zero_grad()
     module(data(comms.rank, 0)[0]).sum().backward()
@@ -222,5 +223,7 @@ def test_a_module_that_outlives_its_wrapper_is_as_it_was(comms):
     alone(data(comms.rank, 0)[0]).sum().backward()
     for p, q in zip(module.parameters(), alone.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
+    grads = comms.all_gather(module[0].weight.grad)
+    assert not torch.equal(grads[0], grads[1])
     again = Pair(comms, lambda: module)
     again.train(plain_step(comms), 2)

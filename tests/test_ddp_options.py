@@ -145,6 +145,22 @@ def test_a_static_graph_is_equal(comms):
 
 
 @on_ranks(2)
+def test_a_static_graph_may_return_what_the_loss_does_not_need(comms):
+    # PyTorch's own averages nothing in the second step, and raises in the third.
+    results = []
+    for options in ({"find_unused_parameters": True}, {"static_graph": True}):
+        torch.manual_seed(0)
+        ddp = DDP(Branches(), comms, **options)
+        body, optimizer = leaving_out(comms, lambda _: (), only_left=True), sgd(ddp)
+        for step in range(4):
+            body(ddp, optimizer, step)
+        check_replicas(ddp.module, comms)
+        assert ddp.module.right.weight.grad is None
+        results.append(torch.nn.utils.parameters_to_vector(ddp.parameters()))
+    assert torch.equal(*results), "at two ranks the order of addition does not matter"
+
+
+@on_ranks(2)
 def test_a_static_graph_may_begin_with_accumulation(comms):
     results = []
     for static in (False, True):
