@@ -10,6 +10,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+# Its functions take the group of all ranks as default: imported later, as any optimizer does, they
+# would keep the group, with its threads, alive after close().
+import torch.distributed.nn
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 

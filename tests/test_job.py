@@ -171,6 +171,20 @@ def test_plain_python_is_a_job_of_one_that_tells_how_to_get_more(tmp_path):
     assert done.stderr == ""
 
 
+@pytest.mark.skipif(not linux, reason="threads are listed by Linux only")
+def test_no_thread_of_the_backend_outlives_close_whatever_was_imported():
+    script = (
+        "import glob, microddp\n"
+        "comms = microddp.init()\n"
+        "import torch._dynamo  # as an optimizer does, when it is made\n"
+        "comms.close()\n"
+        "print(*{open(f).read().strip() for f in glob.glob('/proc/self/task/*/comm')}, sep='\\n')"
+    )
+    threads = subprocess.check_output([sys.executable, "-c", script], text=True, timeout=60)
+    assert "one rank" in threads
+    assert "gloo" not in threads, "it would abort the process if it let go of a tensor too late"
+
+
 # ---- a rank that dies, a rank that hangs
 
 
