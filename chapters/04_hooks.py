@@ -36,6 +36,7 @@ from microddp.model import FullMLP, SimpleCNN, Transformer, gradient_bytes
 from microddp.replicas import check_replicas
 from microddp.trace import Timeline, exposed, overlapped, save_chrome_trace
 
+# %%
 comms = microddp.init()
 rank, n = comms.rank, comms.world_size
 comms.print(comms.describe())
@@ -188,7 +189,7 @@ BATCH = 96 - 96 % n  # the global batch must divide
 
 def train(make_hooks, rank, n, check=lambda *_: None):
     torch.manual_seed(0)
-    model = FullMLP(64, outputs=10).to(comms.device, torch.float64)
+    model = FullMLP(64, depth=8, outputs=10).to(comms.device, torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     hooks = make_hooks(model)
     for x, y in ShardedBatches(digits.train, BATCH, rank, n).epoch(0):
@@ -344,9 +345,9 @@ not:
 
 # %%
 results = {}
-for size in (16, 256) if few is not None else ():
+for size in (16, 128) if few is not None else ():
     batch = tuple(tensor[:size] for tensor in digits.train.tensors)
-    results[size] = compare_hooks_with_manual(wide, few, batch, cross_entropy)
+    results[size] = compare_hooks_with_manual(wide, few, batch, cross_entropy, repeat=11)
 
 # %%
 rows = []
