@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from microddp.comms import Comms
 from microddp.headers import describe
+from microddp.p2p import Pending
 
 BROADCAST_BYTES = 64 << 20  # bounds the copy that a broadcast of many tensors needs
 
@@ -29,6 +30,17 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], comms: Comms, src: int = 
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    under_way: deque[tuple[list[torch.Tensor], torch.Tensor, Pending]] = deque()
+
+    def complete_oldest() -> None:
+        batch, flat, pending = under_way.popleft()
+        pending.wait()
+        if comms.rank != src:
+            parts = torch.split(flat, [tensor.numel() for tensor in batch])
+            torch._foreach_copy_(
+                batch, [p.view(t.shape) for p, t in zip(parts, batch, strict=True)]
+            )
+
     with torch.no_grad():
         for alike in kinds.values():
             while alike:
@@ -36,12 +48,11 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], comms: Comms, src: int = 
                 while alike and sum(t.nbytes for t in (*batch, alike[0])) <= BROADCAST_BYTES:
                     batch.append(alike.pop(0))
                 flat = torch.cat([tensor.reshape(-1) for tensor in batch])
-                comms.broadcast(flat, src)
-                if comms.rank != src:
-                    start = 0
-                    for tensor in batch:
-                        tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
-                        start += tensor.numel()
+                under_way.append((batch, flat, comms.broadcast(flat, src, async_op=True)))
+                if len(under_way) > 1:  # two at a time
+                    complete_oldest()
+        while under_way:
+            complete_oldest()
 
 
 def check_structure(module: nn.Module, comms: Comms) -> None:

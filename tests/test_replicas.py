@@ -149,9 +149,12 @@ def test_many_tensors_travel_in_messages_of_bounded_size(comms):
             with pytest.MonkeyPatch.context() as patch:
                 sent, broadcast = [], comms.broadcast
                 patch.setattr(replicas, "BROADCAST_BYTES", limit)
-                patch.setattr(
-                    comms, "broadcast", lambda t, r, b=broadcast, s=sent: s.append(t) or b(t, r)
-                )
+
+                def counted(tensor, src, call=broadcast, sent=sent, **options):
+                    sent.append(tensor)
+                    return call(tensor, src, **options)
+
+                patch.setattr(comms, "broadcast", counted)
                 mine = tensors(comms.rank)
                 strides = [t.stride() for t in mine]
                 broadcast_tensors(mine, comms, src)
