@@ -304,6 +304,30 @@ def test_what_a_chapter_leaves_running_is_ended(tmp_path: Path) -> None:
     assert build.processes_after(5) == []
 
 
+def test_threads_that_python_would_end_or_wait_for_do_not_hold_a_job_up(tmp_path: Path) -> None:
+    book = Book(tmp_path / "book")
+    launcher = {"ranks": 2, "timeout": TIMEOUT, "preload": PRELOAD}
+    book.configure(*EXTENSIONS, launcher=launcher)
+    book.chapter(
+        "pools",
+        """
+        import os, threading, time
+        from concurrent.futures import ThreadPoolExecutor
+        pool = ThreadPoolExecutor()
+        pool.submit(print, "from a pool")
+
+        def late():
+            time.sleep(1)
+            open(os.environ["RANK"], "w").close()
+
+        threading.Thread(target=late).start()
+        """,
+    )
+    build = book.build("-W")
+    assert build.process.returncode == 0, build.output
+    assert {path.name for path in book.root.rglob("chapters/[01]")} == {"0", "1"}
+
+
 def test_two_books_at_once(tmp_path: Path) -> None:
     """Two clones do not meet; a chapter may ask for more ranks than the others have."""
     builds = []

@@ -159,9 +159,9 @@ def main(folder: Path) -> None:
             time.sleep(_SECONDS_FOR_THE_CAUSE)
         # At once: no thread or exit handler of the chapter may keep a failed rank alive.
         os._exit(1)
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    # What Python itself does at its end: it tells thread pools to stop, waits for all threads that
+    # are not daemons, and only then calls what was registered to be called at exit.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
