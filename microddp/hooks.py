@@ -89,7 +89,7 @@ class HookTracker:
 
     @property
     def rows(self) -> list[GradientReady]:
-        """The watched parameters: in the order of their gradients, then those that got none."""
+        """The watched parameters, in the order of their gradients; then those that got none."""
         rows = []
         for order, (name, ready) in enumerate(self._ready.items()):
             assert self._began is not None

@@ -151,7 +151,7 @@ class Reducer(BucketedDDPHooks):
         self.bring(i)
 
     def call_at_end(self) -> None:
-        """Have :meth:`_end_of_backward` called when this backward, or a nested one, has ended."""
+        """Be told when this backward, or a nested one, has ended."""
         if not self._callback_due:
             self._callback_due = True
             engine = torch.autograd.Variable._execution_engine
