@@ -146,16 +146,16 @@ def gradient_order(
         forward: the parameters' names from top to bottom; by default the order of ``rows``.
     """
     names = list(forward or (row.name for row in rows))
-    figure, axes = new_axes(title, "time since backward began", "", height=1.0 + 0.19 * len(names))
+    figure, axes = new_axes(title, "time since backward began", "", height=1.0 + 0.22 * len(names))
     largest = max(row.nbytes for row in rows)
     for row in rows:
         y = names.index(row.name)
         if row.seconds is None:
-            axes.text(0, y, " no gradient", va="center", fontsize=8)
+            axes.text(0, y, " no gradient", va="center")
             continue
         axes.hlines(y, 0, row.seconds, color=COLORS[0], linewidth=1, alpha=0.6)
         axes.scatter(row.seconds, y, 8 + 50 * row.nbytes / largest, color=COLORS[0], zorder=2)
-    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlim(left=0)
     axes.grid(axis="y", visible=False)
