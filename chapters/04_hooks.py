@@ -371,9 +371,9 @@ and with the one on its left, if none were.
 What can be gained even without a core to spare is waiting. The naive step has one message on its
 way at a time, and sleeps at the end of each until it is woken; with hooks the next ones are on
 their way already. What can be lost is in what hooks do not change: the number of messages. Every
-gradient still travels on its own, and pays for its start, now in competition with backward. On one rank nothing
-travels, and the ratio shows what the hooks themselves cost. Sending fewer and larger messages is
-the next chapter.
+gradient still travels on its own, and pays for its start, now in competition with backward. On
+one rank nothing travels, and the ratio shows what the hooks themselves cost. Sending fewer and
+larger messages is the next chapter.
 
 ## Where it breaks: the hook is given the parameter
 
