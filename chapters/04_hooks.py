@@ -99,6 +99,7 @@ half = FullMLP(512, depth=8, inputs=64, outputs=10).to(comms.device)
 if few is not None:
     half(torch.randn(32, 64, device=few.device)).sum().backward()  # a process's first one is slow
     rows = demonstrate_hook_order(half, few)
+comms.barrier()  # until here the other ranks leave the cores alone
 
 # %%
 forward = [name for name, _ in half.named_parameters()]
