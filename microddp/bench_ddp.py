@@ -123,8 +123,8 @@ def schedules(
         "bucketed": hooked(cap_mb),
         "microddp.DDP": plain(lambda m: DDP(m, comms, bucket_cap_mb=cap)),
         REFERENCE: plain(lambda m: TorchDDP(m, process_group=group, bucket_cap_mb=cap)),
-        "microddp.DDP, views": plain(
-            lambda m: DDP(m, comms, bucket_cap_mb=cap, gradient_as_bucket_view=True)
+        "microddp.DDP, copies": plain(
+            lambda m: DDP(m, comms, bucket_cap_mb=cap, gradient_as_bucket_view=False)
         ),
         "torch DDP, views": plain(
             lambda m: TorchDDP(
@@ -227,17 +227,12 @@ def report(rows: Sequence[Row], options: argparse.Namespace, comms: Comms) -> No
     ]
     align = ("left", "right", "left", *["right"] * 7)
     print(tabulate(cells, headers="keys", colalign=align))
-    for ours, theirs in (("microddp.DDP", REFERENCE), ("microddp.DDP, views", "torch DDP, views")):
-        times = {(r.model, r.cap_mb): r.median_ms for r in rows if r.schedule == theirs}
-        ratios = {
-            f"{r.model} at {r.cap_mb:g} MiB": r.median_ms / times[r.model, r.cap_mb]
-            for r in rows
-            if r.schedule == ours
-        }
-        slowest = max(ratios, key=lambda name: ratios[name])
+    for name in ("microddp.DDP", "microddp.DDP, copies", "torch DDP, views"):
+        ratios = {f"{r.model} at {r.cap_mb:g} MiB": r.ratio for r in rows if r.schedule == name}
+        slowest = max(ratios, key=lambda case: ratios[case])
         print(
-            f"{ours} takes {statistics.geometric_mean(ratios.values()):.3f} times as long as "
-            f"{theirs} (geometric mean of {len(ratios)} cases); at most {ratios[slowest]:.2f} "
+            f"{name} takes {statistics.geometric_mean(ratios.values()):.3f} times as long as "
+            f"{REFERENCE} (geometric mean of {len(ratios)} cases); at most {ratios[slowest]:.2f} "
             f"times, for {slowest}."
         )
     if comms.world_size > cpu_cores() and comms.device.type == "cpu":

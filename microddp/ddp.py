@@ -60,7 +60,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     Put it around the module, and leave the rest of the program as it is: after ``backward()``
     every ``.grad`` is the mean over the ranks. Arguments mean what they mean to
-    ``torch.nn.parallel.DistributedDataParallel``.
+    ``torch.nn.parallel.DistributedDataParallel``; only ``gradient_as_bucket_view`` is on unless
+    switched off.
 
     Args:
         module: the same architecture on every rank, on this rank's device. At construction its
@@ -71,7 +72,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         broadcast_buffers: copy rank 0's buffers to all ranks before a forward pass.
         find_unused_parameters: let a forward pass leave parameters out. Those that no rank used
             keep their gradient; those that this rank did not use get the average.
-        gradient_as_bucket_view: keep gradients in the buckets: saves a copy of all gradients.
+        gradient_as_bucket_view: keep gradients in the buckets, which saves the time and the memory
+            of copying them back. PyTorch's default is a copy: with a view, a gradient that was
+            kept aside changes in the next backward. Pass ``False`` to do that.
         static_graph: every iteration uses the same parameters equally often. Allows parameters
             that are used by several reentrant checkpoints.
         verify_replicas: instead of broadcasting, insist that the ranks' parameters are equal.
@@ -96,7 +99,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         bucket_cap_mb: float | None = None,
         broadcast_buffers: bool = True,
         find_unused_parameters: bool = False,
-        gradient_as_bucket_view: bool = False,
+        gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
         verify_replicas: bool = False,
     ) -> None:

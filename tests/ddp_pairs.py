@@ -25,6 +25,8 @@ class Pair:
 
     def __init__(self, comms, make, process_group=None, **options):
         self.comms = comms
+        # Both alike: gradients that stay in the bucket are divided, others multiplied by 1/n.
+        options.setdefault("gradient_as_bucket_view", comms.world_size % 2 == 1)
         torch.manual_seed(comms.rank)
         module = make()
         twin = copy.deepcopy(module)

@@ -27,7 +27,7 @@ def test_reports_every_schedule_against_torch(tmp_path):
     assert rows["no synchronisation"]["collectives"] == 0
     assert rows["no synchronisation"]["exposed_ms"] == 0
     assert rows["naive"]["collectives"] == rows["hooks"]["collectives"] == 32
-    for name in ("bucketed", "microddp.DDP", "microddp.DDP, views"):
+    for name in ("bucketed", "microddp.DDP", "microddp.DDP, copies"):
         assert rows[name]["collectives"] == reference["collectives"] == 1
     assert {row["nbytes"] for name, row in rows.items() if name != "no synchronisation"} == {
         gradients
