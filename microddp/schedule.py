@@ -49,13 +49,33 @@ def naive_data_parallel_step(
         loss = loss_fn(model(inputs), targets)
     with span("backward"):
         loss.backward()  # type: ignore[no-untyped-call]
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            with span(f"all-reduce {name}", lane="communication"):
-                comms.all_reduce_mean(parameter.grad)
+    average_gradients(model, comms, timeline)
     with span("optimizer"):
         optimizer.step()
     return loss.detach()
+
+
+def average_gradients(model: nn.Module, comms: Comms, timeline: Timeline | None = None) -> None:
+    """Average every gradient of ``model`` over all ranks, one by one.
+
+    The rank computes nothing meanwhile: the timeline shows each all-reduce, and all of them
+    together as a wait. Parameters without a gradient are left out; they must be the same ones on
+    every rank.
+
+    Args:
+        model: this rank's replica, after its backward.
+        comms: the ranks that share the gradients.
+        timeline: records the all-reduces and the wait for them.
+
+    Raises:
+        RuntimeError: another rank failed, or the time-out passed.
+    """
+    span = timeline.span if timeline else _unrecorded
+    with span("wait for gradients", lane="wait"):
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                with span(f"all-reduce {name}", lane="communication"):
+                    comms.all_reduce_mean(parameter.grad)
 
 
 def register_ddp_hooks(

@@ -87,9 +87,9 @@ def measure(
         for j, call in order.sample(turns, len(turns)):
             prepare()
             comms.barrier()
-            start = _now(comms)
+            start = seconds_now(comms.device)
             call()
-            elapsed = _now(comms) - start
+            elapsed = seconds_now(comms.device) - start
             if i >= 0:
                 mine[i, j] = elapsed
         progress()
@@ -100,9 +100,10 @@ def measure(
     return {name: Timing(tuple(column)) for name, column in zip(calls, columns, strict=True)}
 
 
-def _now(comms: Comms) -> float:
-    if comms.device.type == "cuda":
-        torch.cuda.synchronize(comms.device)
+def seconds_now(device: torch.device) -> float:
+    """The clock, in seconds, once all work of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
@@ -191,17 +192,23 @@ class Timeline:
 
         self._under_way.append(work.get_future().then(complete))
 
+    def take(self) -> list[Span]:
+        """This rank's spans in the order they were recorded; the timeline forgets them.
+
+        Waits for the collectives that were :meth:`launched`.
+        """
+        rank = self.comms.rank
+        spans = [Span(rank, *span) for span in self._recorded()]
+        self._spans.clear()
+        self._under_way.clear()
+        return spans
+
     def gather(self) -> list[Span]:
         """Every rank's spans, rank by rank in the order they were recorded. A collective.
 
         Waits for the collectives that were :meth:`launched`.
         """
-        for future in self._under_way:
-            future.wait()
-        mine = [
-            (lane, name, self._origin.until(start), self._origin.until(end))
-            for lane, name, start, end in self._spans
-        ]
+        mine = self._recorded()
         everyone = self.comms.all_gather_data((platform.node(), self._origin.seconds, mine))
         machine, zero, _ = everyone[0]
         gathered = []
@@ -210,6 +217,14 @@ class Timeline:
             for lane, name, start, end in spans:
                 gathered.append(Span(rank, lane, name, start + shift, end + shift))
         return gathered
+
+    def _recorded(self) -> list[tuple[str, str, float, float]]:
+        for future in self._under_way:
+            future.wait()
+        return [
+            (lane, name, self._origin.until(start), self._origin.until(end))
+            for lane, name, start, end in self._spans
+        ]
 
 
 class Instant:
@@ -232,7 +247,7 @@ class Instant:
 
 def exposed(spans: Sequence[Span], rank: int) -> float:
     """Seconds in which a rank only waited for communication: its spans in the lane ``"wait"``."""
-    return _covered([span for span in spans if span.rank == rank and span.lane == "wait"])
+    return covered([span for span in spans if span.rank == rank and span.lane == "wait"])
 
 
 def overlapped(spans: Sequence[Span], rank: int) -> float:
@@ -240,10 +255,15 @@ def overlapped(spans: Sequence[Span], rank: int) -> float:
     mine = [span for span in spans if span.rank == rank]
     compute = [span for span in mine if span.lane == "compute"]
     communication = [span for span in mine if span.lane == "communication"]
-    return _covered(compute) + _covered(communication) - _covered(compute + communication)
+    return in_both(compute, communication)
 
 
-def _covered(spans: Sequence[Span]) -> float:
+def in_both(some: Sequence[Span], others: Sequence[Span]) -> float:
+    """Seconds in which at least one of ``some`` and one of ``others`` were going on."""
+    return covered(some) + covered(others) - covered([*some, *others])
+
+
+def covered(spans: Sequence[Span]) -> float:
     """Seconds in which at least one of the spans was going on."""
     total, reached = 0.0, -math.inf
     for span in sorted(spans, key=lambda span: span.start):
