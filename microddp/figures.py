@@ -16,11 +16,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, MultipleLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator, NullLocator
 
 from microddp.history import gradient_order as gradient_order
 from microddp.history import timeline as timeline
 from microddp.history import timelines as timelines
+from microddp.holdings import holdings as holdings
 from microddp.messages import Message
 from microddp.style import COLORS, drawing, label_ends, new_axes
 from microddp.style import human_bytes as human_bytes
@@ -55,9 +56,14 @@ def lines(
         axes.plot(x, y, dash, marker=marker, markersize=4, color=color)
         if len(series) > 1:
             ends[name] = (x[-1], y[-1], color)
-    if "x" in log:
+    xs = [value for x, _ in series.values() for value in x]
+    if "x" in log and max(xs) > 1e4 * min(xs):
+        axes.set_xscale("log")
+    elif "x" in log:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    elif all(isinstance(value, int) for value in xs):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if "y" in log:
         axes.set_yscale("log")
     else:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from tabulate import tabulate
 
 from microddp.comms import Comms
 from microddp.machine import cpu_cores
@@ -45,7 +46,7 @@ class ScalingPoint:
 
 @dataclass(frozen=True)
 class Scaling:
-    """Throughput by number of ranks, the smallest first; all of one run.
+    """Throughput by number of ranks, the smallest first; all of one run. Prints as a table.
 
     Attributes:
         points: one for each number of ranks.
@@ -60,6 +61,26 @@ class Scaling:
     def efficiency(self, point: ScalingPoint) -> float:
         """Its speed-up by the ideal, which is the ratio of the numbers of ranks."""
         return self.speedup(point) * self.points[0].ranks / point.ranks
+
+    def allowed(self, point: ScalingPoint) -> float:
+        """The speed-up of computing alone: what is left if communication takes no time."""
+        return point.ceiling / self.points[0].ceiling
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                f"{point.ranks}{' (sharing)' if point.crowded else ''}",
+                point.samples,
+                f"{point.throughput:,.0f}",
+                f"{self.speedup(point):.2f}",
+                f"{self.efficiency(point):.0%}",
+                f"{self.allowed(point):.2f}",
+            )
+            for point in self.points
+        ]
+        headers = ["ranks", "batch", "samples/s", "speed-up", "efficiency", "computing alone"]
+        table: str = tabulate(rows, headers, disable_numparse=True)
+        return table
 
 
 def measure_scaling(

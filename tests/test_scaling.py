@@ -20,6 +20,8 @@ def test_speed_up_and_efficiency_follow_from_throughput():
     one, two = strong.points
     assert (one.throughput, two.throughput, two.ceiling) == (10, 15, 20)
     assert (strong.speedup(two), strong.efficiency(two)) == (1.5, 0.75)
+    assert strong.allowed(two) == 2
+    assert str(strong).splitlines()[-1].split() == ["2", "60", "15", "1.50", "75%", "2.00"]
     weak = Scaling((point(1, 60, 6.0, 6.0), point(2, 120, 8.0, 6.0)))
     assert weak.speedup(weak.points[1]) == 1.5
     assert weak.efficiency(weak.points[0]) == 1

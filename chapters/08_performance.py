@@ -1,0 +1,590 @@
+# %% [markdown]
+r"""
+# Where the time goes
+
+Where does the time of a step go, and when is a second device worth it? The chapters before timed
+whole steps. This one takes them apart, predicts them from their parts, and ends with a bandwidth
+below which training on several devices is slower than on one.
+"""
+
+# %%
+import copy
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+from tabulate import tabulate
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+# %%
+import microddp
+from microddp import figures, prediction
+from microddp.bottleneck import find_bottleneck, measure_rates
+from microddp.ddp import DDP
+from microddp.figures import human_bytes, human_seconds
+from microddp.machine import cpu_cores
+from microddp.model import FullMLP, ModelConfig, SimpleCNN, Transformer, gradient_bytes
+from microddp.performance import DDPPerformanceAnalyzer, Overhead, break_down
+from microddp.profiling import profile_steps
+from microddp.scaling import measure_scaling
+from microddp.schedule import ddp_step, naive_data_parallel_step, register_ddp_hooks
+from microddp.trace import Timeline, measure
+
+# %%
+comms = microddp.init()
+comms.print(comms.describe())
+devices = torch.cuda.device_count() if comms.device.type == "cuda" else cpu_cores()
+few = comms.subgroup(range(min(comms.world_size, max(2, devices))))
+if few is None:  # a rank too many for honest times has nothing to do here
+    comms.close()
+    sys.exit()
+n = few.world_size
+few.print(f"timing on {n} of {comms.world_size} ranks, {devices} cores or GPUs")
+if n == 1:
+    few.print("One rank waits for nobody; add --nproc-per-node=2 to see communication.")
+
+# %% [markdown]
+r"""
+## Taking a step apart
+
+A collective can be under way while the rank computes, or while the rank waits for it. Only the
+second costs time. So of each step three things are wanted: what the phases take *without* the
+waiting inside them, how long communication was *exposed*, and how long it was *hidden*.
+
+**Predict.** One by one after backward, all of it is exposed. Started by hooks during backward,
+some is hidden; the last message never is, because it waits for the last gradient.
+
+**Build.** The timelines of chapters 03 and 04 hold all that is needed. Spans of communication may
+overlap each other, so their union counts:
+"""
+
+
+# %%
+def union(spans):
+    total, reached = 0.0, 0.0
+    for span in sorted(spans, key=lambda span: span.start):
+        total += max(0.0, span.end - max(span.start, reached))
+        reached = max(reached, span.end)
+    return total
+
+
+def take_apart(spans):
+    waits = [span for span in spans if span.lane == "wait"]
+    under_way = [span for span in spans if span.lane == "communication"]
+    waiting_for_it = union(waits) + union(under_way) - union(waits + under_way)
+    return {"exposed": union(waits), "hidden": union(under_way) - waiting_for_it}
+
+
+# %% [markdown]
+"""
+**Measure.** Two steps of one model, first naive and then with buckets. The core's
+{func}`~microddp.performance.break_down` follows the same rule, and adds the phases:
+"""
+
+# %%
+torch.manual_seed(0)
+DIM = 256
+model = FullMLP(DIM).to(few.device)
+batch = torch.randn(2, 64, DIM, device=few.device).unbind()
+
+
+def sgd(net):
+    return torch.optim.SGD(net.parameters(), lr=1e-3)
+
+
+rows = []
+for name, cap in {"naive": None, "bucketed": 1.0}.items():
+    timeline, net = Timeline(few), copy.deepcopy(model)
+    hooks = cap and register_ddp_hooks(net, few, cap, timeline)
+    for _ in range(3):  # what is left in the timeline is the last
+        timeline.take()
+        if hooks:
+            ddp_step(net, mse_loss, sgd(net), batch, hooks, timeline)
+        else:
+            naive_data_parallel_step(net, mse_loss, sgd(net), batch, few, timeline)
+    spans = timeline.take()
+    apart, times = take_apart(spans), break_down(spans)
+    assert abs(apart["exposed"] - times.exposed) + abs(apart["hidden"] - times.hidden) < 1e-9
+    rows.append((name, *(t * 1e3 for t in (times.total, times.exposed, times.hidden))))
+few.print(tabulate(rows, ["ms", "step", "exposed", "hidden"], floatfmt=".2f"))
+
+# %% [markdown]
+"""
+{class}`~microddp.performance.DDPPerformanceAnalyzer` runs and times steps of any kind, PyTorch's
+DDP included: there it watches when gradients come and when the group has sent something. Here are
+all of this book's ways to train, in turns:
+"""
+
+# %%
+bare, naive, hooked, bucketed, ours, theirs = (copy.deepcopy(model) for _ in range(6))
+ways = {
+    "no averaging": (bare, {}),
+    "naive": (naive, {"naive": True}),
+    "hooks": (hooked, {"hooks": register_ddp_hooks(hooked, few)}),
+    "buckets": (bucketed, {"hooks": register_ddp_hooks(bucketed, few, 1.0)}),
+    "microddp.DDP": (DDP(ours, few, bucket_cap_mb=1), {}),
+    "torch DDP": (TorchDDP(theirs, process_group=few.group, bucket_cap_mb=1), {}),
+}
+optimizers = {name: sgd(net) for name, (net, _) in ways.items()}
+analyzers = {name: DDPPerformanceAnalyzer(few) for name in ways}
+for _ in range(15):
+    for name, (net, options) in ways.items():
+        few.barrier()
+        analyzers[name].time_step(net, *batch, optimizers[name], loss_fn=mse_loss, **options)
+
+# %%
+for analyzer in analyzers.values():
+    del analyzer.steps[:3]  # to warm up
+summaries = {name: analyzer.summary() for name, analyzer in analyzers.items()}
+PARTS = ("forward", "backward", "exposed", "optimizer")
+bars = {name: {p: getattr(s.ranks[0], p) for p in PARTS} for name, s in summaries.items()}
+fastest = min(list(ways)[1:], key=lambda name: summaries[name].ranks[0].total)
+waits = {name: summary.ranks[0].exposed for name, summary in summaries.items()}
+figures.stacked_bars(
+    bars,
+    title=f"'{fastest}' waits {waits[fastest] / max(waits['naive'], 1e-9):.0%} as long as 'naive'",
+    xlabel="time of a step on rank 0 (medians)",
+)
+few.print(summaries["microddp.DDP"])
+assert n == 1 or summaries["naive"].ranks[0].hidden == 0
+
+# %% [markdown]
+"""
+**Explain.** On a GPU the network moves bytes by itself, and hidden communication is free. Over
+gloo the processor moves them: where every core computes, a hidden message takes its time from
+backward, and "backward" grows by what "exposed" loses.
+
+A clock that slows what it measures is no clock. The same step, timed from outside, with and
+without the analyzer inside:
+"""
+
+# %%
+net = DDP(copy.deepcopy(model), few)
+optimizer, analyzer = sgd(net), DDPPerformanceAnalyzer(few)
+
+
+def train_step(net, optimizer, batch, loss_fn):
+    optimizer.zero_grad()
+    loss_fn(net(batch[0]), batch[1]).backward()
+    optimizer.step()
+
+
+cost = measure(
+    {
+        "plain": partial(train_step, net, optimizer, batch, mse_loss),
+        "watched": partial(analyzer.time_step, net, *batch, optimizer, loss_fn=mse_loss),
+    },
+    few,
+    repeat=40,
+)
+pairs = zip(cost["watched"].seconds, cost["plain"].seconds, strict=True)
+few.print(f"the analyzer adds {statistics.median(w / p for w, p in pairs) - 1:+.1%} to the step")
+
+# %% [markdown]
+r"""
+## Against the size of the model
+
+A rule of thumb is passed on in courses: at 10 Gbit/s, communication takes about 60 % of the step
+of a model of 1M parameters, 40 % at 5M and 20 % at 20M. Is a larger model easier to train on
+several devices?
+
+**Predict.** A model of P parameters sends 4P bytes. If each parameter is used equally often for a
+sample, its computing grows as P as well, and the share stays as it is. It falls only if a larger
+model uses each parameter more often, or if the start-up of messages, which does not grow, was what
+weighed. A link of 10 Gbit/s carries 1.25 GB/s, and the ring makes of that, without overlap:
+"""
+
+# %%
+LINK = 1.25e9  # bytes a second
+RULE = {(96, 192, 384): 0.6, (208, 416, 832): 0.4, (432, 864, 1728): 0.2}
+images = torch.randn(16, 64, device=few.device), torch.arange(16, device=few.device) % 10
+rows, cnns = [], {}
+for channels, rule in RULE.items():
+    cnn = SimpleCNN(ModelConfig(channels, hidden=2 * channels[1])).to(few.device)
+    overhead = DDPPerformanceAnalyzer(few).analyze_communication_overhead(cnn, *images, repeat=5)
+    network = prediction.estimate_communication_time(overhead.nbytes, max(n, 2), LINK)
+    alone = overhead.alone.median
+    cnns[f"CNN, {overhead.nbytes / 4e6:.1f}M"] = cnn
+    shares = (overhead.share, network / (alone + network), rule)
+    times = human_bytes(overhead.nbytes), human_seconds(alone)
+    rows.append((f"{overhead.nbytes / 4e6:.1f}M", *times, *(f"{share:.0%}" for share in shares)))
+headers = ["parameters", "gradients", "computing", "measured", "10 Gbit/s, predicted", "the rule"]
+few.print(tabulate(rows, headers, disable_numparse=True))
+
+# %% [markdown]
+"""
+**Explain.** *Measured* is the part of the step that data parallelism adds here, as it overlaps
+here. The prediction takes this device's computing, and a network that it does not have. The rule
+names neither the device nor the batch, and both move the result: a device that computes ten times
+faster waits ten times as long in proportion. The shares above follow the ratio of computing to
+bytes, not the size.
+
+## More ranks
+
+*Strong* scaling divides one batch among more ranks; *weak* scaling gives each rank as much as
+before. Efficiency is the speed-up by the number of ranks.
+
+**Predict.** Weak scaling has more to compute for the same bytes, so its efficiency is higher. And
+no run can beat what the machine gives when its ranks only compute: they share memory and caches.
+That ceiling is measured too, by steps without communication on as many ranks at once.
+"""
+
+
+# %%
+def make_steps(group, samples):
+    data = torch.randn(2, samples, DIM, device=few.device).unbind()
+    alone, wrapped = copy.deepcopy(model), DDP(copy.deepcopy(model), group)
+    return tuple(partial(train_step, m, sgd(m), data, mse_loss) for m in (wrapped, alone))
+
+
+# %%
+samples = 64 * n
+curves = {}
+for kind, count in {"strong": samples, "weak": 64}.items():
+    scaling = measure_scaling(make_steps, few, count, weak=kind == "weak")
+    few.print(f"{kind} scaling\n{scaling}\n")
+    counts = [point.ranks for point in scaling.points]
+    curves[kind] = (counts, [scaling.speedup(point) for point in scaling.points])
+    allowed = [scaling.allowed(point) for point in scaling.points]
+    curves[f"{kind}, computing alone"] = (counts, allowed)
+
+# %%
+figures.lines(
+    {**curves, "ideal": (counts, counts)},
+    title=f"{counts[-1]} ranks do {curves['weak'][1][-1]:.2f} times the work of one, "
+    f"or one's work {curves['strong'][1][-1]:.2f} times as fast",
+    xlabel="ranks",
+    ylabel="speed-up",
+)
+
+# %% [markdown]
+r"""
+## What changes the share
+
+**Predict.** Four things can be set. *Bucket size*: chapter 05's valley. *Accumulation*: K
+micro-batches with one average send the bytes once in K backward passes, so the added time stays
+and the step grows: a share $s$ becomes about $s / (s + K (1 - s))$. *Batch size*: the same, with
+more work in the same passes. *Precision*: `autocast` changes the time to compute, but gradients
+stay in 32 bits, as the parameters are; a communication hook that sends bf16 halves the bytes.
+"""
+
+
+# %%
+def accumulate(K, batch, autocast, net, optimizer):
+    optimizer.zero_grad()
+    for k in range(K):
+        apart = net.no_sync() if k < K - 1 and isinstance(net, DDP) else nullcontext()
+        with apart, torch.autocast(few.device.type, torch.bfloat16, enabled=autocast):
+            loss = mse_loss(net(batch[0]), batch[1]) / K
+            loss.backward()
+    optimizer.step()
+
+
+def variant(K=1, samples=64, cap=1.0, autocast=False, half_messages=False):
+    """A step alone and a step together."""
+    data = torch.randn(2, samples, DIM, device=few.device).unbind()
+    alone, wrapped = copy.deepcopy(model), DDP(copy.deepcopy(model), few, bucket_cap_mb=cap)
+    if half_messages:
+        wrapped.register_comm_hook(few.group, bf16_compress_hook)
+    return [partial(accumulate, K, data, autocast, m, sgd(m)) for m in (alone, wrapped)]
+
+
+# %%
+VARIANTS = {f"buckets of {cap:g} MiB": {"cap": cap} for cap in (0.1, 1, 25)}
+VARIANTS |= {f"accumulation of {K}": {"K": K} for K in (1, 2, 4, 8)}
+VARIANTS |= {f"batch of {size}": {"samples": size} for size in (16, 64, 256)}
+VARIANTS |= {"bf16 autocast": {"autocast": True}, "bf16 messages": {"half_messages": True}}
+calls = {}
+for name, options in VARIANTS.items():
+    calls[name, "alone"], calls[name, "together"] = variant(**options)
+# %%
+times = measure(calls, few, repeat=9)
+overheads = {
+    name: Overhead(gradient_bytes(model), times[name, "alone"], times[name, "together"])
+    for name in VARIANTS
+}
+bars = {
+    f"{name} ({human_seconds(o.together.median)})": {
+        "computing": 1 - max(o.share, 0),
+        "averaging": max(o.share, 0),
+    }
+    for name, o in overheads.items()
+}
+# %%
+once, eight = (max(overheads[f"accumulation of {K}"].share, 0) for K in (1, 8))
+figures.stacked_bars(
+    bars,
+    title=f"Averaging every 8 takes {eight:.0%} instead of {once:.0%}",
+    xlabel="share of the step (its time)",
+    formatter=lambda share, _: f"{share:.0%}",
+)
+rows = [
+    (
+        K,
+        f"{max(overheads[f'accumulation of {K}'].share, 0):.0%}",
+        f"{once / (once + K * (1 - once)):.0%}",
+    )
+    for K in (1, 2, 4, 8)
+]
+few.print(tabulate(rows, ["accumulation", "measured", "predicted"], disable_numparse=True))
+
+# %% [markdown]
+r"""
+**Explain.** The step that accumulates is another step, with other weights after it: it sees K
+times the samples for each update. Smaller buckets pay more start-ups; with one large bucket little
+can be hidden. bf16 helps computing where the processor has instructions for it and hurts where it
+converts instead, so the share can go either way while the bytes stay.
+
+## Predicted from its parts
+
+**Predict.** A step of any plan, from what was measured one part at a time: forward, backward with
+the moment of each gradient, the optimizer, copies into buckets, and the start-up $\alpha$ and time
+per byte $\beta$ of an all-reduce. Buckets travel one after the other:
+
+$$\text{start}_b = \max(\text{ready}_b, \text{end}_{b-1}), \qquad
+\text{end}_b = \text{start}_b + \alpha + \beta S_b .$$
+
+Where processors move the bytes, one more number is needed. While a bucket travels, it keeps some
+cores busy, and backward goes on with what is left of them:
+"""
+
+# %%
+cost = prediction.measure_all_reduce(few)
+few.print(
+    f"all-reduce: alpha {human_seconds(cost.alpha)}, beta {cost.beta * 1e9:.3f} ns/byte, "
+    f"{cost.cores:.2f} cores of each rank busy"
+)
+
+# %% [markdown]
+"""
+**Measure.** Four models at two bucket sizes, predicted first, then timed in
+{class}`~microddp.ddp.DistributedDataParallel`:
+"""
+
+
+# %%
+def flat_cross_entropy(logits, targets):
+    return cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+tokens = torch.randint(512, (4, 64), device=few.device)
+decoder = Transformer(512, dim=192, depth=3, heads=3, context=64).to(few.device)
+CASES = {f"MLP of width {dim}": (FullMLP(dim).to(few.device), dim, mse_loss) for dim in (128, 512)}
+CASES = {
+    name: (net, torch.randn(2, 64, dim, device=few.device).unbind(), loss_fn)
+    for name, (net, dim, loss_fn) in CASES.items()
+}
+CASES[name] = (cnns[name := next(iter(cnns))], images, cross_entropy)
+CASES["transformer"] = (decoder, (tokens, tokens.roll(-1, 1)), flat_cross_entropy)
+
+# %%
+rows, errors = [], []
+for name, (net, data, loss_fn) in CASES.items():
+    compute = prediction.measure_compute(net, loss_fn, data, sgd, few)
+    for cap in (1.0, 25.0):
+        plan = prediction.plan_by_name(net, list(compute.ready), cap, cap)
+        predicted = prediction.predict_step(
+            compute, plan, cost, prediction.cores_for_each_rank(few)
+        )
+        wrapped = DDP(copy.deepcopy(net), few, bucket_cap_mb=cap)
+        step = partial(train_step, wrapped, sgd(wrapped), data, loss_fn)
+        measured = measure({"": step}, few, repeat=9)[""]
+        errors.append(predicted.step / measured.median - 1)
+        row = (name, cap, len(plan), human_seconds(predicted.step), str(measured))
+        rows.append((*row, f"{errors[-1]:+.0%}"))
+headers = ["model", "cap MiB", "buckets", "predicted", "measured (quartiles)", "error"]
+few.print(tabulate(rows, headers, disable_numparse=True))
+few.print(f"median error {statistics.median(map(abs, errors)):.0%}")
+
+# %% [markdown]
+r"""
+**Explain.** The model leaves out what ranks do to each other: one that is late makes all wait, and
+threads that want the same core take turns by the scheduler's choice. Both make a real step longer
+than the predicted one, the short steps most.
+
+## The profiler
+
+PyTorch's profiler records every operation, for the price of slowing them. So it is the tool for
+*what* takes the time, after a clock has said *how much* there is to find. The book's
+{func}`~microddp.profiling.profile_steps` sums it up, and writes a trace for each rank that
+[Perfetto](https://ui.perfetto.dev) opens:
+"""
+
+# %%
+net = DDP(copy.deepcopy(model), few, bucket_cap_mb=1)
+with tempfile.TemporaryDirectory() as folder:
+    step = partial(train_step, net, sgd(net), batch, mse_loss)
+    few.print(profile_steps(step, few, folder=folder))
+
+# %% [markdown]
+r"""
+## When is it worth it?
+
+**Predict.** n ranks with b samples each compute $6Pb$ operations at a rate R: 2 for each parameter
+and sample in forward, 4 in backward. One device needs n times as long for the same batch. Without
+overlap, n ranks are faster if an all-reduce over links of bandwidth B, with a start-up L, takes
+less than what they save:
+
+$$L + \frac{2(n-1)}{n}\,\frac{4P}{B} \;<\; (n-1)\,\frac{6Pb}{R}
+\qquad\Longrightarrow\qquad
+B \;>\; \frac{8P\,(n-1)/n}{6Pb\,(n-1)/R - L} .$$
+
+For large models P cancels out: the bandwidth that is needed depends on the device and on b alone.
+For small ones the start-up is more than all there is to save, whatever the bandwidth.
+
+This machine's R and $\alpha$ are measured. An H100 is put in by its makers' figure, 989 TFLOP/s in
+dense bf16 ([NVIDIA, H100 data sheet](https://www.nvidia.com/en-us/data-center/h100/), SXM, 2024),
+of which large trainings reach about 40 % ([Llama 3](https://arxiv.org/abs/2407.21783), table 4:
+38 to 43 %, 2024). Its start-up is taken from an all-reduce of 1 MiB at 40 GB/s bus bandwidth on 8
+H200 ([ML engineering](https://github.com/stas00/ml-engineering), network, 2025).
+"""
+
+# %%
+RANKS, SAMPLES = 8, 1024
+rates = measure_rates(few)
+H100 = 0.4 * 989e12, 2**20 * 2 * (RANKS - 1) / RANKS / 40e9
+HERE = rates.flops, cost.alpha * (RANKS - 1) / max(n - 1, 1)  # start-ups grow with the rounds
+
+
+def break_even(parameters, rate, start_up):
+    saved = 6 * parameters * SAMPLES * (RANKS - 1) / rate - start_up
+    return 8 * parameters * (RANKS - 1) / RANKS / saved if saved > 0 else float("inf")
+
+
+def curve(rate, start_up):
+    sizes = [10 ** (k / 4) for k in range(16, 45)]
+    points = [(size, break_even(size, rate, start_up) / 1e9) for size in sizes]
+    x, y = zip(*(point for point in points if point[1] < 1e3), strict=True)
+    return x, y
+
+
+# %%
+LINKS = {"10 Gbit/s Ethernet": 1.25, "PCIe 4.0 x16": 31.5, "NVLink 4 (H100)": 450}
+ends = (1e4, 1e11)
+figures.lines(
+    {
+        "H100, computing": curve(*H100),
+        "this device, computing": curve(*HERE),
+        **{name: (ends, (gigabytes, gigabytes)) for name, gigabytes in LINKS.items()},
+        **({"this machine's all-reduce": (ends, (1 / cost.beta / 1e9,) * 2)} if n > 1 else {}),
+    },
+    title="Above its curve a link makes 8 ranks faster than one",
+    xlabel=f"parameters of the model ({SAMPLES} samples or tokens a rank and step)",
+    ylabel="bandwidth of a link, GB/s",
+    log="xy",
+)
+need_here, need_h100 = (break_even(1e9, *device) / 1e9 for device in (HERE, H100))
+few.print(f"1e9 parameters need {need_here:.3g} GB/s here, and {need_h100:.3g} GB/s on H100s")
+assert need_here < need_h100
+
+# %% [markdown]
+"""
+The links by their specifications, in each direction: 10 Gbit/s; PCIe 4.0 with 16 lanes of 16
+GT/s; NVLink 4 with 18 links of 25 GB/s, from NVIDIA's data sheet.
+
+## The verdict
+
+What limits a step? {func}`~microddp.bottleneck.find_bottleneck` counts each operation's arithmetic
+and bytes, and asks what it would take at this machine's rates to compute it, to move the bytes, or
+only to start it. The longest of the three is what limits that operation. Communication is added as
+it was measured. Three models made to be limited by one thing each, then the model of this chapter:
+"""
+
+# %%
+few.print(rates)
+
+
+def judge(net, data, make_optimizer=sgd, exposed=0.0):
+    step = partial(train_step, net, make_optimizer(net), data, mse_loss)
+    measured = measure({"": step}, few, repeat=5)[""].median
+    return find_bottleneck(step, rates, measured=measured + exposed, exposed=exposed)
+
+
+def case(dim, depth, samples, make_optimizer=sgd):
+    data = torch.randn(2, samples, dim, device=few.device).unbind()
+    return judge(FullMLP(dim, depth).to(few.device), data, make_optimizer)
+
+
+def adam(net):
+    return torch.optim.Adam(net.parameters())
+
+
+verdicts = {
+    "wide layers, large batch": case(512, 4, 1024),
+    "wide layers, one sample": case(1024, 4, 1, adam),
+    "64 layers of width 8": case(8, 64, 4),
+    "this chapter's, naive": judge(bare, batch, exposed=summaries["naive"].ranks[0].exposed),
+}
+for name, verdict in verdicts.items():
+    few.print(f"{name}: {verdict}\n")
+if few.device.type == "cpu":
+    assert [v.bottleneck for v in verdicts.values()][:3] == ["compute", "memory", "host"]
+
+# %% [markdown]
+"""
+## Where it breaks
+
+**One slow rank looks like a slow network.** Here the last rank takes 20 ms longer to load its
+batch:
+"""
+
+
+# %%
+def slow_loader(batches=8):
+    for _ in range(batches):
+        if few.rank == n - 1:
+            time.sleep(0.02)
+        yield batch
+
+
+net = DDP(copy.deepcopy(model), few)
+optimizer, analyzer = sgd(net), DDPPerformanceAnalyzer(few)
+for inputs, targets in analyzer.batches(slow_loader()):
+    analyzer.time_step(net, inputs, targets, optimizer, loss_fn=mse_loss)
+summary = analyzer.summary()
+few.print(summary)
+assert summary.slowest == n - 1
+assert n == 1 or summary.ranks[0].exposed > summary.ranks[-1].exposed
+
+# %% [markdown]
+"""
+Rank 0 sees nothing but communication that takes long, and a faster network would change none of
+it. Exposed time is waiting, for the network *or* for another rank. Look at all ranks: who waits
+least is who the others wait for.
+"""
+
+# %% [markdown]
+"""
+## What to take along
+
+Before you buy a network, in this order:
+
+1. Warm up, let the ranks meet before each measurement, repeat; report a median with its spread.
+2. Time the step without averaging, on as many ranks at once. What remains is all that can be won.
+3. Look at every rank. If one works longest, that is the problem, and no network will help.
+4. Split communication into exposed and hidden. Only the exposed part costs, unless processors move
+   the bytes.
+5. If start-ups weigh, use larger buckets; if bytes weigh, accumulate, enlarge the batch or send
+   fewer bits.
+6. If computing weighs, you are done: the ranks are as fast as the device.
+
+## Exercises
+
+1. Predict the step of the hooks without buckets: `plan_by_name` takes a cap of 0. Is the error
+   larger than with buckets? Where does it come from?
+2. Make {func}`~microddp.performance.break_down` count the waiting of a rank whose backward is
+   starved of cores. What would have to be recorded?
+3. Run this chapter with `MICRODDP_NPROC=4` or `torchrun --nproc-per-node=4` on a machine with four
+   cores. Does the ceiling of the scaling curve stay a straight line?
+4. Put your own GPU and your own network into the last chart. How many tokens a step does a rank
+   need?
+"""
+
+# %%
+comms.close()
