@@ -481,8 +481,9 @@ they spare, and that weighs most where gradients are small.
 
 In the hooks above, `parameter.grad` is a view of the bucket, and the optimizer reads the average
 where it arrived. PyTorch's DDP does not do that unless asked (`gradient_as_bucket_view=True`): it
-copies the averages back. **Predict:** with copies, gradients and buckets take twice the memory of
-the gradients, and a step moves their bytes once more.
+copies the averages back, so that a gradient kept aside stays as it is. **Predict:** with copies,
+gradients and buckets take twice the memory of the gradients, and a step moves their bytes once
+more.
 """
 
 

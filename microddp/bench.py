@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from microddp.messages import bus_bandwidth
 from microddp.trace import Timing, measure, write_whole
 
 SWEEP_MB = (1 / 16, 1 / 4, 1, 4, 8, 16, 32, 64)
+LARGE = 8 << 20  # bytes; from here on the start-up of a message is small beside its travel
 DTYPES = {
     name: getattr(torch, name)
     for name in ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
@@ -34,7 +36,10 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Row:
-    """One algorithm at one size; times in milliseconds, bandwidths in GB/s (10^9 bytes)."""
+    """One algorithm at one size; times in milliseconds, bandwidths in GB/s (10^9 bytes).
+
+    The ratio to the backend is the median of those of each round.
+    """
 
     algorithm: str
     nbytes: int
@@ -194,8 +199,27 @@ def _row(name: str, nbytes: int, timing: Timing, backend: Timing, world_size: in
         p95_ms=timing.percentile(95) * 1e3,
         algorithm_gbs=nbytes / timing.median / 1e9,
         bus_gbs=bus_bandwidth(nbytes, timing.median, world_size) / 1e9,
-        ratio_to_backend=None if timing is backend else timing.median / backend.median,
+        ratio_to_backend=None if timing is backend else timing.ratio(backend).median,
     )
+
+
+def conclusions(rows: Sequence[Row]) -> list[str]:
+    """A sentence on each algorithm against the backend: where start-up counts, where bytes do."""
+    said = []
+    for name in dict.fromkeys(row.algorithm for row in rows if row.ratio_to_backend):
+        parts = []
+        for large in (False, True):
+            ratios = {
+                row.nbytes: row.ratio_to_backend
+                for row in rows
+                if row.algorithm == name and row.ratio_to_backend and (row.nbytes >= LARGE) == large
+            }
+            if ratios:
+                ends = map(figures.human_bytes, sorted({min(ratios), max(ratios)}))
+                mean = statistics.geometric_mean(ratios.values())
+                parts.append(f"{mean:.2f} times for {' to '.join(ends)}")
+        said.append(f"{name}, by the time of the backend: {', '.join(parts)} (geometric mean).")
+    return said
 
 
 def _report(
@@ -217,6 +241,8 @@ def _report(
         for row in rows
     ]
     print(tabulate(cells, headers="keys", colalign=("right", "left", *["right"] * 5)))
+    for sentence in conclusions(rows):
+        print(sentence)
     if options.check:
         print("Every result was the exact sum.")
     if comms.world_size > cpu_cores() and comms.device.type == "cpu":

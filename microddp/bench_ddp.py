@@ -185,8 +185,7 @@ def compare(
     """The rows of one model at one bucket size."""
     rows = []
     for schedule, timing in timings.items():
-        pairs = zip(timing.seconds, timings[REFERENCE].seconds, strict=True)
-        ratio = Timing(tuple(mine / reference for mine, reference in pairs))
+        ratio = timing.ratio(timings[REFERENCE])
         (low, high), (ratio_low, ratio_high) = timing.spread, ratio.spread
         number, nbytes = counted[schedule]
         rows.append(

@@ -44,6 +44,15 @@ class Timing:
         """The lower and upper quartile in seconds; half of all measurements lie between."""
         return self.percentile(25), self.percentile(75)
 
+    def ratio(self, other: Timing) -> Timing:
+        """This by another timing of the same run, round by round, so that both had the same luck.
+
+        Raises:
+            ValueError: they have different numbers of rounds.
+        """
+        pairs = zip(self.seconds, other.seconds, strict=True)
+        return Timing(tuple(mine / theirs for mine, theirs in pairs))
+
     def __str__(self) -> str:
         low, high = self.spread
         return f"{self.median * 1e3:.3g} ms ({low * 1e3:.3g} to {high * 1e3:.3g})"

@@ -9,7 +9,7 @@ import torch
 from ranks import on_ranks
 
 from microddp.allreduce import ALGORITHMS
-from microddp.bench import check_sum
+from microddp.bench import Row, check_sum, conclusions
 
 BENCH = ("-m", "microddp.bench", "allreduce")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -40,10 +40,20 @@ def test_reports_every_algorithm_against_the_backend(tmp_path):
         assert row["bus_gbs"] == pytest.approx(row["algorithm_gbs"]), "2 (n-1)/n is 1 for 2 ranks"
         assert row["median_ms"] <= row["p95_ms"]
     for row in rows[1:]:
-        ratio = row["median_ms"] / backend["median_ms"]
-        assert row["ratio_to_backend"] == pytest.approx(ratio)
+        sentence = f"{row['algorithm']}, by the time of the backend: "
+        assert f"{sentence}{row['ratio_to_backend']:.2f} times for 1 MiB" in printed
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plot.png", "report.json"]
+
+
+def test_conclusions_are_means_for_small_and_for_large_tensors():
+    rows = [
+        Row(name, size << 20, 1, 1, 1, 1, ratio)
+        for size, ratio in ((1, 3.0), (4, 3.0), (8, 2.0), (64, 0.5))
+        for name, ratio in (("backend", None), ("ring", ratio))
+    ]
+    expected = "3.00 times for 1 MiB to 4 MiB, 1.00 times for 8 MiB to 64 MiB (geometric mean)."
+    assert conclusions(rows) == [f"ring, by the time of the backend: {expected}"]
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,13 @@ def test_a_percentile_is_the_smallest_measurement_that_so_many_do_not_exceed(sec
     assert not smaller or sum(s <= max(smaller) for s in seconds) < needed
 
 
+def test_a_ratio_is_taken_round_by_round():
+    ratio = Timing((2.0, 9.0, 4.0)).ratio(Timing((1.0, 3.0, 4.0)))
+    assert ratio.seconds == (2.0, 3.0, 1.0)
+    with pytest.raises(ValueError, match="zip"):
+        ratio.ratio(Timing((1.0,)))
+
+
 @on_ranks(1, 3)
 def test_a_measurement_is_the_slowest_ranks_time_on_every_rank(comms):
     slowest = comms.world_size - 1
