@@ -23,6 +23,8 @@ extensions = [
     "gallery_launcher",
     "mathml",
     "page_head",
+    "chapter_cards",
+    "first_use",
 ]
 exclude_patterns = ["_ext", "_static", "**/README.md"]
 nitpicky = True
@@ -33,7 +35,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(Callable|Iterator|Mapping|Sequence|Path|optional|P|P\.\w+|Figure|Axes)"),
 ]
 
-myst_enable_extensions = ["dollarmath", "colon_fence"]
+myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 # The chapters ------------------------------------------------------------------------------------
@@ -61,7 +63,7 @@ gallery_launcher = {
     "log_dir": "gallery_logs",
     "depends": ["microddp/**/*.py", "docs/_ext/*.py"],
     "preload": ["gallery_markdown.install"],
-    "facts": "book_run.measured_on",
+    "facts": "book_run.below_title",
 }
 
 # The site ----------------------------------------------------------------------------------------

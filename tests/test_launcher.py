@@ -356,7 +356,7 @@ def test_each_rank_sees_what_torchrun_would_show_it(tmp_path: Path) -> None:
     book.write(
         "machine.py",
         "def ranks(): return 2\n"
-        "def facts(names): return f\"Measured on {names['world']} *ranks*.\"\n",
+        "def facts(names, path): return f\"{path.name} on {names['world']} *ranks*.\"\n",
     )
     book.write("chapters/beside.py.txt", "read from the chapter's folder")
     book.chapter(
@@ -384,8 +384,8 @@ def test_each_rank_sees_what_torchrun_would_show_it(tmp_path: Path) -> None:
         assert build.output.count(line) == 2  # one on each rank
         assert line in page
     assert "[rank1]:sphinx False" in build.output
-    assert "<p>Measured on 2 <em>ranks</em>.</p>" in book.page("looks")
-    assert in_order(page, ["<h1>looks", "Measured on", "This chapter is called"])
+    assert "<p>looks.py on 2 <em>ranks</em>.</p>" in book.page("looks")
+    assert in_order(page, ["<h1>looks", "looks.py on 2", "This chapter is called"])
 
 
 def test_warnings_of_the_gallery_are_the_builds(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """How the book's chapters run: on how many ranks, and what their pages say about it."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
+from chapter_cards import head, read_chapter
 
 # Enough for a ring to be a ring. What the chapters time, they time on as many ranks as have a core
 # or a GPU of their own, and say so.
@@ -26,6 +28,9 @@ def ranks() -> int:
     return gpus if gpus > 1 else USUAL
 
 
-def measured_on(namespace: dict[str, Any]) -> str:
-    """The line below a chapter's title, from the ``Comms`` that the chapter ran with."""
-    return f":::{{div}} measured-on\nMeasured on {namespace['comms'].describe()}.\n:::"
+def below_title(namespace: dict[str, Any], script: Path) -> str:
+    """What stands below a chapter's title, from the ``Comms`` that the chapter ran with."""
+    comms = namespace["comms"]
+    measured = f":::{{div}} measured-on\nMeasured on {comms.describe()}.\n:::"
+    chapter = read_chapter(script)
+    return f"{measured}\n\n{head(chapter, comms.world_size)}"

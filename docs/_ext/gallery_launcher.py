@@ -45,7 +45,7 @@ class Options:
     log_dir: str = "gallery_logs"  # relative to the folder of conf.py
     depends: Sequence[str] = ()  # globs, likewise; if such a file changes, all run again
     preload: Sequence[str] = ()  # import paths of callables that rank 0 calls first
-    facts: str | None = None  # import path of a callable: example's globals -> Markdown
+    facts: str | None = None  # import path: (example's globals, its path) -> Markdown
 
 
 @dataclass(frozen=True)

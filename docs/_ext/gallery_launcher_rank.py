@@ -85,7 +85,7 @@ def _run_gallery(job: Job) -> dict[str, Any]:
             blocks: Any, script_vars: dict[str, Any], conf: Any, file_conf: dict[str, Any]
         ) -> Any:
             output = execute_script(blocks, script_vars, conf, file_conf)
-            file_conf["preamble"] = find_facts(script_vars["example_globals"])
+            file_conf["preamble"] = find_facts(script_vars["example_globals"], Path(job.chapter))
             return output
 
         gen_rst.execute_script = execute_and_find_facts

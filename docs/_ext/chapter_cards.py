@@ -1,0 +1,107 @@
+"""What a chapter is about, said once: on the landing page and at the top of its own page."""
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jupytext
+from docutils import nodes
+from docutils.statemachine import StringList
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+CHAPTERS = Path(__file__).parents[2] / "chapters"
+WORDS_A_MINUTE, LINES_A_MINUTE = 200, 20  # prose is read, code is worked through
+
+# What the reader has built at the end.
+BUILDS = {
+    "00_baseline": "a training loop that is timed part by part",
+    "01_manual": "two replicas in one process, their gradients averaged by hand",
+    "02_all_reduce": "three all-reduces from send and receive, the ring among them",
+    "03_naive_dp": "data-parallel training in a dozen lines",
+    "04_hooks": "an all-reduce that starts inside backward",
+    "05_bucketing": "a bucket plan, and hooks that follow it",
+    "06_ddp": "a wrapper that does what PyTorch's does",
+    "07_sync_primitives": "the chores of a training job, and five deadlocks with their cures",
+    "08_performance": "a clock for every part of a step, and a model that predicts it",
+    "09_case_study": "one language model trained on one device and on several",
+}
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """A chapter in a few words; `minutes` is how long it takes to read."""
+
+    stem: str
+    title: str
+    question: str
+    builds: str
+    minutes: int
+
+    @property
+    def number(self) -> str:
+        """As people say it: without the leading zero."""
+        return str(int(self.stem[:2]))
+
+
+def read_chapter(path: Path) -> Chapter:
+    """Read a chapter's script.
+
+    Raises `ValueError` if nothing is said of what it builds, or it opens with no question.
+    """
+    if path.stem not in BUILDS:
+        raise ValueError(f"expected an entry for {path.stem} in chapter_cards.BUILDS")
+    cells = jupytext.read(path).cells
+    title, _, text = cells[0].source.partition("\n")
+    question = re.search(r"[^.?]*\?", " ".join(text.split()))
+    if question is None:
+        raise ValueError(f"expected {path.name} to open with a question")
+    words = sum(len(cell.source.split()) for cell in cells if cell.cell_type == "markdown")
+    lines = sum(len(cell.source.splitlines()) for cell in cells if cell.cell_type == "code")
+    minutes = math.ceil(words / WORDS_A_MINUTE + lines / LINES_A_MINUTE)
+    name = title.removeprefix("# ").strip()
+    return Chapter(path.stem, name, question[0].strip(), BUILDS[path.stem], minutes)
+
+
+def head(chapter: Chapter, ranks: int) -> str:
+    """Return what stands below the title of a chapter's page, as Markdown."""
+    command = f"torchrun --nproc-per-node={ranks} chapters/{chapter.stem}.py"
+    return (
+        f":::{{div}} chapter-head\n**In this chapter you build** {chapter.builds}. "
+        f"About {chapter.minutes} minutes to read. Run it yourself:\n:::\n\n"
+        f"```console\n$ {command}\n```"
+    )
+
+
+class ChapterCards(SphinxDirective):
+    """A card for each chapter: number, question, picture, what is built, minutes."""
+
+    def run(self) -> list[nodes.Node]:
+        """Write the cards in Markdown, and have that parsed."""
+        lines = ["::::{grid} 1 2 2 2", ":gutter: 3", ":class-container: chapter-cards"]
+        for path in sorted(CHAPTERS.glob("[0-9]*.py")):
+            chapter = read_chapter(path)
+            self.env.note_dependency(str(path))
+            lines += [
+                f":::{{grid-item-card}} {chapter.number}. {chapter.title}",
+                f":link: chapters/{chapter.stem}",
+                ":link-type: doc",
+                f":img-top: chapters/images/thumb/sphx_glr_{chapter.stem}_thumb.png",
+                f":img-alt: A figure of chapter {chapter.number}",
+                chapter.question,
+                "+++",
+                f"You build {chapter.builds}. {chapter.minutes} minutes",
+                ":::",
+            ]
+        lines.append("::::")
+        holder = nodes.container()
+        self.state.nested_parse(StringList(lines, "chapter-cards"), 0, holder)
+        return holder.children
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Add the directive."""
+    app.add_directive("chapter-cards", ChapterCards)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

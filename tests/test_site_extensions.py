@@ -1,0 +1,69 @@
+"""The site's own extensions: links to the glossary, and what is said of each chapter."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from gallery_book import EXTENSIONS, Book
+
+sys.path.insert(0, str(EXTENSIONS))
+
+from chapter_cards import BUILDS, CHAPTERS, head, read_chapter
+
+GLOSSARY = """# Words
+
+:::{glossary}
+ring
+  It goes round.
+
+process group
+  Some ranks.
+
+group
+  The same.
+:::
+"""
+
+
+def test_the_first_use_of_a_term_links_to_the_glossary(tmp_path):
+    book = Book(tmp_path / "book")
+    book.configure("first_use")
+    book.write("docs/words.md", GLOSSARY)
+    book.write("docs/index.md", "# Book\n\nA ring.\n\n```{toctree}\nwords\nchapters/index\n```\n")
+    text = (
+        '# %% [markdown]\n"""\n# A ring\n\nA `ring`, a string and two Rings; another ring in a '
+        '[group](https://example.org) and a process group.\n"""\n\n# %%\nx = 1\n'
+    )
+    book.write("chapters/a.py", text)
+    book.configure("gallery_markdown", "first_use")
+    build = book.build("-W")
+    assert build.process.returncode == 0, build.output
+    links = re.findall(r'<a class="term[^"]*" href="([^"]*)">([^<]*)</a>', book.page("a"))
+    assert links == [
+        ("../words.html#term-ring", "Rings"),
+        ("../words.html#term-process-group", "process group"),
+    ]
+    assert 'class="term' not in (book.root / "_site/index.html").read_text()
+
+
+@pytest.mark.parametrize("path", sorted(CHAPTERS.glob("[0-9]*.py")), ids=lambda path: path.stem)
+def test_every_chapter_opens_with_a_question_and_says_what_is_built(path):
+    chapter = read_chapter(path)
+    assert chapter.question.endswith("?")
+    assert chapter.builds == BUILDS[path.stem]
+    assert 3 <= chapter.minutes <= 60
+    assert f"torchrun --nproc-per-node=3 chapters/{path.name}" in head(chapter, 3)
+
+
+def test_nothing_is_said_of_chapters_that_are_not_there():
+    assert sorted(BUILDS) == sorted(path.stem for path in CHAPTERS.glob("[0-9]*.py"))
+
+
+def test_a_chapter_without_a_question_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="expected an entry for 99_new"):
+        read_chapter(Path("99_new.py"))
+    silent = tmp_path / "00_baseline.py"
+    silent.write_text('# %% [markdown]\n"""\n# Title\n\nNo question.\n"""\n')
+    with pytest.raises(ValueError, match=r"00_baseline.py to open with a question"):
+        read_chapter(silent)
