@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -230,6 +231,7 @@ class BucketedDDPHooks:
         self.parameters = [p for _, p in named]
         self.as_view = gradient_as_bucket_view
         self.timeline = timeline
+        self.armed = True  # whether a backward averages
         self.divisor = comms.world_size
         self.caps = [int(min(first_bucket_mb, bucket_size_mb) * MIB), int(bucket_size_mb * MIB)]
         sparse = {
@@ -276,6 +278,18 @@ class BucketedDDPHooks:
             if self.as_view and bucket.views and p.grad is not None:
                 p.grad = bucket.views[slot].copy_(p.grad)
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let each backward of the block add to this rank's own gradients, and send nothing.
+
+        The first backward after the block averages what has accumulated.
+        """
+        before, self.armed = self.armed, False
+        try:
+            yield
+        finally:
+            self.armed = before
+
     def finish(self) -> None:
         """Wait until every gradient is averaged.
 
@@ -317,6 +331,8 @@ class BucketedDDPHooks:
             handle.remove()
 
     def _ready(self, i: int, _parameter: torch.Tensor) -> None:
+        if not self.armed:
+            return
         bucket, slot = self._places[i]
         if bucket.has(slot):
             raise RuntimeError(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.utils.data import TensorDataset
@@ -54,8 +56,9 @@ class Digits:
     """Handwritten digits, split for training and testing.
 
     Attributes:
-        train: 1437 pairs of an 8 x 8 image, as 64 floats in [0, 1], and a class from 0 to 9.
-        test: 360 more pairs.
+        train: pairs of an image, its pixels in one row of floats in [0, 1], and a class from 0
+            to 9. scikit-learn's: 1437 of 8 x 8 pixels; MNIST: 60000 of 28 x 28.
+        test: more pairs, 360 or 10000.
     """
 
     train: TensorDataset
@@ -80,6 +83,35 @@ def load_digits(device: torch.device | str = "cpu") -> Digits:
     )
     x_train, x_test, y_train, y_test = (part.to(device) for part in parts)
     return Digits(TensorDataset(x_train, y_train), TensorDataset(x_test, y_test))
+
+
+def load_mnist(device: torch.device | str = "cpu", folder: Path | None = None) -> Digits:
+    """MNIST, through torchvision, which downloads it once.
+
+    Args:
+        device: where the tensors live.
+        folder: where torchvision keeps it; by default ``microddp`` in torch.hub's folder.
+
+    Raises:
+        RuntimeError: torchvision is not installed, or cannot reach the data.
+
+    Source: LeCun et al., "Gradient-based learning applied to document recognition", 1998.
+    """
+    instead = "; scikit-learn's digits need no download: --data digits"
+    try:
+        mnist = importlib.import_module("torchvision.datasets").MNIST  # no dependency of ours
+    except ImportError as error:
+        raise RuntimeError(f"MNIST needs torchvision (pip install torchvision){instead}") from error
+    folder = folder or Path(torch.hub.get_dir(), "microddp")
+    parts = []
+    for train in (True, False):
+        try:
+            images = mnist(folder, train=train, download=True)
+        except (OSError, RuntimeError) as error:  # no network, no room, or a damaged file
+            raise RuntimeError(f"cannot fetch MNIST into {folder} ({error}){instead}") from error
+        pixels = images.data.to(device).flatten(1) / 255
+        parts.append(TensorDataset(pixels, images.targets.to(device)))
+    return Digits(*parts)
 
 
 def shard(tensor: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:

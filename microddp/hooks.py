@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -153,12 +154,25 @@ class AllReduceHooks:
     def __init__(self, model: nn.Module, comms: Comms, timeline: Timeline | None = None) -> None:
         self.comms = comms
         self.timeline = timeline
+        self.armed = True  # whether a backward averages
         self._works: dict[str, dist.Work] = {}
         self._handles = [
             p.register_post_accumulate_grad_hook(partial(self._ready, name))  # type: ignore[no-untyped-call]
             for name, p in model.named_parameters()
             if p.requires_grad
         ]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let each backward of the block add to this rank's own gradients, and send nothing.
+
+        The first backward after the block averages what has accumulated.
+        """
+        before, self.armed = self.armed, False
+        try:
+            yield
+        finally:
+            self.armed = before
 
     def finish(self) -> None:
         """Wait until every gradient is averaged, and be ready for the next backward.
@@ -182,7 +196,7 @@ class AllReduceHooks:
 
     def _ready(self, name: str, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
-        if gradient is None:
+        if gradient is None or not self.armed:
             return
         if name in self._works:
             raise RuntimeError(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn.functional import max_pool2d, scaled_dot_product_attention
+
+GROUPS = 8  # of channels, where their number divides
 
 
 class FullMLP(nn.Module):
@@ -66,9 +69,12 @@ class ModelConfig:
         inputs: channels of an image: 1 grey, 3 colour.
         size: height and width of an image, pixels.
         classes: values predicted for an image.
+        norm: ``"batch"`` normalises over the images of this rank's batch, and keeps running means
+            as buffers. ``"group"`` normalises each image by itself, over groups of channels: then
+            n ranks with a shard each compute what one rank computes on the whole batch.
 
     Raises:
-        ValueError: no block, or a number below one.
+        ValueError: no block, a number below one, or another norm.
     """
 
     channels: tuple[int, ...] = (32, 64, 128)
@@ -76,20 +82,23 @@ class ModelConfig:
     inputs: int = 1
     size: int = 8
     classes: int = 10
+    norm: str = "batch"
 
     def __post_init__(self) -> None:
         sizes = (*self.channels, self.hidden, self.inputs, self.size, self.classes)
         if not self.channels or min(sizes) < 1:
             raise ValueError(f"expected at least one channel and sizes of at least 1, got {self}")
+        if self.norm not in ("batch", "group"):
+            raise ValueError(f"expected norm 'batch' or 'group', got {self.norm!r}")
 
 
 class SimpleCNN(nn.Module):
     """A small image classifier: convolutions, then a hidden linear layer, then the output.
 
-    A block is a 3 x 3 convolution, batch normalisation, ReLU, and pooling, which halves the image
-    until a single pixel is left; further blocks keep it. Batch normalisation gives the model
-    buffers, which data-parallel training has to decide about, and makes a sample's output depend
-    on its neighbours in the batch.
+    A block is a 3 x 3 convolution, normalisation, ReLU, and pooling, which halves the image until a
+    single pixel is left; further blocks keep it. Batch normalisation gives the model buffers, which
+    data-parallel training has to decide about, and makes a sample's output depend on its
+    neighbours in the batch; group normalisation (Wu and He, 2018) does neither.
 
     Args:
         config: the shape.
@@ -104,7 +113,12 @@ class SimpleCNN(nn.Module):
             nn.Conv2d(before, after, kernel_size=3, padding=1, bias=False)
             for before, after in itertools.pairwise(widths)
         )
-        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for channels in config.channels)
+        self.norms = nn.ModuleList(
+            nn.BatchNorm2d(channels)
+            if config.norm == "batch"
+            else nn.GroupNorm(math.gcd(channels, GROUPS), channels)
+            for channels in config.channels
+        )
         pixels = max(1, config.size >> len(config.channels)) ** 2
         self.hidden = nn.Linear(config.channels[-1] * pixels, config.hidden)
         self.output = nn.Linear(config.hidden, config.classes)

@@ -27,8 +27,12 @@ import microddp
 WORLD_SIZES = (1, 2, 3, 4, 5)
 GRACE = 2.0  # seconds in which the other ranks may still report, after the first one failed
 SERVER = multiprocessing.get_context("forkserver")
+# What tests and optimizers would import in every rank, for seconds each.
 SERVER.set_forkserver_preload(
-    ["hypothesis", "microddp.bench", "microddp.ddp", "microddp.schedule", "psutil", "pytest"]
+    [
+        *("hypothesis", "psutil", "pytest", "sklearn.datasets", "sklearn.model_selection"),
+        *("torch._dynamo", "torch.profiler", "microddp.bench", "microddp.train"),
+    ]
 )
 
 

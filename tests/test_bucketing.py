@@ -1,6 +1,7 @@
 """Bucket plans against PyTorch's, and bucketed hooks against one process on the whole batch."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -335,6 +336,34 @@ def test_a_second_backward_before_finish_is_refused(comms):
     model.zero_grad()
     model(torch.ones(1, 8)).sum().backward()
     hooks.finish()
+
+
+@on_ranks(2)
+def test_without_synchronisation_gradients_add_up_on_each_rank_until_the_next_backward(comms):
+    for as_view, cap in itertools.product((True, False), (1e-4, 25)):
+        model = FullMLP(8, depth=3).double()
+        broadcast_parameters(model, comms)
+        alone = copy.deepcopy(model)
+        hooks = BucketedDDPHooks(model, comms, cap, gradient_as_bucket_view=as_view)
+        with pytest.raises(ZeroDivisionError), hooks.no_sync():
+            1 / 0  # noqa: B018
+        for to_none in (True, False):  # without gradients at first, and with views of zeros
+            for replica in (model, alone):
+                replica.zero_grad(set_to_none=to_none)
+            for part in range(3):
+                x = torch.full((2, 8), 2.0 * part + comms.rank, dtype=torch.float64)
+                alone(x).square().sum().backward()
+                if part < 2:
+                    with hooks.no_sync():
+                        model(x).square().sum().backward()
+                    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+                        assert torch.equal(p.grad, q.grad), "this rank's own"
+                else:
+                    model(x).square().sum().backward()
+            hooks.finish()
+            for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+                comms.all_reduce_mean(q.grad)
+                torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
 
 
 @on_ranks(2)

@@ -1,12 +1,22 @@
 """Data sets, and how the ranks divide them."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
-from microddp.data import ShardedBatches, SyntheticDataset, epoch_order, load_digits, shard
+from microddp.data import (
+    ShardedBatches,
+    SyntheticDataset,
+    epoch_order,
+    load_digits,
+    load_mnist,
+    shard,
+)
 
 # ---- data sets
 
@@ -49,6 +59,40 @@ def test_digits_are_real_images_split_the_same_way_every_time():
         {tuple(row) for row in part.tensors[0].tolist()} for part in (digits.train, digits.test)
     )
     assert len(train | test) > 1790, "no image is in both parts, but for a few equal ones"
+
+
+def fake_torchvision(monkeypatch, mnist):
+    monkeypatch.setitem(sys.modules, "torchvision.datasets", mnist and SimpleNamespace(MNIST=mnist))
+    monkeypatch.setitem(sys.modules, "torchvision", SimpleNamespace())
+
+
+def test_mnist_comes_in_the_form_of_the_digits(monkeypatch, tmp_path):
+    def mnist(folder, *, train, download):
+        assert (folder, download) == (tmp_path, True)
+        images = torch.zeros(5 if train else 2, 28, 28, dtype=torch.uint8)
+        images[0, 1, 2] = 255
+        return SimpleNamespace(data=images, targets=torch.arange(len(images)))
+
+    fake_torchvision(monkeypatch, mnist)
+    digits = load_mnist(folder=tmp_path)
+    for part, size in ((digits.train, 5), (digits.test, 2)):
+        images, labels = part.tensors
+        assert (images.shape, images.dtype) == ((size, 784), torch.float32)
+        assert images[0].nonzero().tolist() == [[30]]
+        assert images.max() == 1
+        assert labels.tolist() == list(range(size))
+
+
+def test_without_mnist_the_error_says_what_to_use_instead(monkeypatch, tmp_path):
+    def unreachable(*_, **__):
+        raise OSError("no route to host")
+
+    fake_torchvision(monkeypatch, unreachable)
+    with pytest.raises(RuntimeError, match=r"cannot fetch .*no route to host.*--data digits"):
+        load_mnist(folder=tmp_path)
+    fake_torchvision(monkeypatch, None)
+    with pytest.raises(RuntimeError, match=r"needs torchvision.*--data digits"):
+        load_mnist(folder=tmp_path)
 
 
 # ---- shards

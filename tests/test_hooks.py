@@ -220,6 +220,27 @@ def test_removed_hooks_do_nothing(comms):
 
 
 @on_ranks(2)
+def test_without_synchronisation_gradients_add_up_on_each_rank_until_the_next_backward(comms):
+    accumulated, single = mlp(), mlp()
+    x, y = batch()
+    hooks = AllReduceHooks(accumulated, comms)
+    mine = my_part(x, comms), my_part(y, comms)
+    with pytest.raises(ZeroDivisionError), hooks.no_sync():
+        1 / 0  # noqa: B018
+    with hooks.no_sync():
+        mse_loss(accumulated(mine[0]), mine[1]).backward()
+    hooks.finish()
+    first = accumulated.layers[0].weight.grad.clone()
+    gathered = comms.all_gather(first)
+    assert not torch.equal(gathered[0], gathered[1])
+    mse_loss(accumulated(mine[0]), mine[1]).backward()
+    hooks.finish()
+    mse_loss(single(x), y).backward()
+    for a, b in zip(accumulated.parameters(), single.parameters(), strict=True):
+        assert (a.grad - 2 * b.grad).abs().max() < 1e-14
+
+
+@on_ranks(2)
 def test_a_forgotten_finish_is_an_error_in_the_next_backward(comms):
     model = mlp()
     x, _ = batch()

@@ -135,6 +135,19 @@ def test_a_cnn_without_channels_or_sizes_is_refused(options):
         ModelConfig(**options)
 
 
+def test_with_group_norm_an_image_does_not_depend_on_its_neighbours():
+    images = torch.randn(6, 64)
+    for norm, depends in (("batch", True), ("group", False)):
+        torch.manual_seed(0)
+        model = SimpleCNN(ModelConfig(channels=(16, 5), hidden=8, norm=norm))
+        assert any(True for _ in model.buffers()) == depends
+        together, alone = model(images)[:2], model(images[:2])
+        assert torch.allclose(together, alone, atol=1e-5) != depends
+    assert [norm.num_groups for norm in model.norms] == [8, 1]
+    with pytest.raises(ValueError, match="expected norm 'batch' or 'group', got 'layer'"):
+        ModelConfig(norm="layer")
+
+
 # ---- the transformer
 
 

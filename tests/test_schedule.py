@@ -14,7 +14,7 @@ from microddp.hooks import AllReduceHooks
 from microddp.model import FullMLP
 from microddp.replicas import check_replicas
 from microddp.schedule import ddp_step, naive_data_parallel_step, register_ddp_hooks
-from microddp.trace import Timeline
+from microddp.trace import Timeline, exposed, overlapped
 
 STEPS = 20
 TOLERANCE = 1e-12  # of the weights' norm, in float64; rounding comes to some 1e-16
@@ -79,11 +79,18 @@ def test_the_timeline_has_every_phase_in_order(comms):
     batch = torch.randn(4, 8), torch.randn(4, 8)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     naive_data_parallel_step(model, torch.nn.functional.mse_loss, sgd, batch, comms, timeline)
-    spans = [span for span in timeline.gather() if span.rank == comms.rank]
+    mine = [span for span in timeline.gather() if span.rank == comms.rank]
+    spans = [span for span in mine if span.lane != "wait"]
     reduced = [f"all-reduce {name}" for name, _ in model.named_parameters()]
     assert [s.name for s in spans] == ["forward", "backward", *reduced, "optimizer"]
     assert [s.lane for s in spans if s.name in reduced] == ["communication"] * len(reduced)
     assert all(a.end <= b.start for a, b in itertools.pairwise(spans))
+    (wait,) = (span for span in mine if span.lane == "wait")
+    assert wait.name == "wait for gradients"
+    assert spans[1].end <= wait.start <= spans[2].start, "all communication is exposed"
+    assert spans[-2].end <= wait.end <= spans[-1].start
+    assert exposed(mine, comms.rank) == wait.end - wait.start
+    assert overlapped(mine, comms.rank) < 1e-9
 
 
 @on_ranks(2)
