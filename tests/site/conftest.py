@@ -1,4 +1,7 @@
-"""The checks of a built site: `pytest tests/site --site _site`. They need Chromium."""
+"""The checks of a built site: `pytest tests/site --site _site --audits DIR`. They need Chromium.
+
+Without `--audits`, those of others' tools are left out.
+"""
 
 import shutil
 from pathlib import Path
@@ -20,6 +23,11 @@ FLAGS = (
 
 def pytest_addoption(parser):
     parser.addoption("--site", type=Path, required=True, help="folder of the built site")
+    parser.addoption("--audits", type=Path, help="folder of what package.json asks for")
+
+
+def pytest_ignore_collect(collection_path, config):
+    return True if collection_path.name == "test_audits.py" and not config.option.audits else None
 
 
 def pytest_generate_tests(metafunc):
@@ -30,6 +38,7 @@ def pytest_generate_tests(metafunc):
     for name, chosen in (
         ("page_path", pages),
         ("chapter", [p for p in pages if p.parent.name == "chapters" and p.stem[0].isdigit()]),
+        ("main_page", [site / "index.html", *(p for p in pages if p.stem[0].isdigit())]),
     ):
         if name in metafunc.fixturenames:
             metafunc.parametrize(name, chosen, ids=[str(p.relative_to(site)) for p in chosen])

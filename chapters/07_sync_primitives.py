@@ -1,0 +1,801 @@
+# %% [markdown]
+r"""
+# The other collectives
+
+Which other collectives are there, and what are they for? An all-reduce gives everybody the sum.
+Around it stand seven more, for jobs that are not a sum: waiting, copying, dealing out, collecting.
+This chapter draws who has what before and after each, counts and times what they send, uses them
+for the chores of a training job, and then makes the mistakes that leave a job hanging.
+"""
+
+# %%
+import contextlib
+import itertools
+import math
+import os
+import re
+import socket
+import struct
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from textwrap import fill, shorten
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.data import DistributedSampler
+
+# %%
+import microddp
+from microddp import figures
+from microddp.allreduce import ring_reduce_scatter
+from microddp.data import ShardedBatches, load_digits, shard
+from microddp.ddp import DDP
+from microddp.figures import human_bytes, human_seconds
+from microddp.machine import cpu_cores
+from microddp.messages import fit_alpha_beta
+from microddp.model import FullMLP, SimpleCNN
+from microddp.replicas import broadcast_parameters, check_replicas
+from microddp.trace import measure
+
+os.environ.pop("MICRODDP_DEBUG", None)  # a later section sets it where it belongs
+comms = microddp.init()
+rank, n = comms.rank, comms.world_size
+comms.print(comms.describe())
+
+# %% [markdown]
+"""
+## Who waits: the barrier
+
+The simplest collective moves nothing. Nobody leaves a *barrier* before everybody has come to it.
+Here each rank comes a little later than the one before:
+"""
+
+# %%
+time.sleep(0.05 * rank)
+arrived = time.monotonic()  # one clock for all processes of a machine
+comms.barrier()
+times = comms.all_gather_data([arrived, time.monotonic()])
+rows = [(r, *(human_seconds(t - times[0][0]) for t in pair)) for r, pair in enumerate(times)]
+comms.print(tabulate(rows, headers=["rank", "comes at", "leaves at"], stralign="right"))
+if comms.local_world_size == n:
+    assert min(left for _, left in times) >= max(came for came, _ in times)
+
+# %% [markdown]
+r"""
+A barrier makes ranks meet in time. It is needed before something that is not a message: a clock
+that is read, a file that another rank wrote. Before a collective it is of no use, since that waits
+for the data of the others anyway.
+
+## Who has what
+
+The others move data:
+
+- *Broadcast*: every rank gets a copy of what one rank has.
+- *Scatter*: one rank deals its tensor out, a part for each rank.
+- *Gather*: one rank collects a part from every rank, in rank order. It is scatter backwards.
+- *All-gather*: every rank collects.
+- *Reduce-scatter*: all tensors are added up, and each rank keeps one part of the sum.
+- *All-to-all*: every rank deals out, and every rank collects. Read as a table of ranks and parts,
+  the data is transposed.
+
+**Predict.** Let part $p$ of rank $r$ be the number $(p + 1) \cdot 10^r$. Then every rank writes to
+a decimal digit of its own, and a sum tells who is in it. With `table[r][p]` for all of them, each
+definition is a line: what each rank holds at the end, rank by rank. (The group has at most four
+ranks, so that the picture stays small.)
+"""
+
+# %%
+drawn = comms.subgroup(range(min(n, 4)))
+k = min(n, 4)
+table = [[(p + 1) * 10**r for p in range(k)] for r in range(k)]
+columns = [list(column) for column in zip(*table, strict=True)]
+sums = [sum(column) for column in columns]
+own = [table[r][r] for r in range(k)]
+DEFINED = {
+    "broadcast": [table[0]] * k,
+    "scatter": [[number] for number in table[0]],
+    "gather": [own] + [[]] * (k - 1),
+    "all-gather": [own] * k,
+    "reduce-scatter": [[number] for number in sums],
+    "all-to-all": columns,
+    "all-reduce": [sums] * k,
+}
+
+# %% [markdown]
+"""
+**Build.** The calls have the names of the collectives. Broadcast and all-reduce overwrite the
+tensor they are given, the others return a new one. To a gather, every rank brings only the part
+with its own number; to a scatter, all but rank 0 bring nothing:
+"""
+
+
+# %%
+def collective(name, group, x):
+    result = getattr(group, name.replace("-", "_"))(x)
+    return x if name in ("broadcast", "all-reduce") else result
+
+
+def brings(name, whole, group):
+    if name in ("gather", "all-gather"):
+        return shard(whole, group.rank, group.world_size).clone()
+    return whole[:0] if name == "scatter" and group.rank > 0 else whole.clone()
+
+
+# %% [markdown]
+"""
+**Measure.** What every rank really held before and after, told by the ranks themselves:
+"""
+
+# %%
+panels = {}
+for name, defined in DEFINED.items() if drawn else ():
+    x = brings(name, torch.tensor(table[rank], device=comms.device), drawn)
+    before = drawn.all_gather_data(x.tolist())
+    result = collective(name, drawn, x)
+    after = drawn.all_gather_data([] if result is None else result.flatten().tolist())
+    assert after == defined, name
+    panels[name] = before, after
+
+# %%
+rooted = ("broadcast", "scatter", "gather")
+if drawn:
+    figures.holdings(
+        {name: panels[name] for name in rooted}, title="One rank gives to all, or takes from all"
+    )
+
+# %%
+if drawn:
+    figures.holdings(
+        {name: panel for name, panel in panels.items() if name not in rooted},
+        title="Every rank gives, and every rank gets",
+    )
+
+# %% [markdown]
+"""
+The colour of a square is the rank whose number it is; in a sum, each digit is on the colour of
+its own rank. Two identities can be read off: a reduce-scatter and then an all-gather make an
+all-reduce, which is how chapter 02's ring works; and an all-to-all undoes itself:
+"""
+
+# %%
+x = torch.arange(3 * n, device=comms.device) * (rank + 1)
+total = x.clone()
+comms.all_reduce(total)
+assert torch.equal(comms.all_gather(comms.reduce_scatter(x)).flatten(), total)
+assert torch.equal(comms.all_to_all(comms.all_to_all(x)), x)
+comms.print("reduce-scatter, all-gather = all-reduce; all-to-all twice = nothing")
+
+# %% [markdown]
+"""
+## Objects
+
+Tensors of one shape are not all that ranks have to tell each other. `all_gather_data` takes plain
+data: numbers, texts, lists, dictionaries. It sends them as JSON: first everybody's length, then
+texts padded to the longest, so it costs two all-gathers. What JSON does not know, it changes or
+refuses: a key becomes a text, a tuple a list.
+"""
+
+# %%
+told = comms.all_gather_data({"rank": rank, 1: (2, 3), "note": "x" * rank})
+comms.print(f"from the last rank: {told[-1]}")
+assert [entry["rank"] for entry in told] == list(range(n))
+
+# %% [markdown]
+"""
+PyTorch's `all_gather_object` takes *any* object, because it sends a pickle. A pickle is a program:
+it names functions to call, and whoever reads it calls them. Below, the last rank sends an object
+that asks to be rebuilt by calling `os.getpid`:
+"""
+
+
+# %%
+class Surprise:
+    def __reduce__(self):  # how pickle is to make this object again
+        return os.getpid, ()
+
+
+received = [None] * n
+dist.all_gather_object(received, Surprise() if rank == n - 1 else "a text")
+comms.print(f"rank 0 received {received[-1]}; its process is number {os.getpid()}")
+assert received[-1] == os.getpid()
+
+# %% [markdown]
+r"""
+No object arrived. Every rank ran a function that the sender chose, and got its own process's
+number. It could as well have been `os.system`. Ranks of one job run one program for one user, who
+could have called it anyway; but a port can be reached by others, and a file may come from
+anywhere. JSON has nothing to call.
+
+## What they cost
+
+**Predict.** Let $S$ be the bytes of the largest tensor that a rank holds before or after. From
+rank 0, a tree reaches twice as many ranks in every round, so broadcast takes
+$\lceil\log_2 n\rceil$ rounds of $S$; a barrier goes as many with nothing to carry. Scatter and
+gather are $n-1$ messages of $S/n$ through rank 0's link. The last four are rings, or an exchange
+with one rank after the other: $n-1$ rounds of $S/n$, and twice as many for all-reduce. For each,
+the number of rounds, the bytes of a round and the bytes that the busiest rank sends, both as a
+share of $S$:
+"""
+
+# %%
+devices = torch.cuda.device_count() if comms.device.type == "cuda" else cpu_cores()
+few = comms.subgroup(range(min(n, max(2, devices))))
+timed = few is not None and few.world_size > 1
+m = min(n, max(2, devices))
+doublings = math.ceil(math.log2(m))
+COST = {
+    "barrier": (doublings, 0, 0),
+    "broadcast": (doublings, 1, doublings),
+    "scatter": (m - 1, 1 / m, (m - 1) / m),
+    "gather": (m - 1, 1 / m, 1 / m),
+    "all-gather": (m - 1, 1 / m, (m - 1) / m),
+    "reduce-scatter": (m - 1, 1 / m, (m - 1) / m),
+    "all-to-all": (m - 1, 1 / m, (m - 1) / m),
+    "all-reduce": (2 * (m - 1), 1 / m, 2 * (m - 1) / m),
+}
+
+# %% [markdown]
+"""
+**Measure.** First the bytes. gloo's messages travel over TCP, also between two processes of one
+machine, and Linux counts what each connection has sent, and what it had to send again
+(`tcpi_bytes_sent` and `tcpi_bytes_retrans` in the kernel's `linux/tcp.h`). The sum over a
+process's connections tells what a collective really sent, whatever the backend does inside:
+"""
+
+
+# %%
+def bytes_sent():
+    """What this process has sent over TCP since it began."""
+    total = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError, struct.error):  # not TCP, or an old kernel
+            connection = socket.socket(fileno=int(fd))
+            try:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 216)
+                sent, sent_again = struct.unpack_from("QQ", info, 200)
+                total += sent - sent_again
+            finally:
+                connection.detach()  # it is not ours to close
+    return total
+
+
+def call_on(name, parts):
+    """A call of a collective whose largest tensor has ``parts`` numbers for each rank."""
+    x = brings(name, torch.ones(m * parts, device=comms.device), few)
+    if name == "reduce-scatter, ring":
+        return partial(ring_reduce_scatter, x, few)
+    return few.barrier if name == "barrier" else partial(collective, name, few, x)
+
+
+# %%
+PART = 2**18  # numbers: 1 MiB
+S = 4 * PART * m
+counted = {}
+COST["reduce-scatter, ring"] = COST["reduce-scatter"]  # chapter 02's
+can_count = comms.backend == "gloo" and hasattr(socket, "TCP_INFO") and bytes_sent() > 0
+for name in COST if timed and can_count else ():
+    call = call_on(name, PART)
+    few.barrier()
+    before = bytes_sent()
+    call()
+    few.barrier()
+    counted[name] = max(few.all_gather_data(bytes_sent() - before))
+
+# %%
+if counted:
+    few.print(f"S = {human_bytes(S)}, {m} ranks: bytes of the rank that sends most")
+    rows = [
+        (name, human_bytes(COST[name][2] * S), human_bytes(sent)) for name, sent in counted.items()
+    ]
+    few.print(tabulate(rows, headers=["", "predicted", "counted"], stralign="right"))
+    for name, sent in counted.items():
+        expected = COST["all-reduce" if name == "reduce-scatter" else name][2] * S
+        assert abs(sent - expected) < 0.02 * S, (name, sent, expected)
+else:
+    comms.print("Bytes are counted for two ranks and more, on gloo, under Linux.")
+
+# %% [markdown]
+r"""
+**Explain.** The few hundred bytes of the barrier are messages without content. All others send
+what was predicted, except one: gloo's reduce-scatter sends what an all-reduce sends, for PyTorch
+makes it from all-reduces, after which every rank throws all parts but one away. The name of a
+collective says who has what at the end, not what it costs to get there. The last line is the
+first half of chapter 02's ring, which sends half of that.
+
+Now the time. As in chapter 02, $\alpha$ and $\beta$ come from single exchanges of many sizes:
+"""
+
+# %%
+if timed:
+    right, left = (few.rank + 1) % m, (few.rank - 1) % m
+    exchanges = {}
+    for nbytes in (2**i for i in range(10, 23, 2)):
+        out, into = torch.zeros(2, nbytes // 4, device=comms.device).unbind()
+        exchanges[nbytes] = partial(few.sendrecv, out, right, into, left)
+    single = {size: t.median for size, t in measure(exchanges, few, repeat=31).items()}
+    alpha, beta = fit_alpha_beta(list(single), list(single.values()))
+    few.print(f"alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte")
+
+# %%
+if timed:
+    rows = {name: [name] for name in COST}
+    for parts in (1, PART):
+        timings = measure({name: call_on(name, parts) for name in COST}, few, repeat=21)
+        for name, timing in timings.items():
+            rounds, share, _ = COST[name]
+            predicted = rounds * (alpha + beta * share * 4 * m * parts)
+            rows[name] += [human_seconds(predicted), human_seconds(timing.median)]
+    headers = [
+        "",
+        *(f"{human_bytes(4 * m * p)}, {w}" for p in (1, PART) for w in ("pred.", "meas.")),
+    ]
+    few.print(tabulate(rows.values(), headers=headers, stralign="right"))
+comms.barrier()  # ranks that are not timed wait here, and leave the cores to those that are
+
+# %% [markdown]
+r"""
+**Explain.** Small tensors cost what starting costs, whichever the collective. Scatter and gather
+start more than one message: they first say what comes, because parts may differ in size. For the
+large ones, $\beta$ was measured on messages in both directions at once, so a broadcast between two
+ranks, in one direction, beats its prediction. The others make a new tensor, copy what arrives into
+it, or add; none of that is in the model.
+
+## What they are for
+
+A training job needs most of them once. Here is one, from its start to its last number.
+
+**Broadcast: one model.** Each rank makes a model from a seed of its own. A broadcast of its
+parameters makes all of them rank 0's. `DDP` would do the same in its constructor; with
+`verify_replicas` it only checks:
+"""
+
+# %%
+torch.manual_seed(rank)
+module = FullMLP(64, depth=4, outputs=10).to(comms.device, torch.float64)
+
+
+def first_weights():
+    return [f"{w:+.4f}" for w in comms.all_gather_data(module.layers[0].weight[0, 0].item())]
+
+
+before = first_weights()
+broadcast_parameters(module, comms)
+rows = list(zip(range(n), before, first_weights(), strict=True))
+comms.print("the first weight of each rank's model")
+comms.print(tabulate(rows, headers=["rank", "made", "after broadcast"], disable_numparse=True))
+model = DDP(module, comms, verify_replicas=True)
+
+# %% [markdown]
+"""
+**Scatter: data that one rank has.** Only rank 0 needs to read the file. The number of images here
+is a prime, so it never divides: the first ranks get one image more.
+"""
+
+# %%
+digits = load_digits(comms.device)
+images, labels = (tensor[:359] for tensor in digits.test.tensors)  # "read" by rank 0 alone
+images = images.double()
+x = comms.scatter(images if rank == 0 else None)
+y = comms.scatter(labels if rank == 0 else None)
+sizes = comms.all_gather_data(len(x))
+comms.print(f"{len(images)} images, dealt out as {sizes}")
+assert sum(sizes) == len(images)
+
+# %% [markdown]
+"""
+**All-reduce of a flag: stop together.** A rank looks at the loss on *its* images to decide
+whether it has trained long enough. The ranks decide differently, and one that leaves its loop
+alone leaves the others waiting. So each says 0 or 1, and the maximum counts: all stop as soon as
+one wants to. (With the minimum, they stop when all of them do.)
+"""
+
+# %%
+batches = ShardedBatches(digits.train, 96 - 96 % n, rank, n)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+wished = None
+for epoch in range(1, 21):
+    for a, b in batches.epoch(epoch):
+        optimizer.zero_grad()
+        cross_entropy(model(a.double()), b).backward()
+        optimizer.step()
+    with torch.no_grad():
+        content = cross_entropy(module(x), y).item() < 0.17  # on its own images
+    wished = epoch if content and wished is None else wished
+    flag = torch.tensor([int(content)], device=comms.device)
+    comms.all_reduce(flag, "max")
+    if flag.item():
+        break
+
+# %%
+stops = comms.all_gather_data([wished, epoch])
+rows = [(r, "not yet" if w is None else w, e) for r, (w, e) in enumerate(stops)]
+comms.print(tabulate(rows, headers=["rank", "wants to stop after epoch", "stops after epoch"]))
+assert len({stopped for _, stopped in stops}) == 1
+
+# %% [markdown]
+"""
+**All-reduce of sums and counts: a metric.** Each rank has the losses and hits of its own images.
+The mean of the ranks' means gives an image of a smaller part a larger weight. The sums of all
+ranks, divided by the count of all ranks, are what one device would have found:
+"""
+
+
+# %%
+@torch.no_grad()
+def losses_and_hits(x, y):
+    """Two rows: of each image its loss, and 1 where the class is right."""
+    output = module(x)
+    return torch.stack(
+        [cross_entropy(output, y, reduction="none"), (output.argmax(1) == y).double()]
+    )
+
+
+values = losses_and_hits(x, y)
+means = values.mean(1)
+comms.all_reduce_mean(means)
+sums = torch.cat([values.sum(1), values.new_tensor([len(x)])])
+comms.all_reduce(sums)
+single = losses_and_hits(images, labels).mean(1)
+
+# %%
+rows = [("mean of means", means), ("sums and counts", sums[:2] / sums[2]), ("one device", single)]
+table = [(name, *both.tolist(), (both[0] - single[0]).abs().item()) for name, both in rows]
+headers = ["", "loss", "accuracy", "loss off by"]
+comms.print(tabulate(table, headers=headers, floatfmt=("", ".6f", ".6f", ".0e")))
+assert table[1][3] < 1e-12
+assert n == 1 or table[0][3] > 1e-9
+
+# %% [markdown]
+"""
+**Gather: predictions, in the right order.** Gather joins parts in rank order. Scatter had cut the
+images into blocks, so the predictions come back in the order of the images. PyTorch's
+`DistributedSampler` does not cut blocks: rank r takes images r, r + n, r + 2n and so on, and some
+twice, so that all ranks have equally many. Joined in rank order, such predictions belong to other
+images. They have to be dealt back, one from each rank in turn, and cut to length:
+"""
+
+# %%
+strided = torch.tensor(list(DistributedSampler(images, n, rank, shuffle=False)))
+with torch.no_grad():
+    blocks = comms.gather(module(x).argmax(1))  # on rank 0
+    everyone = comms.all_gather(module(images[strided.to(comms.device)]).argmax(1))
+orders = {
+    "blocks": blocks,
+    "every n-th, rank by rank": everyone.flatten(),
+    "every n-th, dealt back": everyone.T.flatten(),
+}
+found = {
+    name: (predicted[: len(labels)] == labels).double().mean().item()
+    for name, predicted in orders.items()
+    if predicted is not None
+}
+
+# %%
+comms.print(tabulate(found.items(), headers=["predictions", "accuracy"], floatfmt=".4f"))
+assert all(abs(found[name] - single[1]) < 1e-12 for name in found if "rank by" not in name)
+assert n == 1 or found["every n-th, rank by rank"] < 0.5
+
+# %% [markdown]
+"""
+The second line is the accuracy of a good model whose predictions were shuffled. No error says so.
+
+## Where it breaks: only rank 0 enters
+
+Collectives are paired by their order. Whoever enters one waits for all others; if they do not
+come, it waits until the time-out. The mistakes below are made in a group of their own, with a
+time-out of a second, because a group in which a collective was given up is of no use afterwards.
+The function returns how each rank fared. (With NCCL the time-out ends the process, so there the
+mistakes are not made.)
+"""
+
+# %%
+STUCK = n > 1 and comms.backend == "gloo"  # whether there is somebody to wait for
+
+
+def outcomes(mistake, *args, debug="0"):
+    """How each rank fares when all ranks call ``mistake(group, *args)``."""
+    os.environ["MICRODDP_DEBUG"] = debug  # read when a group is made
+    hasty, ending = comms.subgroup(range(n), timeout=1.0), "went on"
+    os.environ["MICRODDP_DEBUG"] = "0"
+    try:
+        if comms.backend == "gloo":
+            mistake(hasty, *args)
+    except RuntimeError as error:
+        without_folder = re.sub(r"\[\S*/", "[", str(error))
+        ending = shorten(without_folder, 150, placeholder=" ...")
+    endings = comms.all_gather_data(ending)
+    hasty.close()
+    return endings
+
+
+def show(endings):
+    for r, ending in enumerate(endings):
+        comms.print(fill(f"[rank {r}] {ending}", 90, subsequent_indent=" " * 9))
+
+
+# %% [markdown]
+"""
+The usual way in: only rank 0 prints a number, so only rank 0 averages it. Each mistake below is a
+function of the ranks that act in their own way; without any, it is right. Here they are those
+that stay away:
+"""
+
+
+# %%
+def log_loss(group, away):
+    loss = torch.ones(1, device=comms.device)
+    if rank not in away:
+        group.all_reduce_mean(loss)
+    group.print(f"loss {loss.item():.3f}")
+
+
+endings = outcomes(log_loss, range(1, n))
+show(endings)
+assert [ending != "went on" for ending in endings] == [STUCK] + [False] * (n - 1)
+
+# %% [markdown]
+"""
+Read the error for what it does not say. It names a wait, and neither the collective nor the ranks
+that did not come. It is raised where the program is right to wait. The culprits went on, and in a
+job with the usual time-out of minutes they hang by now at their own next collective, somewhere
+else in the program. So ask every rank where it is (`py-spy dump --pid` shows the stack of a
+running process), and look for the last collective that all of them passed.
+
+The fix is to average on all ranks and to print on one:
+"""
+
+# %%
+assert set(outcomes(log_loss, [])) == {"went on"}
+
+# %% [markdown]
+"""
+## Where it breaks: another order, another shape
+
+Rank 0 broadcasts a threshold and then sums up a loss; the others do it the other way round. All of
+them enter a collective, but not the same one:
+"""
+
+
+# %%
+def two_orders(group, odd):
+    loss, threshold = torch.ones(2, 1, device=comms.device)
+    calls = [lambda: group.all_reduce(loss), lambda: group.broadcast(threshold)]
+    for call in reversed(calls) if rank in odd else calls:
+        call()
+
+
+endings = outcomes(two_orders, [0])
+show(endings)
+assert all((ending != "went on") == STUCK for ending in endings)
+
+# %% [markdown]
+"""
+All of them wait, and that is the lucky case. If both calls are of one kind and shape they fit each
+other, and add up what does not belong together. A loop over a `set` of names does that, because
+every process may walk it in another order. A tensor of another shape may fit as well: in the
+second function below, the last rank expects one number more than rank 0 broadcasts.
+"""
+
+
+# %%
+def swapped_sums(group, odd):
+    sums = {"loss": 0.5, "images": 100.0}
+    for name in sorted(sums, reverse=rank in odd):
+        total = torch.tensor([sums[name]], device=comms.device)
+        group.all_reduce(total)
+        sums[name] = total.item()
+    group.print(f"0.5 and 100, summed over the ranks: {sums}")
+
+
+def other_shape(group, odd):
+    tensor = torch.full((4 if rank in odd else 3,), float(rank), device=comms.device)
+    group.broadcast(tensor)
+    received = comms.all_gather_data(tensor.tolist())
+    group.print(f"rank 0 sent {received[0]}, the last rank has {received[-1]}")
+
+
+MISTAKES = ((two_orders, [0]), (swapped_sums, [0]), (other_shape, [n - 1]))
+for mistake, odd in MISTAKES[1:]:
+    assert set(outcomes(mistake, odd)) == {"went on"}
+
+# %% [markdown]
+"""
+No error, on any rank. Nor can you count on that: a tensor too *long* for its receiver ends the
+process in gloo (`Received data size doesn't match expected size`, in its
+[pair.cc](https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/pair.cc)), and NCCL promises
+nothing ("undefined behavior, including hangs, crashes, or data corruption", [NCCL's user
+guide](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/collectives.html)).
+
+With `MICRODDP_DEBUG=1` in the environment, all ranks first tell each other what they are about to
+do. On a difference all of them raise, at once, and name the odd one:
+"""
+
+# %%
+for mistake, odd in (MISTAKES[0], MISTAKES[2]):
+    endings = outcomes(mistake, odd, debug="1")
+    show(endings[:1])
+    assert all(("the ranks disagree" in ending) == STUCK for ending in endings)
+
+# %% [markdown]
+"""
+With two ranks nobody can tell who is odd; with more it is the minority. What it cannot see are
+swapped sums of one shape, for which both ranks say the same, and it cannot name a rank that stays
+away, for which it waits. PyTorch has such a comparison for its own calls,
+`TORCH_DISTRIBUTED_DEBUG=DETAIL`.
+
+The fix is one order and one shape by construction: a list instead of a set, and shapes that are
+told before they are used.
+"""
+
+# %%
+for mistake, _ in MISTAKES:
+    assert set(outcomes(mistake, [])) == {"went on"}
+
+# %% [markdown]
+"""
+## Where it breaks: evaluation through the wrapper
+
+Training is done by all ranks, but one is enough to evaluate. Does the model know? The forward
+pass of a `DDP` begins with a collective if the model has buffers: rank 0's are broadcast, as
+chapter 06 showed. Here rank 0 evaluates between two training steps, through the wrapper, with and
+without gradients; in two of the cases all ranks meet at a barrier afterwards:
+"""
+
+
+# %%
+def evaluation(group, wrap, through, gradients, barrier):
+    model = wrap(SimpleCNN().to(comms.device), group)
+    a, b = next(batches.epoch(0))
+    for step in range(4):
+        if step == 3 and rank == 0:
+            with torch.set_grad_enabled(gradients):
+                (model.module if through == "module" else model).eval()(images.float())
+        if step == 3 and barrier:
+            group.barrier()
+        cross_entropy(model.train()(a), b).backward()
+
+
+def torch_ddp(module, group):
+    return TorchDDP(module, process_group=group.group)
+
+
+torch_ddp(nn.Linear(1, 1).to(comms.device), comms)  # imports longer than the time-out below
+
+# %%
+HANG = [("wrapper", True, False), ("wrapper", False, True)]
+GO_ON = [("wrapper", False, False), ("module", True, True)]
+rows = []
+for case, wrap in itertools.product(HANG + GO_ON, (DDP, torch_ddp)):
+    hangs = {ending != "went on" for ending in outcomes(evaluation, wrap, *case)}
+    name = "microddp" if wrap is DDP else "torch"
+    rows.append((*case, name, "hangs" if any(hangs) else "goes on"))
+    assert hangs == {STUCK and case in HANG}
+headers = ["rank 0 evaluates", "gradients", "barrier", "DDP", "the job"]
+comms.print(tabulate(rows, headers=headers))
+
+# %% [markdown]
+"""
+**Explain.** With gradients, rank 0 has made one broadcast more than the others, and everybody's
+next collective meets the wrong one. Under `no_grad` and without a barrier nothing hangs, by
+luck: after a forward without gradients the wrapper skips its next broadcast, because nothing was
+trained in between. So rank 0 sends its buffers in the evaluation and not in the training step,
+and the others receive them in the training step. The numbers of collectives happen to agree. Put
+one between, such as the barrier, and the order does not.
+
+The fix is the last case: evaluate through `.module`, which is the model without the wrapper's
+collectives. Or let all ranks evaluate, each a part, and add up sums and counts.
+
+## Where it breaks: save, then barrier
+
+Rank 0 saves, and the others wait until the file is there. Two lines, and one indentation:
+"""
+
+# %%
+folder = tempfile.TemporaryDirectory()
+path = Path(comms.all_gather_data(folder.name)[0], "model.pt")  # rank 0's
+
+
+def save(group):
+    if rank == 0:
+        torch.save(module.state_dict(), path)
+        group.barrier()
+
+
+endings = outcomes(save)
+show(endings)
+assert [ending != "went on" for ending in endings] == [STUCK] + [False] * (n - 1)
+
+# %% [markdown]
+"""
+The barrier belongs to all ranks, so it stands outside of the `if`. Then everybody may read
+(on several machines, if they share the folder). `weights_only=True` is there for the reason given
+above: a saved model is a pickle, too.
+"""
+
+# %%
+if rank == 0:
+    torch.save(module.state_dict(), path)
+comms.barrier()
+restored = FullMLP(64, depth=4, outputs=10).to(comms.device, torch.float64)
+restored.load_state_dict(torch.load(path, weights_only=True, map_location=comms.device))
+check_replicas(restored, comms)
+comms.barrier()  # before rank 0 takes the folder away
+folder.cleanup()
+comms.print(f"{n} equal models from one file")
+
+# %% [markdown]
+"""
+## Whom to ask: a mesh
+
+So far every rank was in one group, and `comms` was at hand. Larger jobs arrange ranks in a grid,
+a *mesh*, with a group along each row and each column: one dimension for the GPUs of a machine and
+one across machines, or one for copies of a model and one for its parts. A rank then has several
+numbers. {func}`microddp.get` answers in one word for one dimension of a mesh: `"ws"` is the world
+size, `"rank"` the rank in that dimension, `"grank"` the rank in the whole job, `"lrank"` the one on
+its machine, `"pg"` the process group. `register_mesh` says for which mesh, so that a function deep
+inside a model need not be handed it:
+"""
+
+# %%
+shape = (2, n // 2) if n > 2 and n % 2 == 0 else (1, n)
+device_type = "cuda" if comms.backend == "nccl" else "cpu"
+mesh = init_device_mesh(device_type, shape, mesh_dim_names=("across", "within"))
+mine = [microddp.get("grank"), microddp.get("lrank")]
+for name in mesh.mesh_dim_names:
+    microddp.register_mesh(mesh[name])
+    mine.append(f"{microddp.get('rank')} of {microddp.get('ws')}")
+comms.print(f"a mesh of {shape[0]} x {shape[1]}; 2 x 2 takes four ranks")
+comms.print(tabulate(comms.all_gather_data(mine), headers=["grank", "lrank", *mesh.mesh_dim_names]))
+
+# %% [markdown]
+"""
+Groups along two dimensions add up to all ranks. A sum within each row and then across the rows is
+the sum over everybody, which pays where the links within a machine are faster than those between:
+"""
+
+# %%
+total = torch.tensor([10.0**rank], dtype=torch.float64, device=comms.device)
+whole = total.clone()
+comms.all_reduce(whole)
+for name in ("within", "across"):
+    dist.all_reduce(total, group=microddp.get("pg", mesh[name]))
+    comms.print(f"rank 0 after the sum {name}: {total.item():.0f}")
+assert torch.equal(total, whole)
+microddp.register_mesh(None)
+
+# %% [markdown]
+"""
+## What to take along
+
+- A collective is defined by who has what before and after. What it sends depends on how the
+  backend does it: count.
+- For a metric, add up sums and counts. For predictions, know in which order the samples were dealt
+  out. To stop, agree.
+- Every rank must make the same calls in the same order with the same shapes. A rank that does not
+  shows up as a time-out somewhere else, or as a wrong number.
+- Do not unpickle what a rank or a file sends, unless you would run its program.
+
+## Exercises
+
+1. Write `gather` with `all_to_all`, and count the bytes that rank 0 receives. Which of the two
+   would you use for a list of unequal parts?
+2. Replace the maximum in the early stop by a vote of the majority. Which collective and which
+   operation does it take?
+3. Let rank 1 sleep for two seconds before the all-reduce of a group with a time-out of one. What
+   do the others see, and what does rank 1 see? Which of the mistakes above does it look like?
+4. Let the evaluation run over two batches, with gradients, and predict the number of collectives
+   by which rank 0 is ahead. Chapter 06's `collectives` counts them.
+"""
+
+# %%
+for group in (drawn, few):
+    if group is not None:
+        group.close()
+comms.close()

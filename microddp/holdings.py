@@ -1,0 +1,87 @@
+"""Figures of who has what: what each rank holds before and after a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from microddp.style import COLORS, GREY, drawing
+
+Rows = Sequence[Sequence[int]]  # what each rank holds, in rank order
+WIDTH = 4.9  # inches: narrower than the other figures, so that a phone shrinks its numbers less
+CELL = 0.3  # inches, the height of a square
+SIZE = 0.86  # of a square; the rest is the gap to the next one
+
+
+def contributors(value: int) -> list[int]:
+    """The ranks whose values are in a number: the decimal digits, from the right, that are not 0.
+
+    Rank r's part p is written as ``(p + 1) * 10**r``. Each rank has a digit of its own, so a sum
+    tells who is in it.
+
+    Example:
+        >>> contributors(3033)
+        [0, 1, 3]
+    """
+    return [rank for rank, digit in enumerate(reversed(str(value))) if digit != "0"]
+
+
+@drawing
+def holdings(panels: Mapping[str, tuple[Rows, Rows]], *, title: str) -> Figure:
+    """What each rank held before and after: a row of squares for each rank.
+
+    A square has its number in it, on the colour of the rank whose value that is; in a sum, each
+    digit is on the colour of its own rank.
+
+    Args:
+        panels: by the collective's name, what every rank held before and after it, as numbers
+            that :func:`contributors` can read. A rank may hold nothing.
+        title: the finding, in words.
+    """
+    sides = [side for panel in panels.values() for side in panel]
+    ranks = max(map(len, sides))
+    columns = max(1, *(len(row) for side in sides for row in side))
+    figure, axes = plt.subplots(
+        len(panels),
+        figsize=(WIDTH, 0.6 + len(panels) * (0.4 + CELL * ranks)),
+        layout="constrained",
+        squeeze=False,
+    )
+    second = columns + 0.8  # where the squares of "after" begin
+    for ax, (name, (before, after)) in zip(axes[:, 0], panels.items(), strict=True):
+        ax.set_axis_off()
+        ax.set(xlim=(-0.3 * columns, second + columns), ylim=(ranks, -0.9))
+        for rank in range(ranks):
+            ax.text(-0.15, rank + SIZE / 2, f"rank {rank}", ha="right", va="center", fontsize=10)
+        _draw_side(ax, before, 0, f"before {name}")
+        _draw_side(ax, after, second, f"after {name}")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure
+
+
+def _draw_side(axes: Axes, rows: Rows, left: float, heading: str) -> None:
+    axes.text(left, -0.2, heading, fontsize=10)
+    for rank, values in enumerate(rows):
+        if not values:
+            axes.text(left, rank + SIZE / 2, "nothing", va="center", fontsize=10, style="italic")
+        for column, value in enumerate(values):
+            _draw_square(axes, left + column, rank, value)
+
+
+def _draw_square(axes: Axes, left: float, top: float, value: int) -> None:
+    sources = contributors(value)
+    stripes = [(source, str(value)) for source in sources]
+    if len(sources) != 1:  # a stripe for each digit, of which the last one is rank 0's
+        stripes = list(enumerate(reversed(str(value))))[::-1]
+    width = SIZE / len(stripes)
+    for i, (rank, text) in enumerate(stripes):
+        color = COLORS[rank % len(COLORS)] if rank in sources else GREY
+        corner = (left + i * width, top)
+        axes.add_patch(Rectangle(corner, width, SIZE, facecolor=color, linewidth=0))
+        middle = (left + (i + 0.5) * width, top + SIZE / 2)
+        fontsize = 10 if len(stripes) < 4 else 9
+        axes.text(*middle, text, ha="center", va="center", fontsize=fontsize, color="black")

@@ -1,0 +1,111 @@
+"""What others' tools say of the site: axe, html-validate and Lighthouse.
+
+They come from npm, installed by `npm install --prefix DIR tests/site`; `--audits DIR` says where.
+"""
+
+import http.server
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+from conftest import FLAGS
+from test_site import Visit
+
+WITHOUT_FAULT = ("accessibility", "best-practices", "seo")  # of Lighthouse's categories
+LEAST_PERFORMANCE = 90
+SERIOUS = ("serious", "critical", "moderate")
+
+
+@pytest.fixture(scope="session")
+def audits(pytestconfig):
+    return pytestconfig.getoption("audits").resolve() / "node_modules"
+
+
+@pytest.fixture(scope="session")
+def address(site):
+    """Where the site is served: Lighthouse opens no files."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    handler = partial(Quiet, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def run(*command):
+    environment = {**os.environ, "CHROME_PATH": shutil.which("chromium") or "google-chrome"}
+    return subprocess.run(
+        [*map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+        env=environment,
+    )
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_no_barrier(browser, page_path, scheme, audits):
+    with Visit(browser, page_path, color_scheme=scheme) as visit:
+        visit.page.add_script_tag(path=audits / "axe-core" / "axe.min.js")
+        found = visit.page.evaluate("axe.run()")["violations"]
+    barriers = [
+        (violation["id"], node["html"][:200], node["failureSummary"])
+        for violation in found
+        if violation["impact"] in SERIOUS
+        for node in violation["nodes"]
+    ]
+    assert not barriers
+
+
+def test_html_is_valid(page_path, audits):
+    rules = Path(__file__).with_name("htmlvalidate.json")
+    done = run(audits / ".bin" / "html-validate", "--config", rules, "-f", "json", page_path)
+    complaints = [
+        (message["ruleId"], message["line"], message["message"])
+        for result in json.loads(done.stdout)
+        for message in result["messages"]
+    ]
+    assert not complaints
+
+
+def test_lighthouse_is_content(main_page, site, address, audits, tmp_path):
+    url = f"{address}/{main_page.relative_to(site).as_posix()}"
+    scores = []
+    # Its performance varies from run to run, the rest does not.
+    for categories in ((*WITHOUT_FAULT, "performance"), ("performance",), ("performance",)):
+        report = tmp_path / "report.json"
+        flags = f"--headless=new {' '.join(FLAGS)}"
+        done = run(
+            audits / ".bin" / "lighthouse",
+            url,
+            "--quiet",
+            "--output=json",
+            f"--output-path={report}",
+            f"--only-categories={','.join(categories)}",
+            f"--chrome-flags={flags}",
+        )
+        assert done.returncode == 0, done.stderr
+        result = json.loads(report.read_text())
+        scores.append({n: round(c["score"] * 100) for n, c in result["categories"].items()})
+        if len(scores) == 1:
+            poor = [
+                (name, audit["title"])
+                for name, audit in result["audits"].items()
+                if audit["score"] is not None and audit["score"] < 1
+            ]
+    performance = statistics.median(score["performance"] for score in scores)
+    print(f"{main_page.stem}: performance {performance:.0f}", scores[0])
+    for name in WITHOUT_FAULT:
+        assert scores[0][name] == 100, poor
+    assert performance >= LEAST_PERFORMANCE, poor
