@@ -181,7 +181,7 @@ cost = measure(
         "watched": partial(analyzer.time_step, net, *batch, optimizer, loss_fn=mse_loss),
     },
     few,
-    repeat=40,
+    repeat=100,
 )
 added = cost["watched"].ratio(cost["plain"]).median - 1
 few.print(f"the analyzer adds {added:+.1%} to the step")

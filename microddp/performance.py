@@ -10,11 +10,13 @@ from __future__ import annotations
 import copy
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from tabulate import tabulate
@@ -28,7 +30,7 @@ from microddp.ddp import DDP
 from microddp.hooks import AllReduceHooks
 from microddp.model import gradient_bytes
 from microddp.schedule import average_gradients
-from microddp.trace import Span, Timeline, Timing, covered, in_both, measure
+from microddp.trace import Instant, Span, Timeline, Timing, covered, in_both, measure
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Hooks = AllReduceHooks | BucketedDDPHooks
@@ -116,7 +118,8 @@ class DDPPerformanceAnalyzer:
         self.comms = comms
         self.device = device or comms.device
         self.steps: list[StepTimes] = []
-        self._timeline = Timeline(comms)
+        self._timeline = _QuietTimeline(comms)
+        self._watches: WeakKeyDictionary[TorchDDP, _TorchWatch] = WeakKeyDictionary()
         self._fetching = 0.0
 
     def batches(
@@ -162,7 +165,8 @@ class DDPPerformanceAnalyzer:
         """
         timeline = self._timeline
         timeline.take()  # what is left of a step that raised
-        with self._watching(model, hooks):
+        watch = self._watch(model) if isinstance(model, TorchDDP) else None
+        with self._recording(model.reducer if isinstance(model, DDP) else hooks):
             with timeline.span("data", lane="data"):
                 inputs = inputs.to(self.device, non_blocking=True)
                 targets = targets.to(self.device, non_blocking=True)
@@ -179,30 +183,32 @@ class DDPPerformanceAnalyzer:
             with timeline.span("optimizer"):
                 optimizer.step()
         spans = timeline.take()
-        if isinstance(model, TorchDDP):
-            spans += communication_of_torch(spans)
+        if watch:
+            spans += watch.spans(timeline, spans)
         times = break_down(spans)
         fetching, self._fetching = self._fetching, 0.0
         times = replace(times, data=times.data + fetching, total=times.total + fetching)
         self.steps.append(times)
         return times
 
+    def _watch(self, model: TorchDDP) -> _TorchWatch:
+        """The hooks on a model; they stay as long as the analyzer, since making them takes time."""
+        if model not in self._watches:
+            self._watches[model] = _TorchWatch(model)
+            weakref.finalize(self, self._watches[model].remove)
+        return self._watches[model]
+
     @contextmanager
-    def _watching(self, model: nn.Module, hooks: Hooks | None) -> Iterator[None]:
-        """Have whatever averages the gradients record on this analyzer's timeline."""
-        if isinstance(model, TorchDDP):
-            with _watching_torch(model, self._timeline):
-                yield
-            return
-        watched = model.reducer if isinstance(model, DDP) else hooks
-        if watched is None:
+    def _recording(self, hooks: Hooks | None) -> Iterator[None]:
+        """Have hooks that average gradients record on this analyzer's timeline."""
+        if hooks is None:
             yield
             return
-        before, watched.timeline = watched.timeline, self._timeline
+        before, hooks.timeline = hooks.timeline, self._timeline
         try:
             yield
         finally:
-            watched.timeline = before
+            hooks.timeline = before
 
     def summary(self) -> StepSummary:
         """The median step of every rank so far. A collective.
@@ -251,55 +257,62 @@ class DDPPerformanceAnalyzer:
         return Overhead(gradient_bytes(model), times["alone"], times["together"])
 
 
-@contextmanager
-def _watching_torch(model: TorchDDP, timeline: Timeline) -> Iterator[None]:
-    """Mark when each gradient is ready, and where in that order a first bucket has been sent.
+class _QuietTimeline(Timeline):
+    """Without the moments at which gradients are ready: there are many, and none is needed here."""
+
+    def mark(self, name: str, lane: str = "gradients") -> None:
+        pass
+
+
+class _TorchWatch:
+    """Sees from outside when PyTorch's DDP sends its first bucket, and gets its last gradient.
 
     The group numbers its collectives. PyTorch's hooks run after these: a bucket is sent right after
-    the mark of the gradient that fills it, and the next hook finds a higher number.
+    the gradient that fills it, and the next hook finds a higher number.
     """
-    group: Any = model.process_group  # whose stub lacks the method
-    sequence_number = group._get_sequence_number_for_group
-    before: int | None = None
 
-    def forwarded(*_: object) -> None:
-        nonlocal before
-        before = sequence_number()  # with those that broadcast buffers
+    def __init__(self, model: TorchDDP) -> None:
+        group: Any = model.process_group  # whose stub lacks the method
+        self._number: Callable[[], int] = group._get_sequence_number_for_group
+        self._before = 0
+        self._first: Instant | None = None
+        self._last: Instant | None = None
+        self._device = next(model.parameters()).device
+        self._handles = [model.register_forward_hook(self._forwarded)]
+        self._handles += [
+            p.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
+            for p in model.parameters()
+            if p.requires_grad
+        ]
 
-    def ready(_parameter: torch.Tensor) -> None:
-        nonlocal before
-        if before is not None and sequence_number() > before:
-            timeline.mark("first bucket", lane="sent")
-            before = None
-        timeline.mark("gradient")
+    def spans(self, timeline: Timeline, step: Sequence[Span]) -> list[Span]:
+        """The communication of a step whose phases are in ``step``.
 
-    handles = [model.register_forward_hook(forwarded)]
-    handles += [
-        p.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
-        for p in model.parameters()
-        if p.requires_grad
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
+        The rank waits from the last gradient to the end of backward. Communication is taken to be
+        under way from the first bucket to the end of backward; the gaps in it cannot be seen.
+        """
+        if self._last is None:
+            return []
+        end = max(span.end for span in step if span.name == "backward")
+        rank, last = timeline.comms.rank, timeline.at(self._last)
+        first = timeline.at(self._first or self._last)
+        return [
+            Span(rank, "communication", "all-reduce", first, end),
+            Span(rank, "wait", "wait for all-reduce", last, end),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
             handle.remove()
 
+    def _forwarded(self, *_: object) -> None:
+        self._before = self._number()  # with those that broadcast buffers
+        self._first = self._last = None
 
-def communication_of_torch(spans: Sequence[Span]) -> list[Span]:
-    """What PyTorch's DDP sent and waited for, from marks in the lanes "gradients" and "sent".
-
-    The rank waits from the last gradient to the end of backward. Communication is taken to be
-    under way from the first bucket to the end of backward; the gaps in it cannot be seen.
-    """
-    end = max(span.end for span in spans if span.name == "backward")
-    marks = [span for span in spans if span.lane in ("gradients", "sent")]
-    sent = next((i for i, mark in enumerate(marks) if mark.lane == "sent"), len(marks))
-    rank, first, last = marks[0].rank, marks[sent - 1].start, marks[-1].start
-    return [
-        Span(rank, "communication", "all-reduce", first, end),
-        Span(rank, "wait", "wait for all-reduce", last, end),
-    ]
+    def _ready(self, _parameter: torch.Tensor) -> None:
+        if self._last and not self._first and self._number() > self._before:
+            self._first = self._last
+        self._last = Instant(self._device)
 
 
 @dataclass(frozen=True)

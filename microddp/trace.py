@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -124,8 +124,7 @@ def peak_memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Something that happened on one rank.
 
     Attributes:
@@ -206,11 +205,17 @@ class Timeline:
 
         Waits for the collectives that were :meth:`launched`.
         """
+        if not self._spans:
+            return []
         rank = self.comms.rank
         spans = [Span(rank, *span) for span in self._recorded()]
         self._spans.clear()
         self._under_way.clear()
         return spans
+
+    def at(self, instant: Instant) -> float:
+        """When that was, in seconds since the timeline began on this rank."""
+        return self._origin.until(instant)
 
     def gather(self) -> list[Span]:
         """Every rank's spans, rank by rank in the order they were recorded. A collective.

@@ -19,7 +19,6 @@ from microddp.performance import (
     StepSummary,
     StepTimes,
     break_down,
-    communication_of_torch,
     median_step,
 )
 from microddp.schedule import register_ddp_hooks
@@ -58,22 +57,6 @@ def test_communication_after_backward_is_all_exposed():
     ]
     times = break_down(spans)
     assert (times.backward, times.exposed, times.hidden, times.total) == (4, 3, 0, 9)
-
-
-def test_of_torch_a_rank_waits_from_the_last_gradient_on():
-    spans = [
-        span("backward", 0, 10),
-        span("gradient", 2, 2, "gradients"),
-        span("gradient", 4, 4, "gradients"),
-        span("first bucket", 6, 6, "sent"),
-        span("gradient", 6, 6, "gradients"),
-        span("gradient", 8, 8, "gradients"),
-    ]
-    sent, waited = communication_of_torch(spans)
-    assert (sent.lane, sent.start, sent.end) == ("communication", 4, 10)
-    assert (waited.lane, waited.start, waited.end) == ("wait", 8, 10)
-    without = [s for s in spans if s.lane != "sent"]  # one bucket, sent at the end
-    assert communication_of_torch(without)[0].start == 8
 
 
 def test_the_median_is_taken_of_each_number():
