@@ -31,7 +31,10 @@ nitpicky = True
 suppress_warnings = ["sphinx_gallery.space_in_filename"]  # a clone may lie in any folder
 nitpick_ignore_regex = [
     # There is no inventory of other projects' names, because a build needs no network.
-    (r"py:.*", r"(torch|numpy|np|matplotlib|collections|pathlib|argparse|typing|types)\..*"),
+    (
+        r"py:.*",
+        r"(torch|numpy|np|matplotlib|collections|contextlib|pathlib|argparse|typing|types)\..*",
+    ),
     (r"py:.*", r"(Callable|Iterator|Mapping|Sequence|Path|optional|P|P\.\w+|Figure|Axes)"),
 ]
 

@@ -79,7 +79,7 @@ class Hooked(Averaging):
 
 
 class Wrapped(Averaging):
-    """During backward, by :class:`microddp.DDP`."""
+    """During backward, by :class:`microddp.DDP <microddp.ddp.DistributedDataParallel>`."""
 
     def __init__(self, model: nn.Module, comms: Comms, bucket_mb: float) -> None:
         super().__init__(model, comms, bucket_mb)

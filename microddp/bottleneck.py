@@ -155,7 +155,7 @@ class Verdict:
 
     @property
     def bottleneck(self) -> str:
-        """The resource with the largest share: a key of :attr:`seconds`."""
+        """The resource with the largest share, a key of :attr:`seconds`."""
         return max(self.seconds, key=lambda resource: self.seconds[resource])
 
     def __str__(self) -> str:

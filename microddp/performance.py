@@ -150,7 +150,7 @@ class DDPPerformanceAnalyzer:
         """Train one step and time its phases.
 
         Args:
-            model: a bare module, :class:`microddp.DDP` or PyTorch's. With PyTorch's the buckets
+            model: a bare module, :class:`microddp.DDP <microddp.ddp.DistributedDataParallel>` or PyTorch's. With PyTorch's the buckets
                 cannot be watched: communication counts as under way from the first collective to
                 the end of backward.
             inputs: of this rank's shard.
@@ -231,7 +231,7 @@ class DDPPerformanceAnalyzer:
         bucket_cap_mb: float = BUCKET_CAP_MB,
         repeat: int = 15,
     ) -> Overhead:
-        """Time a step with the model in :class:`microddp.DDP` against one without. A collective.
+        """Time a step with the model in :class:`microddp.DDP <microddp.ddp.DistributedDataParallel>` against one without. A collective.
 
         Args:
             model: is copied, and left as it is.
@@ -327,17 +327,17 @@ class StepSummary:
 
     @property
     def slowest(self) -> int:
-        """The straggler: the rank that works longest, and so waits least."""
+        """The rank that works longest, and so waits least; the straggler."""
         return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].working)
 
     @property
     def spread(self) -> float:
-        """The straggler's work by that of the rank that works least: 1 where all are alike."""
+        """The straggler's work, by that of the rank that works least; 1 where all are alike."""
         return self.ranks[self.slowest].working / min(times.working for times in self.ranks)
 
     @property
     def rows(self) -> list[tuple[str | float, ...]]:
-        """A row for each phase: its name, then milliseconds on each rank."""
+        """A row for each phase, with its name and its milliseconds on each rank."""
         return [(phase, *(getattr(times, phase) * 1e3 for times in self.ranks)) for phase in PHASES]
 
     def __str__(self) -> str:
@@ -367,7 +367,7 @@ class Overhead:
     Attributes:
         nbytes: of all gradients.
         alone: the step without communication, on all ranks at once.
-        together: the step in :class:`microddp.DDP`.
+        together: the step in :class:`microddp.DDP <microddp.ddp.DistributedDataParallel>`.
     """
 
     nbytes: int
@@ -376,7 +376,7 @@ class Overhead:
 
     @property
     def seconds(self) -> float:
-        """What data parallelism adds to a step: the median of the differences, round by round."""
+        """What data parallelism adds to a step, as the median of the differences of each round."""
         pairs = zip(self.alone.seconds, self.together.seconds, strict=True)
         return statistics.median(together - alone for alone, together in pairs)
 

@@ -80,22 +80,23 @@ class ChapterCards(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Write the cards in Markdown, and have that parsed."""
-        lines = ["::::{grid} 1 2 2 2", ":gutter: 3", ":class-container: chapter-cards"]
+        lines = [":::::{grid} 1 2 2 2", ":gutter: 3", ":class-container: chapter-cards"]
         for path in sorted(CHAPTERS.glob("[0-9]*.py")):
             chapter = read_chapter(path)
             self.env.note_dependency(str(path))
             lines += [
-                f":::{{grid-item-card}} {chapter.number}. {chapter.title}",
+                f"::::{{grid-item-card}} {chapter.number}. {chapter.title}",
                 f":link: chapters/{chapter.stem}",
                 ":link-type: doc",
                 f":img-top: chapters/images/thumb/sphx_glr_{chapter.stem}_thumb.png",
                 f":img-alt: A figure of chapter {chapter.number}",
                 chapter.question,
-                "+++",
+                ":::{card-footer}",
                 f"You build {chapter.builds}. {chapter.minutes} minutes",
                 ":::",
+                "::::",
             ]
-        lines.append("::::")
+        lines.append(":::::")
         holder = nodes.container()
         self.state.nested_parse(StringList(lines, "chapter-cards"), 0, holder)
         return holder.children
