@@ -28,7 +28,7 @@ class TrainingConfig:
     Attributes:
         schedule: how gradients are averaged: ``"naive"``, one by one after backward; ``"hooks"``,
             one by one during backward; ``"bucketed"``, in buckets; ``"ddp"``, by
-            :class:`microddp.DDP <microddp.ddp.DistributedDataParallel>`; ``"torch"``, by PyTorch's DDP.
+            :class:`~microddp.ddp.DistributedDataParallel`; ``"torch"``, by PyTorch's DDP.
         model: ``"mlp"``, ``"cnn"`` or ``"transformer"``. The cnn normalises over groups of
             channels, not over the batch, of which each rank sees only its shard.
         data: ``"synthetic"``, ``"digits"`` or ``"mnist"``. The transformer reads an image as the

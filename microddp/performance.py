@@ -150,9 +150,9 @@ class DDPPerformanceAnalyzer:
         """Train one step and time its phases.
 
         Args:
-            model: a bare module, :class:`microddp.DDP <microddp.ddp.DistributedDataParallel>` or PyTorch's. With PyTorch's the buckets
-                cannot be watched: communication counts as under way from the first collective to
-                the end of backward.
+            model: a bare module, :class:`~microddp.ddp.DistributedDataParallel` or PyTorch's. With
+                PyTorch's the buckets cannot be watched: communication counts as under way from the
+                first collective to the end of backward.
             inputs: of this rank's shard.
             targets: of this rank's shard.
             optimizer: of the model's parameters.
@@ -231,7 +231,7 @@ class DDPPerformanceAnalyzer:
         bucket_cap_mb: float = BUCKET_CAP_MB,
         repeat: int = 15,
     ) -> Overhead:
-        """Time a step with the model in :class:`microddp.DDP <microddp.ddp.DistributedDataParallel>` against one without. A collective.
+        """Time a step with the model in the book's DDP against one without. A collective.
 
         Args:
             model: is copied, and left as it is.
