@@ -48,6 +48,7 @@ sphinx_gallery_conf = {
     "gallery_dirs": "chapters",
     "filename_pattern": r"/\d\d_\w+\.py$",
     "image_srcset": ["1.5x"],
+    "thumbnail_size": (360, 216),
     "matplotlib_animations": False,
     "download_all_examples": False,
     "remove_config_comments": True,

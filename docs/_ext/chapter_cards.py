@@ -102,7 +102,22 @@ class ChapterCards(SphinxDirective):
         return holder.children
 
 
+class MeasuredOn(SphinxDirective):
+    """The line on what a chapter of this build was measured on."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Take it from the chapter's page."""
+        page = Path(self.env.srcdir, "chapters", f"{self.arguments[0]}.md")
+        self.env.note_dependency(str(page))
+        line = re.search(r"^Measured on .*$", page.read_text(encoding="utf-8"), re.MULTILINE)
+        text = line[0] if line else "Not measured in this build."
+        return [nodes.paragraph("", text, classes=["measured-on"])]
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Add the directive."""
+    """Add the directives."""
     app.add_directive("chapter-cards", ChapterCards)
+    app.add_directive("measured-on", MeasuredOn)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -2,9 +2,11 @@
 
 import re
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from PIL import Image
 from sphinx.application import Sphinx
 
 LONGEST_DESCRIPTION = 160  # characters; search engines cut longer ones
@@ -36,8 +38,72 @@ def let_blocks_scroll(
         context["body"] = re.sub(r"<pre>", '<pre tabindex="0">', context["body"])
 
 
+# What the theme's templates leave out for those who hear a page instead of seeing it.
+SPOKEN = {
+    '<aside class="sidebar-drawer">': '<aside class="sidebar-drawer" aria-label="All pages">',
+    '<aside class="toc-drawer">': '<aside class="toc-drawer" aria-label="This page">',
+    '<p class="caption" role="heading">': '<p class="caption" role="heading" aria-level="2">',
+    '<div id="search-results">': '<h1>Search</h1>\n<div id="search-results">',
+}
+
+
+# Style sheets and scripts of extensions, for what this site has not.
+UNUSED = ("sg_gallery-binder", "sg_gallery-dataframe", "sg_gallery-rendered-html", "sg-tags")
+UNUSED += ("design-tabs",)
+
+
+def leave_unused_files_out(
+    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: nodes.document
+) -> None:
+    """Load no style sheet and no script that the page does not use."""
+    del app, pagename, templatename, doctree
+    unused = UNUSED if "sd-card" in context.get("body", "") else (*UNUSED, "sphinx-design")
+    for kind in ("css_files", "script_files"):
+        context[kind] = [
+            file
+            for file in context[kind]
+            if not any(name in str(getattr(file, "filename", file)) for name in unused)
+        ]
+
+
+def finish_pages(app: Sphinx, exception: Exception | None) -> None:
+    """Name the parts of every page that was written, and give its images their size."""
+    if exception or app.builder.format != "html":
+        return
+    for page in Path(app.outdir).rglob("*.html"):
+        text = before = page.read_text(encoding="utf-8")
+        for silent, spoken in SPOKEN.items():
+            if spoken not in text:
+                text = text.replace(silent, spoken)
+        text = size_images(text, page.parent)
+        if text != before:
+            page.write_text(text, encoding="utf-8")
+
+
+def size_images(text: str, folder: Path) -> str:
+    """Give images width and height, so that nothing moves when they come, late if further down."""
+    count = 0
+
+    def sized(tag: re.Match[str]) -> str:
+        nonlocal count
+        count += 1
+        source = re.search(r'src="([^"#?]+)', tag[0])
+        if source is None or "width=" in tag[0] or not (folder / source[1]).is_file():
+            return tag[0]
+        if source[1].endswith(".svg"):
+            return tag[0]
+        with Image.open(folder / source[1]) as image:
+            width, height = image.size
+        lazy = ' loading="lazy"' if count > 1 else ""
+        return f'<img width="{width}" height="{height}"{lazy} {tag[0][5:]}'
+
+    return re.sub(r"<img [^>]*>", sized, text)
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Connect the handlers."""
     app.connect("html-page-context", describe)
     app.connect("html-page-context", let_blocks_scroll)
+    app.connect("html-page-context", leave_unused_files_out)
+    app.connect("build-finished", finish_pages)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -3,6 +3,7 @@
 They come from npm, installed by `npm install --prefix DIR tests/site`; `--audits DIR` says where.
 """
 
+import gzip
 import http.server
 import json
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from conftest import FLAGS
-from test_site import Visit
+from test_site import COMPRESSED, Visit
 
 WITHOUT_FAULT = ("accessibility", "best-practices", "seo")  # of Lighthouse's categories
 LEAST_PERFORMANCE = 90
@@ -31,11 +32,29 @@ def audits(pytestconfig):
 def address(site):
     """Where the site is served: Lighthouse opens no files."""
 
-    class Quiet(http.server.SimpleHTTPRequestHandler):
+    class Zipped(http.server.SimpleHTTPRequestHandler):
+        """Sends text compressed, as GitHub Pages does."""
+
+        def do_GET(self):
+            path = Path(self.translate_path(self.path))
+            if not path.is_file():
+                self.send_error(404)
+                return
+            data = path.read_bytes()
+            self.send_response(200)
+            self.send_header("Content-Type", self.guess_type(str(path)))
+            self.send_header("Cache-Control", "max-age=600")
+            if path.suffix in COMPRESSED:
+                data = gzip.compress(data)
+                self.send_header("Content-Encoding", "gzip")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
         def log_message(self, *_):
             pass
 
-    handler = partial(Quiet, directory=str(site))
+    handler = partial(Zipped, directory=str(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -54,6 +73,21 @@ def run(*command):
     )
 
 
+@pytest.fixture(scope="session")
+def complaints(site, audits):
+    """By page, what html-validate says of it."""
+    rules = Path(__file__).with_name("htmlvalidate.json")
+    pages = [str(page) for page in site.rglob("*.html")]
+    done = run(audits / ".bin" / "html-validate", "--config", rules, "-f", "json", *pages)
+    found = {page: [] for page in pages}
+    for result in json.loads(done.stdout):
+        found[result["filePath"]] = [
+            (message["ruleId"], message["line"], message["message"])
+            for message in result["messages"]
+        ]
+    return found
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_no_barrier(browser, page_path, scheme, audits):
     with Visit(browser, page_path, color_scheme=scheme) as visit:
@@ -68,15 +102,8 @@ def test_axe_finds_no_barrier(browser, page_path, scheme, audits):
     assert not barriers
 
 
-def test_html_is_valid(page_path, audits):
-    rules = Path(__file__).with_name("htmlvalidate.json")
-    done = run(audits / ".bin" / "html-validate", "--config", rules, "-f", "json", page_path)
-    complaints = [
-        (message["ruleId"], message["line"], message["message"])
-        for result in json.loads(done.stdout)
-        for message in result["messages"]
-    ]
-    assert not complaints
+def test_html_is_valid(page_path, complaints):
+    assert not complaints[str(page_path)]
 
 
 def test_lighthouse_is_content(main_page, site, address, audits, tmp_path):

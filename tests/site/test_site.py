@@ -20,7 +20,7 @@ COMPRESSED = {".html", ".css", ".js", ".svg"}
 class Visit:
     """A page opened in a context of its own, with what it asked for and complained of."""
 
-    def __init__(self, browser, path, **options):
+    def __init__(self, browser, path, until="load", **options):
         self.context = browser.new_context(**options)
         self.page = self.context.new_page()
         self.requests, self.complaints = [], []
@@ -35,8 +35,7 @@ class Visit:
                 else None
             ),
         )
-        self.page.goto(path.as_uri())
-        self.page.wait_for_load_state("networkidle")
+        self.page.goto(path.as_uri(), wait_until=until)
 
     def __enter__(self):
         return self
@@ -52,7 +51,7 @@ def test_every_chapter_has_a_page(site):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_loads_quietly_and_alone(browser, page_path, scheme):
-    with Visit(browser, page_path, color_scheme=scheme) as visit:
+    with Visit(browser, page_path, until="networkidle", color_scheme=scheme) as visit:
         foreign = [u for u in visit.requests if not u.startswith(("file:", "data:", "blob:"))]
         assert not visit.complaints
         assert not foreign
@@ -106,12 +105,16 @@ def test_images_say_what_they_show(browser, page_path):
                 .filter(i => !i.alt.trim() && !i.closest('.sphx-glr-thumbcontainer'))
                 .map(i => i.src)"""
         )
+        unsized = visit.page.evaluate(
+            "[...document.images].filter(i => !i.getAttribute('width')).map(i => i.src)"
+        )
     assert not silent
+    assert not unsized
 
 
 def test_is_light_enough(browser, page_path):
     # A phone's screen is the one that loads the larger pictures.
-    with Visit(browser, page_path, device_scale_factor=2) as visit:
+    with Visit(browser, page_path, until="networkidle", device_scale_factor=2) as visit:
         files = {Path(unquote(urlparse(u).path)) for u in visit.requests if u.startswith("file:")}
     size = 0
     for path in files:
