@@ -30,10 +30,15 @@ def pytest_ignore_collect(collection_path, config):
     return True if collection_path.name == "test_audits.py" and not config.option.audits else None
 
 
+def pages_of(site):
+    """All pages but the listings of source code."""
+    return sorted(p for p in site.rglob("*.html") if "_modules" not in p.parts)
+
+
 def pytest_generate_tests(metafunc):
     """One test for each page: `page_path` for all of them, `chapter` for the chapters."""
     site = metafunc.config.getoption("site").resolve()
-    pages = sorted(p for p in site.rglob("*.html") if "_modules" not in p.parts)
+    pages = pages_of(site)
     assert pages, f"no pages in {site}"
     for name, chosen in (
         ("page_path", pages),
