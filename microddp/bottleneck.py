@@ -163,13 +163,14 @@ class Verdict:
         shares = ", ".join(f"{name} {part / total:.0%}" for name, part in self.seconds.items())
         rates = self.rates
         return (
-            f"{self.bottleneck} bound: {shares} of {total * 1e3:.3g} ms at measured rates (the "
-            f"step took {self.measured * 1e3:.3g} ms).\n"
-            f"How it knows: {self.operations} operations, {self.flops / 1e9:.3g} GFLOP and "
-            f"{self.nbytes / 1e9:.3g} GB a step; this rank multiplies "
-            f"{rates.flops / 1e9:.3g} GFLOP/s, copies {rates.nbytes / 1e9:.3g} GB/s and starts "
-            f"an operation in {rates.call * 1e6:.3g} us.\n"
-            f"What would help most: {ADVICE[self.bottleneck]}."
+            f"{self.bottleneck} bound: {shares}\n"
+            f"  together {total * 1e3:.3g} ms at measured rates; the step took "
+            f"{self.measured * 1e3:.3g} ms\n"
+            f"  counted: {self.operations} operations, {self.flops / 1e9:.3g} GFLOP, "
+            f"{self.nbytes / 1e9:.3g} GB read or written\n"
+            f"  rates: {rates.flops / 1e9:.3g} GFLOP/s, {rates.nbytes / 1e9:.3g} GB/s, "
+            f"{rates.call * 1e6:.3g} us to start an operation\n"
+            f"  would help most: {ADVICE[self.bottleneck]}"
         )
 
 

@@ -80,11 +80,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         verify_replicas: instead of broadcasting, insist that the ranks' parameters are equal.
 
     Raises:
-        ValueError: both ``comms`` and ``process_group``, parameters on several kinds of devices,
-            or a bucket cap that is not positive.
+        ValueError: both ``comms`` and ``process_group``; on every rank: parameters on several kinds
+            of devices, or a bucket cap that is not positive.
         RuntimeError: on every rank: no parameter requires a gradient, or one is not initialised;
             the ranks' parameters or buffers differ in number, name, shape or dtype, or, where
-            that is asked for, in value.
+            that is asked for, in value; or their options differ.
 
     Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
     VLDB 2020, section 3 and 4.
@@ -108,16 +108,29 @@ class DistributedDataParallel(nn.Module, Joinable):
         if comms is not None and process_group is not None:
             raise ValueError(f"rank {comms.rank}: expected comms or process_group, got both")
         parameters = list(module.parameters())
+        device = parameters[0].device if parameters else torch.get_default_device()
+        self.comms = comms = comms or Comms.of_group(process_group, device)
+        kinds = sorted({p.device.type for p in parameters})
+        options = {
+            "bucket_cap_mb": bucket_cap_mb,
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "broadcast_buffers": broadcast_buffers,
+            "devices": kinds,
+        }
+        check_structure(module, comms, options)
+        # After that, what is wrong is wrong on every rank, and every rank says so.
+        who = f"rank {comms.rank}: expected"
+        if not any(p.requires_grad for p in parameters):
+            raise RuntimeError(f"{who} a module with parameters that require gradients, got none")
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
-            raise RuntimeError("expected initialised parameters: run a lazy module's forward first")
-        if len(kinds := {p.device.type for p in parameters}) > 1:
-            raise ValueError(f"expected parameters on one kind of device, got {sorted(kinds)}")
+            raise RuntimeError(f"{who} initialised parameters: run a lazy module's forward first")
+        if len(kinds) > 1:
+            raise ValueError(f"{who} parameters on one kind of device, got {kinds}")
         cap = BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
         if cap <= 0:
-            raise ValueError(f"expected bucket_cap_mb above 0, got {bucket_cap_mb}")
+            raise ValueError(f"{who} bucket_cap_mb above 0, got {bucket_cap_mb}")
         self.module = module
-        device = parameters[0].device if parameters else torch.get_default_device()
-        self.comms = comms or Comms.of_group(process_group, device)
         self.bucket_cap_mb = cap
         # As with PyTorch's: who sets the size of buckets sets that of the first one too.
         self.first_bucket_mb = FIRST_BUCKET_MB if bucket_cap_mb is None else cap
@@ -129,10 +142,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._has_buffers = broadcast_buffers and any(True for _ in module.buffers())
         self._sync_buffers_next = True
         self._divide_by_all = True
-        check_structure(module, self.comms)
-        # After that, since only some ranks may have none.
-        if not any(p.requires_grad for p in parameters):
-            raise RuntimeError("expected a module with parameters that require gradients, got none")
         if verify_replicas:
             check_replicas(module, self.comms)
         else:

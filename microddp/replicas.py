@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -55,31 +56,40 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], comms: Comms, src: int = 
             complete_oldest()
 
 
-def check_structure(module: nn.Module, comms: Comms) -> None:
-    """Raise, on every rank, unless all ranks have the same parameters and buffers.
+def check_structure(
+    module: nn.Module, comms: Comms, options: Mapping[str, object] | None = None
+) -> None:
+    """Raise, on every rank, unless all ranks have the same parameters, buffers and options.
 
     Sends a hash of 8 bytes, and the names only where the hashes differ.
 
+    Args:
+        module: whose parameters and buffers are compared.
+        comms: the ranks.
+        options: what else must be the same, by name.
+
     Raises:
         RuntimeError: names the first that differs in name, shape, dtype or whether it requires a
-            gradient, on the first rank that is not like rank 0, with what both have.
+            gradient, on the first rank that is not like rank 0, with what both have; the options
+            come first.
     """
-    texts = [
-        f"{name}: {describe(tensor)}{'' if tensor.requires_grad else ', no gradient'}"
+    tensors = [
+        f"{name}: {_in_words(tensor)}"
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
     ]
-    digest = torch.tensor([_digest("\n".join(texts).encode())], device=comms.device)
+    mine = [[f"{name}={value}" for name, value in (options or {}).items()], tensors]
+    digest = torch.tensor([_digest(json.dumps(mine).encode())], device=comms.device)
     if len(set(comms.all_gather(digest).flatten().tolist())) == 1:
         return
-    everyone = comms.all_gather_data(texts)
-    odd = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
-    for here, there in itertools.zip_longest(everyone[0], everyone[odd], fillvalue="nothing"):
-        if here != there:
-            raise RuntimeError(
-                f"rank {comms.rank}: expected the same parameters and buffers on every rank, got "
-                f"{here} on rank 0 ({len(everyone[0])} in all) and {there} on rank {odd} "
-                f"({len(everyone[odd])})"
-            )
+    for part in zip(*comms.all_gather_data(mine), strict=True):  # options, then tensors
+        odd = next((rank for rank, theirs in enumerate(part) if theirs != part[0]), 0)
+        for here, there in itertools.zip_longest(part[0], part[odd], fillvalue="nothing"):
+            if here != there:
+                raise RuntimeError(
+                    f"rank {comms.rank}: expected the same parameters, buffers and options on "
+                    f"every rank, got {here} on rank 0 ({len(part[0])} in all) and {there} on rank {odd} "
+                    f"({len(part[odd])})"
+                )
 
 
 def check_replicas(module: nn.Module, comms: Comms) -> None:
@@ -103,6 +113,12 @@ def check_replicas(module: nn.Module, comms: Comms) -> None:
                 f"from the other ranks': expected equal values on all {comms.world_size} ranks; "
                 "start from one seed or call broadcast_parameters"
             )
+
+
+def _in_words(tensor: torch.Tensor) -> str:
+    if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
+        return "not initialised"
+    return describe(tensor) + ("" if tensor.requires_grad else ", no gradient")
 
 
 def _odd_ranks(values: list[int]) -> str:

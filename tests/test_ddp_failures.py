@@ -58,7 +58,7 @@ def test_the_first_difference_between_replicas_is_named_on_every_rank(comms):
         ),
     }
     for message, change in changes.items():
-        start = f"^rank {comms.rank}: expected the same parameters and buffers on every rank, got "
+        start = f"^rank {comms.rank}: expected the same .* and options on every rank, got "
         with pytest.raises(RuntimeError, match=f"{start}{message}") as caught:
             DDP(changed(change), comms)
         assert f"on rank {odd}" in str(caught.value)
@@ -103,6 +103,19 @@ def test_what_cannot_be_wrapped_is_refused_on_every_rank(comms):
     for cap in (0, -1.0):
         with pytest.raises(ValueError, match=f"bucket_cap_mb above 0, got {cap}"):
             DDP(mlp(), comms, bucket_cap_mb=cap)
+    assert still_works(comms)
+
+
+@on_ranks(2, 3)
+def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank(comms):
+    last = comms.rank == comms.world_size - 1
+    for options in ({"bucket_cap_mb": 0.0}, {"static_graph": True}):
+        name, value = next(iter(options.items()))
+        with pytest.raises(RuntimeError, match=rf"rank {comms.rank}: .*got {name}=.*{value}"):
+            DDP(mlp(), comms, **(options if last else {}))
+    lazy = nn.LazyLinear(3) if last else nn.Linear(2, 3)
+    with pytest.raises(RuntimeError, match="weight: not initialised"):
+        DDP(lazy, comms)
     assert still_works(comms)
 
 

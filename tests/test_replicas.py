@@ -116,7 +116,9 @@ def test_a_different_structure_is_named_on_every_rank(comms):
             with pytest.raises(RuntimeError) as caught:
                 check(other if odd else usual, comms)
             told = str(caught.value)
-            assert told.startswith(f"rank {comms.rank}: expected the same parameters and buffers")
+            assert told.startswith(
+                f"rank {comms.rank}: expected the same parameters, buffers and options"
+            )
             on_rank_0, on_rank_2 = told.split(", got ")[1].split(" and ")
             assert on_rank_0.startswith(first), told
             assert on_rank_2.startswith(second), told

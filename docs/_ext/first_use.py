@@ -7,6 +7,7 @@ from docutils import nodes
 from sphinx.application import Sphinx
 
 # Where a term is not prose, or is a link already.
+OUR_OWN = {"measured-on", "chapter-head"}  # what the build writes above a chapter
 NOT_PROSE = (nodes.reference, nodes.literal, nodes.math, nodes.title, nodes.table, nodes.caption)
 
 
@@ -32,6 +33,8 @@ def link_first_uses(app: Sphinx, doctree: nodes.document, docname: str) -> None:
             node = node.parent
         in_prose = any(isinstance(parent, nodes.paragraph) for parent in parents)
         if not in_prose or any(isinstance(parent, NOT_PROSE) for parent in parents):
+            continue
+        if any(OUR_OWN & set(parent.get("classes", ())) for parent in parents):
             continue
         pieces: list[nodes.Node] = []
         end = 0
