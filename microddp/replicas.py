@@ -87,8 +87,8 @@ def check_structure(
             if here != there:
                 raise RuntimeError(
                     f"rank {comms.rank}: expected the same parameters, buffers and options on "
-                    f"every rank, got {here} on rank 0 ({len(part[0])} in all) and {there} on rank {odd} "
-                    f"({len(part[odd])})"
+                    f"every rank, got {here} on rank 0 ({len(part[0])} in all) and {there} on "
+                    f"rank {odd} ({len(part[odd])})"
                 )
 
 
