@@ -19,7 +19,7 @@ from conftest import FLAGS, pages_of
 from test_site import COMPRESSED, Visit
 
 WITHOUT_FAULT = ("accessibility", "best-practices", "seo")  # of Lighthouse's categories
-LEAST_PERFORMANCE = 90
+LEAST_PERFORMANCE, AIM = 90, 98  # a page that reaches the aim at once is not asked again
 SERIOUS = ("serious", "critical", "moderate")
 
 
@@ -113,6 +113,8 @@ def test_lighthouse_is_content(main_page, site, address, audits, tmp_path):
     scores = []
     # Its performance varies from run to run, the rest does not.
     for categories in ((*WITHOUT_FAULT, "performance"), ("performance",), ("performance",)):
+        if scores and scores[0]["performance"] >= AIM:
+            break
         report = tmp_path / "report.json"
         flags = f"--headless=new {' '.join(FLAGS)}"
         done = run(
@@ -127,7 +129,7 @@ def test_lighthouse_is_content(main_page, site, address, audits, tmp_path):
         assert done.returncode == 0, done.stderr
         result = json.loads(report.read_text())
         scores.append({n: round(c["score"] * 100) for n, c in result["categories"].items()})
-        if len(scores) == 1:
+        if categories[0] == WITHOUT_FAULT[0]:
             poor = [
                 (name, audit["title"])
                 for name, audit in result["audits"].items()
