@@ -193,9 +193,9 @@ few.print(f"the analyzer adds {added:+.1%} to a step of {cost['plain']}")
 r"""
 ## Against the size of the model
 
-A rule of thumb is passed on in courses: at 10 Gbit/s, communication takes about 60 % of the step
-of a model of 1M parameters, 40 % at 5M and 20 % at 20M. Is a larger model easier to train on
-several devices?
+The course that this book continues gives a rule of thumb, without the hardware it holds for: at 10
+Gbit/s, communication takes about 60 % of the step of a model of 1M parameters, 40 % at 5M and 20 %
+at 20M. Is a larger model easier to train on several devices?
 
 **Predict.** A model of P parameters sends 4P bytes. If each parameter is used equally often for a
 sample, its computing grows as P as well, and the share stays as it is. It falls only if a larger
@@ -555,6 +555,11 @@ for inputs, targets in analyzer.batches(slow_loader()):
     analyzer.time_step(net, inputs, targets, optimizer, loss_fn=mse_loss)
 summary = analyzer.summary()
 few.print(summary)
+figures.stacked_bars(
+    summary.bars,
+    title=f"Rank {summary.slowest} works {summary.spread:.1f} times as long; the others wait",
+    xlabel="time of a step (medians)",
+)
 assert summary.slowest == n - 1
 assert n == 1 or summary.ranks[0].exposed > summary.ranks[-1].exposed
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from microddp.comms import Comms
-from microddp.hooks import AllReduceHooks
+from microddp.hooks import AllReduceHooks, Switchable
 from microddp.trace import Timeline, Timing, measure
 
 MIB = 1 << 20
@@ -191,7 +190,7 @@ class GradientBucket:
         self.work = None
 
 
-class BucketedDDPHooks:
+class BucketedDDPHooks(Switchable):
     """Averages the gradients of a model over all ranks, bucket by bucket, during backward.
 
     A hook on each parameter brings its gradient into a bucket. When a bucket is full, and all
@@ -231,7 +230,6 @@ class BucketedDDPHooks:
         self.parameters = [p for _, p in named]
         self.as_view = gradient_as_bucket_view
         self.timeline = timeline
-        self.armed = True  # whether a backward averages
         self.divisor = comms.world_size
         self.caps = [int(min(first_bucket_mb, bucket_size_mb) * MIB), int(bucket_size_mb * MIB)]
         sparse = {
@@ -277,18 +275,6 @@ class BucketedDDPHooks:
         for p, (bucket, slot) in zip(self.parameters, self._places, strict=True):
             if self.as_view and bucket.views and p.grad is not None:
                 p.grad = bucket.views[slot].copy_(p.grad)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let each backward of the block add to this rank's own gradients, and send nothing.
-
-        The first backward after the block averages what has accumulated.
-        """
-        before, self.armed = self.armed, False
-        try:
-            yield
-        finally:
-            self.armed = before
 
     def finish(self) -> None:
         """Wait until every gradient is averaged.

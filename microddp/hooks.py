@@ -134,7 +134,29 @@ class HookTracker:
             self._ready.setdefault(name, Instant(parameter.device))
 
 
-class AllReduceHooks:
+class Switchable:
+    """Hooks that can be told to leave gradients alone.
+
+    Attributes:
+        armed: whether a backward averages.
+    """
+
+    armed = True
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let each backward of the block add to this rank's own gradients, and send nothing.
+
+        The first backward after the block averages what has accumulated.
+        """
+        before, self.armed = self.armed, False
+        try:
+            yield
+        finally:
+            self.armed = before
+
+
+class AllReduceHooks(Switchable):
     """Averages every gradient over all ranks, each on its own, while backward goes on.
 
     A hook on each parameter starts an asynchronous all-reduce of its gradient as soon as that is
@@ -154,25 +176,12 @@ class AllReduceHooks:
     def __init__(self, model: nn.Module, comms: Comms, timeline: Timeline | None = None) -> None:
         self.comms = comms
         self.timeline = timeline
-        self.armed = True  # whether a backward averages
         self._works: dict[str, dist.Work] = {}
         self._handles = [
             p.register_post_accumulate_grad_hook(partial(self._ready, name))  # type: ignore[no-untyped-call]
             for name, p in model.named_parameters()
             if p.requires_grad
         ]
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let each backward of the block add to this rank's own gradients, and send nothing.
-
-        The first backward after the block averages what has accumulated.
-        """
-        before, self.armed = self.armed, False
-        try:
-            yield
-        finally:
-            self.armed = before
 
     def finish(self) -> None:
         """Wait until every gradient is averaged, and be ready for the next backward.

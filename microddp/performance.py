@@ -340,6 +340,15 @@ class StepSummary:
         """A row for each phase, with its name and its milliseconds on each rank."""
         return [(phase, *(getattr(times, phase) * 1e3 for times in self.ranks)) for phase in PHASES]
 
+    @property
+    def bars(self) -> dict[str, dict[str, float]]:
+        """The seconds of each phase on each rank, as ``figures.stacked_bars`` takes them."""
+        phases = [phase for phase in PHASES if phase not in ("hidden", "total")]
+        return {
+            f"rank {rank}": {phase: getattr(times, phase) for phase in phases}
+            for rank, times in enumerate(self.ranks)
+        }
+
     def __str__(self) -> str:
         return f"{self._table('simple')}\n{self.verdict}"
 

@@ -73,6 +73,8 @@ def test_the_straggler_is_the_rank_that_waits_least():
     assert "Rank 1 works longest, 2.00 times as long" in str(summary)
     assert summary.rows[1] == ("forward", 3000, 5000)
     assert "<table>" in summary._repr_html_()
+    assert summary.bars["rank 1"]["backward"] == 10
+    assert [sum(phases.values()) for phases in summary.bars.values()] == [17, 17]
 
 
 def test_overhead_is_of_rounds():
