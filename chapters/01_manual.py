@@ -46,7 +46,7 @@ so they should differ by rounding: about $10^{-7}$ of the gradient in `float32`,
 # %%
 digits = load_digits(comms.device)
 torch.manual_seed(0)
-start = FullMLP(128, inputs=64, outputs=10).to(comms.device)
+original = FullMLP(128, inputs=64, outputs=10).to(comms.device)
 images, labels = (tensor[:96] for tensor in digits.train.tensors)
 
 
@@ -68,7 +68,7 @@ def distance(a, b):
 # %%
 rows = []
 for dtype in (torch.float32, torch.float64):
-    model, x = copy.deepcopy(start).to(dtype), images.to(dtype)
+    model, x = copy.deepcopy(original).to(dtype), images.to(dtype)
     whole = gradient(model, x, labels)
     for n in (2, 3, 4):
         parts = [gradient(model, shard(x, k, n), shard(labels, k, n)) for k in range(n)]
@@ -147,8 +147,8 @@ def switched_on(model, x):
 # %%
 def train(average, dtype=torch.float64):
     """After each step: distance between the replicas, to one model, and ReLUs that differ."""
-    replicas = [copy.deepcopy(start).to(dtype) for _ in range(2)]
-    single = copy.deepcopy(start).to(dtype)
+    replicas = [copy.deepcopy(original).to(dtype) for _ in range(2)]
+    single = copy.deepcopy(original).to(dtype)
     optimizers, alone = [sgd(r) for r in replicas], sgd(single)
     apart, from_single, flipped = [], [], []
     for x, y in ShardedBatches(digits.train, 96, rank=0, world_size=1).epoch(0):
@@ -220,11 +220,11 @@ samples, so the mean of the two means gives the samples in the small part too mu
 
 # %%
 cuts = (4, 12, 24, 36, 48)
-whole = gradient(start, images, labels)
+whole = gradient(original, images, labels)
 wrong, right = [], []
 for a in cuts:
-    small = gradient(start, images[:a], labels[:a])
-    large = gradient(start, images[a:], labels[a:])
+    small = gradient(original, images[:a], labels[:a])
+    large = gradient(original, images[a:], labels[a:])
     wrong.append(distance((small + large) / 2, whole))
     right.append(distance((a * small + (96 - a) * large) / 96, whole))
 
@@ -269,7 +269,7 @@ is one step of each, for two optimizers, against the step of a single model:
 
 # %%
 def one_step(optimizer_class, lr, mistake):
-    single, replicas = copy.deepcopy(start), [copy.deepcopy(start) for _ in range(2)]
+    single, replicas = copy.deepcopy(original), [copy.deepcopy(original) for _ in range(2)]
     gradient(single, images, labels)
     optimizer_class(single.parameters(), lr=lr).step()
     optimizers = [optimizer_class(r.parameters(), lr=lr) for r in replicas]
@@ -282,7 +282,7 @@ def one_step(optimizer_class, lr, mistake):
             loss.backward()
         optimizers[0].step()
         result = weights(replicas[0])
-    moved = weights(single) - weights(start)
+    moved = weights(single) - weights(original)
     return ((result - weights(single)).norm() / moved.norm()).item()
 
 
