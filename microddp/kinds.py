@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch.autograd.profiler_util import FunctionEvent
+
+from microddp.trace import covered, in_both
 
 ALL_REDUCE, OPTIMIZER, COLLECTIVES, OTHER = "all-reduce", "optimizer", "other collectives", "other"
 # What stands first wins where an operation is made of others: attention is, of multiplications.
@@ -130,7 +131,7 @@ def summarize(
     return RankProfile(
         wall=seconds / steps,
         kinds={kind: (times[kind] / steps, calls[kind] / steps) for kind in KINDS},
-        hidden=together(compute, all_reduces) / steps,
+        hidden=in_both(compute, all_reduces) / steps,
         computing=covered(compute) / steps,
         host=covered(host) / steps,
         idle=(seconds - covered([*compute, *all_reduces, *others])) / steps,
@@ -156,20 +157,6 @@ def events_of(found: Iterable[FunctionEvent]) -> Iterator[Event]:
         start, end = (moment * 1e-6 for moment in (event.time_range.start, event.time_range.end))
         alone = end - start if device else event.self_cpu_time_total * 1e-6
         yield Event(event.name, start, end, alone, tuple(within), device)
-
-
-def covered(events: Iterable[Event]) -> float:
-    """Seconds in which at least one of the events was going on."""
-    total, reached = 0.0, -math.inf
-    for event in sorted(events, key=lambda event: event.start):
-        total += max(0.0, event.end - max(event.start, reached))
-        reached = max(reached, event.end)
-    return total
-
-
-def together(first: Sequence[Event], second: Sequence[Event]) -> float:
-    """Seconds in which both an event of the first and one of the second was going on."""
-    return max(0.0, covered(first) + covered(second) - covered([*first, *second]))
 
 
 @functools.cache

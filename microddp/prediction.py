@@ -240,7 +240,8 @@ def predict_step(
         compute: from :func:`measure_compute`.
         buckets: in the order of sending, from :func:`plan_by_name`.
         cost: from :func:`measure_all_reduce`.
-        cores: processor cores for each rank; default: of this machine, if it computes on CPU.
+        cores: processor cores for each rank, from :func:`cores_for_each_rank`; ``None``: moving
+            bytes takes nothing from computing.
         overlap: whether a bucket is sent as soon as it is full, or only after backward.
     """
     ready = [

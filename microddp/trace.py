@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -273,12 +273,21 @@ def overlapped(spans: Sequence[Span], rank: int) -> float:
     return in_both(compute, communication)
 
 
-def in_both(some: Sequence[Span], others: Sequence[Span]) -> float:
+class Interval(Protocol):
+    """What began and ended, at a number of seconds each."""
+
+    @property
+    def start(self) -> float: ...
+    @property
+    def end(self) -> float: ...
+
+
+def in_both(some: Sequence[Interval], others: Sequence[Interval]) -> float:
     """Seconds in which at least one of ``some`` and one of ``others`` were going on."""
-    return covered(some) + covered(others) - covered([*some, *others])
+    return max(0.0, covered(some) + covered(others) - covered([*some, *others]))  # but for rounding
 
 
-def covered(spans: Sequence[Span]) -> float:
+def covered(spans: Sequence[Interval]) -> float:
     """Seconds in which at least one of the spans was going on."""
     total, reached = 0.0, -math.inf
     for span in sorted(spans, key=lambda span: span.start):

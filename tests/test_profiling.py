@@ -18,10 +18,11 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from microddp.ddp import DDP
-from microddp.kinds import Event, covered, summarize, together
+from microddp.kinds import Event, summarize
 from microddp.model import SimpleCNN, Transformer
 from microddp.profiling import ProfileSummary, profile_steps
 from microddp.schedule import naive_data_parallel_step
+from microddp.trace import covered, in_both
 
 # ---- kinds and interval arithmetic, on events made by hand
 
@@ -101,7 +102,7 @@ def test_intervals_are_counted_once_and_intersected_exactly(first, second):
     seconds = range(26)
     of_a, of_b = ({s for s in seconds for e in r if e.start <= s < e.end} for r in (a, b))
     assert covered(a) == len(of_a)
-    assert together(a, b) == len(of_a & of_b)
+    assert in_both(a, b) == len(of_a & of_b)
 
 
 BACKWARD = [
