@@ -215,11 +215,12 @@ RingAnimation(sent["ring"], size * 4)
 r"""
 ## From a chapter to a core
 
-The ring above waits after each round: nothing is reduced while a chunk travels, and nothing
-travels while a chunk is reduced. In the core, large chunks are cut into pieces of `PIECE_BYTES`
-(2 MiB). Piece j of all chunks, a *column*, has a ring of its own, and `IN_FLIGHT` (2) such rings
-run at once: one column is reduced while the other travels. Below that size the core's ring is the
-one above. It also takes any operation, any dtype and tensors that are not contiguous:
+The ring above moves whole chunks. The core cuts large chunks into pieces of `PIECE_BYTES`
+(1.5 MiB). Piece j of all chunks is a *column*, and a column goes all the way round before the next
+one begins: what has arrived is still in the processor's cache when it is added and sent on. Two
+columns at once, one of them reduced while the other travels, were no faster on as many ranks as
+cores, because there the same cores do both. The core's ring also takes any operation, any dtype
+and tensors that are not contiguous:
 
 ```{literalinclude} ../../microddp/allreduce.py
 :pyobject: _ring

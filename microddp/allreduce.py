@@ -17,9 +17,9 @@ result on every rank, because each element is added up in one order that all ran
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
@@ -35,12 +35,12 @@ COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "product": torch.mul,
 }
 
-# A chunk of the ring travels in pieces of this size, with IN_FLIGHT of them under way, so that one
-# piece is reduced while the next arrives. Measured with two gloo ranks on two otherwise idle cores,
-# tensors of 8 to 64 MiB, against the backend: 0.91 times its time with these; 1.04 with pieces of
-# 1 MiB, each of which wakes up a thread on both sides; 1.01 with 4 MiB, which leave the cache.
-PIECE_BYTES = 2 << 20
-IN_FLIGHT = 2
+# A chunk of the ring travels in pieces of this size, one at a time. Measured with two gloo ranks on
+# two cores (AMD EPYC, November 2026), tensors of 16 and 64 MiB, against the backend: 0.97 times its
+# time so; 1.03 with 1 MiB, as every message wakes up a thread on both sides; 1.06 with 4 MiB, which
+# leave the cache; 1.02 with two pieces under way at once. The cores are busy for nine tenths of the
+# time as it is: there is little left to overlap, and twice the memory to keep in the cache.
+PIECE_BYTES = 3 << 19
 
 
 def naive_all_reduce(tensor: torch.Tensor, comms: Comms, op: str = "sum") -> None:
@@ -169,7 +169,7 @@ def ring_all_reduce(tensor: torch.Tensor, comms: Comms, op: str = "sum") -> None
     """All-reduce in place around a ring: reduce-scatter, then all-gather, without a pause between.
 
     A rank sends 2 (n-1)/n S bytes (and up to one element more per round where n does not divide
-    the size), to its right-hand neighbour only. Scratch: a few pieces, never more than a chunk.
+    the size), to its right-hand neighbour only. Scratch: one piece, never more than a chunk.
     Arguments and errors are those of :func:`naive_all_reduce`.
 
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
@@ -187,51 +187,33 @@ def _ring(
     scatter: bool,
     gather: bool,
 ) -> None:
-    """Run one or both halves of the ring, a few pieces at a time.
+    """Run one or both halves of the ring, a piece at a time.
 
-    Piece j of every chunk makes column j, and each column goes round the ring for itself. The
-    columns under way take turns, so that one is reduced while another travels, and a column is
-    done before the next ones begin: what was just received is still in the cache when it is sent.
+    Piece j of every chunk makes column j, and each column goes all the way round before the next
+    one begins: what was just received is still in the cache when it is added and sent on.
     """
     rank, n = comms.rank, comms.world_size
     if n == 1 or flat.numel() == 0:
         return
+    right, left = (rank + 1) % n, (rank - 1) % n
     largest = -(-flat.numel() // n)
     pieces = -(-largest * flat.element_size() // PIECE_BYTES)
-    columns = list(
-        zip(*(chunk.tensor_split(pieces) for chunk in flat.tensor_split(n)), strict=True)
-    )
+    columns = zip(*(chunk.tensor_split(pieces) for chunk in flat.tensor_split(n)), strict=True)
     # In each round: the chunk sent to the right, the chunk received from the left, whether to add.
     rounds = [((rank - 1 - s) % n, (rank - 2 - s) % n, True) for s in range(n - 1) if scatter]
     rounds += [((rank - s) % n, (rank - 1 - s) % n, False) for s in range(n - 1) if gather]
-    slots, width = min(IN_FLIGHT, pieces) if scatter else 0, -(-largest // pieces)
-    scratch = comms.scratch(slots * width, flat).view(slots, width)
-    under_way: deque[tuple[Exchange, torch.Tensor, torch.Tensor]] = deque()
+    scratch = comms.scratch(-(-largest // pieces) if scatter else 0, flat)
     sending: list[Exchange] = []
-
-    def finish_oldest() -> None:
-        exchange, target, arrived = under_way.popleft()
-        # Its sending may go on: what is sent is not written to before the neighbour has it.
-        exchange.received()
-        sending.append(exchange)
-        if arrived is not target:
-            combine(target, arrived, out=target)
-
-    for first in range(0, pieces, IN_FLIGHT):
-        group = columns[first : first + IN_FLIGHT]
+    for column in columns:
         for sent, received, add in rounds:
-            for slot, column in enumerate(group):
-                # This column's last round is len(group) exchanges ago, and must be finished.
-                while len(under_way) >= len(group):
-                    finish_oldest()
-                target = column[received]
-                arrival = scratch[slot, : target.numel()] if add else target
-                exchange = comms.sendrecv(
-                    column[sent], (rank + 1) % n, arrival, (rank - 1) % n, async_op=True
-                )
-                under_way.append((exchange, target, arrival))
-    while under_way:
-        finish_oldest()
+            target = column[received]
+            arrival = scratch[: target.numel()] if add else target
+            exchange = comms.sendrecv(column[sent], right, arrival, left, async_op=True)
+            exchange.received()
+            # The sending may go on: what is sent is not written to before the neighbour has it.
+            sending.append(exchange)
+            if add:
+                combine(target, arrival, out=target)
     for exchange in sending:
         exchange.wait()
 
@@ -241,17 +223,8 @@ def _flattened(
     tensor: torch.Tensor, comms: Comms, op: str
 ) -> Iterator[tuple[torch.Tensor, Callable[..., torch.Tensor]]]:
     """The tensor as one contiguous dimension, and how to combine; a copy only if it must be."""
-    if op not in COMBINE:
-        raise ValueError(f"rank {comms.rank}: expected op in {list(COMBINE)}, got {op!r}")
-    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ValueError(
-            f"rank {comms.rank}: the mean needs a floating point tensor, got {tensor.dtype}"
-        )
-    try:  # before anything is sent: no order for complex numbers, no sum of float8
-        one = torch.empty(1, dtype=tensor.dtype)
-        COMBINE[op](one, one, out=one)
-    except RuntimeError as error:
-        raise ValueError(f"rank {comms.rank}: no {op} of {tensor.dtype}: {error}") from None
+    if error := _cannot_combine(op, tensor.dtype):
+        raise ValueError(f"rank {comms.rank}: {error}")
     with torch.no_grad():
         flat = tensor.view(-1) if tensor.is_contiguous() else tensor.flatten()
         if op == "mean":
@@ -260,6 +233,21 @@ def _flattened(
         yield flat, COMBINE[op]
         if not tensor.is_contiguous():
             tensor.copy_(flat.view(tensor.shape))
+
+
+@cache
+def _cannot_combine(op: str, dtype: torch.dtype) -> str | None:
+    """Why the values of two ranks cannot become one, said before anything is sent."""
+    if op not in COMBINE:
+        return f"expected op in {list(COMBINE)}, got {op!r}"
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        return f"the mean needs a floating point tensor, got {dtype}"
+    try:  # no order for complex numbers, no sum of float8
+        one = torch.empty(1, dtype=dtype)
+        COMBINE[op](one, one, out=one)
+    except RuntimeError as error:
+        return f"no {op} of {dtype}: {error}"
+    return None
 
 
 def _check_contiguous(tensor: torch.Tensor, comms: Comms) -> None:

@@ -64,7 +64,7 @@ class ThreadComms:
     ) -> Exchange:
         sending = self.send(outgoing, dst, async_op=True)
         receiving = self.recv(incoming, src, async_op=True)
-        return self._started(Exchange(receiving, sending), async_op)
+        return self._started(Exchange(receiving.wait, sending.wait), async_op)
 
     def _check(self, tensor: torch.Tensor, peer: int) -> None:
         assert tensor.is_contiguous()
