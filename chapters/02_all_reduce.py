@@ -20,7 +20,7 @@ import microddp
 from microddp import figures
 from microddp.allreduce import ALGORITHMS
 from microddp.animation import RingAnimation
-from microddp.figures import human_bytes, human_seconds
+from microddp.figures import human_bytes, human_seconds, mark_least
 from microddp.machine import cpu_cores, schedule_threads
 from microddp.messages import MessageCounter, all_reduce_cost, bus_bandwidth, fit_alpha_beta
 from microddp.trace import measure
@@ -336,10 +336,11 @@ if timed:
 if timed:
     rows = []
     for nbytes, backend in timings["backend"].items():
-        ratios = [f"{timings[name][nbytes].median / backend.median:.2f}" for name in ALGORITHMS]
+        ratios = [timings[name][nbytes].median / backend.median for name in ALGORITHMS]
+        marked = mark_least([f"{ratio:.2f}" for ratio in ratios], ratios)
         bus = bus_bandwidth(nbytes, timings["ring"][nbytes].median, few.world_size) / 1e9
         error = models["ring"](nbytes) / timings["ring"][nbytes].median
-        rows.append((human_bytes(nbytes), str(backend), *ratios, f"{bus:.2f}", f"{error:.2f}"))
+        rows.append((human_bytes(nbytes), str(backend), *marked, f"{bus:.2f}", f"{error:.2f}"))
     headers = [
         "size",
         "backend",
@@ -348,6 +349,7 @@ if timed:
         "predicted / ring",
     ]
     few.print(tabulate(rows, headers=headers, disable_numparse=True, stralign="right"))
+    few.print("* the fastest of ours")
     for nbytes in (min(timings["ring"]), max(timings["ring"])):
         fastest = min(ALGORITHMS, key=lambda name: timings[name][nbytes].median)
         few.print(f"fastest of ours at {human_bytes(nbytes)}: {fastest}")

@@ -24,7 +24,7 @@ import microddp
 from microddp import figures
 from microddp.bucketing import MIB, BucketedDDPHooks, compare_bucketed_vs_unbucketed, plan_buckets
 from microddp.data import ShardedBatches, load_digits
-from microddp.figures import human_bytes, human_seconds
+from microddp.figures import human_bytes, human_seconds, mark_least
 from microddp.machine import cpu_cores
 from microddp.messages import fit_alpha_beta
 from microddp.model import FullMLP, SimpleCNN, Transformer, gradient_bytes
@@ -414,11 +414,12 @@ prediction has no right-hand side.
 if timed:
     calls = {name: bucketed_step(plan(parameters, cap, cap), few) for name, cap in CAPS.items()}
     steps = measure(calls, few)
+    marked = mark_least([str(steps[name]) for name in CAPS], [steps[name].median for name in CAPS])
     rows = [
-        (name, len(sent[name]), *map(human_seconds, predicted[name]), str(steps[name]))
-        for name in CAPS
+        (name, len(sent[name]), *map(human_seconds, predicted[name]), timing)
+        for name, timing in zip(CAPS, marked, strict=True)
     ]
-    headers = ["cap", "all-reduces", "all hidden", "none hidden", "measured, median (quartiles)"]
+    headers = ["cap", "all-reduces", "all hidden", "none hidden", "measured (quartiles), * least"]
     few.print(tabulate(rows, headers=headers))
 
 # %%
@@ -468,8 +469,9 @@ if timed:
         counts = [len(plan(list(model.parameters()), *caps)) for caps in ((1, 1), (MIB, 25 * MIB))]
         ratio = times["bucketed"].median / times["one by one"].median
         size = human_bytes(gradient_bytes(model))
-        rows.append((name, size, *counts, *map(str, times.values()), f"{ratio:.2f}"))
-    headers = ["", "gradients", "alone", "buckets", "one by one", "bucketed", "ratio"]
+        both = mark_least([*map(str, times.values())], [t.median for t in times.values()])
+        rows.append((name, size, *counts, *both, f"{ratio:.2f}"))
+    headers = ["", "gradients", "alone", "buckets", "one by one", "bucketed, * least", "ratio"]
     few.print(tabulate(rows, headers=headers, disable_numparse=True))
 
 # %% [markdown]
@@ -546,8 +548,9 @@ if timed:
         (name, *(human_seconds(predict(sizes(parameters, p), True, faster)) for faster in (1, 10)))
         for name, p in places.items()
     ]
-    rows = [(*row, str(timing)) for row, timing in zip(rows, measured.values(), strict=True)]
-    headers = ["", "all hidden", "network 10 x faster", "measured, median (quartiles)"]
+    marked = mark_least([*map(str, measured.values())], [t.median for t in measured.values()])
+    rows = [(*row, timing) for row, timing in zip(rows, marked, strict=True)]
+    headers = ["", "all hidden", "network 10 x faster", "measured (quartiles), * least"]
     few.print(tabulate(rows, headers=headers))
 
 # %% [markdown]

@@ -30,7 +30,7 @@ from microddp.allreduce import ring_all_reduce
 from microddp.bucketing import BucketedDDPHooks
 from microddp.data import ShardedBatches, load_digits, shard
 from microddp.ddp import DDP, all_reduce_hook
-from microddp.figures import human_seconds
+from microddp.figures import human_seconds, mark_least
 from microddp.machine import cpu_cores
 from microddp.model import FullMLP, SimpleCNN
 from microddp.replicas import broadcast_parameters, check_replicas
@@ -657,13 +657,15 @@ for dim in WIDTHS if few is not None else ():
     like, ratio = (mine.ratio(other) for other in others)
     low, high = ratio.spread
     both = f"{ratio.median:.2f} ({low:.2f} to {high:.2f})", f"{like.median:.2f}"
-    rows.append((dim, *(human_seconds(t.median) for t in steps.values()), *both))
+    alone, *medians = (timing.median for timing in steps.values())
+    marked = mark_least([*map(human_seconds, medians)], medians)
+    rows.append((dim, human_seconds(alone), *marked, *both))
     for name, timing in steps.items():
         times[name].append(timing.median * 1e3)
 
 # %%
 if few is not None:
-    few.print(f"median time of a step; ranks timed: {few.world_size}")
+    few.print(f"median time of a step; ranks timed: {few.world_size}; * the fastest that averages")
     headers = ["width", *times, "microddp / torch (quartiles)", "/ torch, views"]
     few.print(tabulate(rows, headers=headers))
     figures.lines(

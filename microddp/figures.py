@@ -26,6 +26,7 @@ from microddp.messages import Message
 from microddp.style import COLORS, drawing, label_ends, new_axes
 from microddp.style import human_bytes as human_bytes
 from microddp.style import human_seconds as human_seconds
+from microddp.style import mark_least as mark_least
 from microddp.trace import Timing
 
 

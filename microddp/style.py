@@ -1,11 +1,11 @@
-"""How the book's figures look, and how it writes bytes and times."""
+"""How the book's figures look, and how it writes bytes, times and the best of them."""
 
 from __future__ import annotations
 
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec
 
@@ -124,3 +124,12 @@ def human_seconds(seconds: float, _position: object = None) -> str:
             return f"{seconds / factor:.3g} {unit}"
     days = seconds / 86400
     return f"{days:.3g} days" if days < 999.5 else f"{days:,.0f} days"
+
+
+def mark_least(cells: Sequence[str], values: Sequence[float]) -> list[str]:
+    """The cells of a table, with a star behind the one whose value is the least.
+
+    The others get a blank, so that they stay aligned.
+    """
+    least = min(values)
+    return [f"{cell} {'*' if v == least else ' '}" for cell, v in zip(cells, values, strict=True)]

@@ -244,3 +244,7 @@ def test_times_in_words_are_right_to_three_digits(seconds):
     scale = {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "days": 86400}[unit]
     assert float(number.replace(",", "")) * scale == pytest.approx(seconds, rel=0.006)
     assert "e+" not in number
+
+
+def test_the_least_is_marked_and_the_rest_stays_aligned():
+    assert figures.mark_least(["3 ms", "2 ms", "9 ms"], [3, 2, 9]) == ["3 ms  ", "2 ms *", "9 ms  "]
