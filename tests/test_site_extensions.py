@@ -9,6 +9,7 @@ from gallery_book import EXTENSIONS, Book
 
 sys.path.insert(0, str(EXTENSIONS))
 
+import torch_names
 from chapter_cards import BUILDS, CHAPTERS, head, read_chapter
 
 GLOSSARY = """# Words
@@ -67,3 +68,43 @@ def test_a_chapter_without_a_question_is_refused(tmp_path):
     silent.write_text('# %% [markdown]\n"""\n# Title\n\nNo question.\n"""\n')
     with pytest.raises(ValueError, match=r"00_baseline.py to open with a question"):
         read_chapter(silent)
+
+
+def test_code_links_to_the_reference_and_to_pytorch_and_the_reference_back(tmp_path):
+    book = Book(tmp_path / "book")
+    book.configure("sphinx.ext.autodoc", "gallery_markdown", "torch_names", "used_in")
+    book.write("tool.py", "class Tool:\n    'A tool.'\n\ndef other():\n    'Not used.'\n")
+    directives = "```{eval-rst}\n.. autoclass:: tool.Tool\n.. autofunction:: tool.other\n```\n"
+    book.write("docs/reference.md", f"# Reference\n\n{directives}")
+    book.write("docs/index.md", "# Book\n\n```{toctree}\nreference\nchapters/index\n```\n")
+    book.chapter(
+        "04_uses", "import torch\nimport tool\nthing = tool.Tool()\ntorch.cat([torch.ones(2)])"
+    )
+    book.chapter("05_names", "x = 1").write_text("# %% [markdown]\n# # T\n# {class}`tool.Tool`\n")
+    build = book.build("-W")
+    assert build.process.returncode == 0, build.output
+    page = book.page("04_uses")
+    addresses = re.findall(r'href="([^"]*)" title="(?:tool|torch)', page)
+    torch_page = "https://docs.pytorch.org/docs/stable/generated/torch.{0}.html#torch.{0}"
+    assert addresses == [
+        "../reference.html#tool.Tool",
+        torch_page.format("cat"),
+        torch_page.format("ones"),
+    ]
+    assert ">thing</span></a>" not in page, "a variable"
+    back = re.findall("Used in .*</p>", (book.root / "_site/reference.html").read_text())
+    assert len(back) == 1
+    assert re.findall('href="([^"]*)" title="([^"]*)">([^<]*)', back[0]) == [
+        ("chapters/04_uses.html", "04_uses", "4"),
+        ("chapters/05_names.html", "T", "5"),
+    ]
+
+
+def test_a_line_that_names_nothing_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "names.txt"
+    path.write_text("# a comment\n\ntensors.html class torch.Tensor\n")
+    monkeypatch.setattr(torch_names, "LIST", path)
+    assert torch_names.inventory().startswith(b"# Sphinx inventory version 2\n")
+    path.write_text("tensors.html torch.Tensor\n")
+    with pytest.raises(ValueError, match=r"address, role and names in names.txt, got 'tensors"):
+        torch_names.inventory()

@@ -1,0 +1,84 @@
+"""Links from the reference back to the chapters that use a name, and none from mere variables.
+
+sphinx-gallery links the names in a chapter's code to what documents them, and keeps what it found
+in a file beside the chapter. It also links every variable to the class of its value; here those
+links go, because a page of them hides the ones that lead somewhere new.
+"""
+
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.transforms.post_transforms import SphinxPostTransform
+
+REFERENCE = "reference"
+ROLE = re.compile(r"\{(?:func|class|meth|attr)\}`[^`]*?~?([\w.]+)>?`")
+
+
+def uses(chapters: Path) -> dict[str, list[str]]:
+    """Return the chapters (``"02_all_reduce"``) in whose code or prose each full name occurs."""
+    found = defaultdict(set)
+    for page in chapters.glob("[0-9]*.md"):
+        for name in ROLE.findall(page.read_text(encoding="utf-8")):
+            found[name].add(page.stem)
+        in_code = page.with_suffix(".codeobj.json")  # which a chapter without names does not have
+        names = json.loads(in_code.read_text(encoding="utf-8")) if in_code.exists() else {}
+        for candidates in names.values():
+            for each in candidates:
+                for module in (each["module"], each["module_short"]):
+                    found[f"{module}.{each['name']}"].add(page.stem)
+    return {name: sorted(stems) for name, stems in found.items()}
+
+
+def depend_on_chapters(app: Sphinx, docname: str, _: list[str]) -> None:
+    """Have the reference written again when a chapter has changed."""
+    if docname == REFERENCE:
+        for path in Path(app.srcdir, "chapters").glob("[0-9]*.md"):
+            app.env.note_dependency(str(path))
+
+
+def link_back(app: Sphinx, doctree: nodes.document, docname: str) -> None:
+    """Say below each description in the reference which chapters use what it describes."""
+    if docname != REFERENCE:
+        return
+    chapters = uses(Path(app.srcdir, "chapters"))
+    for description in doctree.findall(addnodes.desc):
+        signature, content = description[0], description[-1]
+        stems = sorted({stem for name in signature["ids"] for stem in chapters.get(name, ())})
+        if not stems:
+            continue
+        line = nodes.paragraph("", "Used in chapter " if len(stems) == 1 else "Used in chapters ")
+        line["classes"].append("used-in")
+        for place, stem in enumerate(stems):
+            address = app.builder.get_relative_uri(docname, f"chapters/{stem}")
+            text = nodes.Text(str(int(stem[:2])))
+            title = app.env.titles[f"chapters/{stem}"].astext()
+            link = nodes.reference("", "", text, refuri=address, internal=True, reftitle=title)
+            line += [nodes.Text(", "), link] if place else [link]
+        content.append(line)
+
+
+class UnlinkVariables(SphinxPostTransform):
+    """Leave of a link from a variable to its class only the variable."""
+
+    default_priority = 6  # after sphinx-gallery's links, at 5
+    formats = ("html",)
+
+    def run(self, **_: Any) -> None:
+        """Replace the links by what they contain."""
+        for link in list(self.document.findall(nodes.reference)):
+            if "sphx-glr-backref-instance" in link["classes"]:
+                link.replace_self(link.children)
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Connect the handlers and the transform."""
+    app.connect("source-read", depend_on_chapters)
+    app.connect("doctree-resolved", link_back)
+    app.add_post_transform(UnlinkVariables)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
