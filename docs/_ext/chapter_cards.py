@@ -88,7 +88,7 @@ class ChapterCards(SphinxDirective):
                 f"::::{{grid-item-card}} {chapter.number}. {chapter.title}",
                 f":link: chapters/{chapter.stem}",
                 ":link-type: doc",
-                f":img-top: chapters/images/thumb/sphx_glr_{chapter.stem}_thumb.png",
+                f":img-top: chapters/images/thumb/sphx_glr_{chapter.stem}_thumb.svg",
                 f":img-alt: A figure of chapter {chapter.number}",
                 chapter.question,
                 ":::{card-footer}",

@@ -90,14 +90,26 @@ def size_images(text: str, folder: Path) -> str:
         source = re.search(r'src="([^"#?]+)', tag[0])
         if source is None or "width=" in tag[0] or not (folder / source[1]).is_file():
             return tag[0]
-        if source[1].endswith(".svg"):
-            return tag[0]
-        with Image.open(folder / source[1]) as image:
-            width, height = image.size
+        width, height = size(folder / source[1])
         lazy = ' loading="lazy"' if count > 1 else ""
         return f'<img width="{width}" height="{height}"{lazy} {tag[0][5:]}'
 
     return re.sub(r"<img [^>]*>", sized, text)
+
+
+def size(picture: Path) -> tuple[int, int]:
+    """Return a picture's width and height in a page's pixels, of which an inch has 96.
+
+    Raises `ValueError` for an SVG that does not begin with its size in points, as matplotlib's do.
+    """
+    if picture.suffix != ".svg":
+        with Image.open(picture) as image:
+            return image.size
+    head = picture.read_text(encoding="utf-8")[:1000]
+    points = re.search(r'<svg[^>]* width="([\d.]+)pt" height="([\d.]+)pt"', head)
+    if points is None:
+        raise ValueError(f"expected {picture.name} to begin with its size in points")
+    return round(float(points[1]) / 72 * 96), round(float(points[2]) / 72 * 96)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
