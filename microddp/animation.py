@@ -12,7 +12,7 @@ from microddp.messages import Message
 from microddp.style import COLORS
 
 SECONDS_A_ROUND = 1.6
-WIDTH, HEIGHT = 640, 330  # of the drawing, in its own units
+WIDTH, HEIGHT, RADIUS = 640, 330, 105  # of the drawing, in its own units
 
 
 class RingAnimation:
@@ -44,13 +44,7 @@ class RingAnimation:
         n = len(self.messages)
         rounds = max(map(len, self.messages), default=0)
         length = (rounds + 1) * SECONDS_A_ROUND  # one pause at the end
-        places = [
-            (
-                WIDTH / 2 + 120 * math.sin(2 * math.pi * rank / n),
-                HEIGHT / 2 + 10 - 120 * math.cos(2 * math.pi * rank / n),
-            )
-            for rank in range(n)
-        ]
+        places = [_on_circle(RADIUS, rank, n) for rank in range(n)]
         parts = [
             f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" xmlns="http://www.w3.org/2000/svg" '
             'style="max-width:100%;height:auto" fill="currentColor" font-size="14" '
@@ -63,10 +57,13 @@ class RingAnimation:
                 f"{_visible(step / (rounds + 1), (step + 1) / (rounds + 1), length)}</text>"
             )
         for rank, (x, y) in enumerate(places):
+            # Outside, where no dot passes over it.
+            beside, below = _on_circle(RADIUS + 38, rank, n)
+            anchor = "middle" if abs(beside - x) < 1 else "start" if beside > x else "end"
             parts.append(
                 f'<circle cx="{x:.0f}" cy="{y:.0f}" r="24" fill="none" stroke="currentColor" '
-                f'stroke-width="2"/><text x="{x:.0f}" y="{y + 5:.0f}" text-anchor="middle">{rank}'
-                "</text>"
+                f'stroke-width="2"/><text x="{beside:.0f}" y="{below + 5:.0f}" '
+                f'text-anchor="{anchor}">rank {rank}</text>'
             )
         for sent in self.messages:
             for step, message in enumerate(sent):
@@ -91,6 +88,12 @@ class RingAnimation:
             f"{n} ranks in a circle; in each of {rounds} rounds every rank sends one numbered "
             "chunk to its right-hand neighbour"
         )
+
+
+def _on_circle(radius: float, rank: int, n: int) -> tuple[float, float]:
+    """The place of a rank, the first at the top and the next to its right."""
+    angle = 2 * math.pi * rank / n
+    return WIDTH / 2 + radius * math.sin(angle), HEIGHT / 2 + 10 - radius * math.cos(angle)
 
 
 def _visible(start: float, end: float, length: float) -> str:

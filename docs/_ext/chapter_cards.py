@@ -92,7 +92,7 @@ class ChapterCards(SphinxDirective):
                 f":img-alt: A figure of chapter {chapter.number}",
                 chapter.question,
                 ":::{card-footer}",
-                f"You build {chapter.builds}. {chapter.minutes} minutes",
+                f"You build {chapter.builds}. About {chapter.minutes} minutes.",
                 ":::",
                 "::::",
             ]

@@ -60,7 +60,8 @@ def link_back(app: Sphinx, doctree: nodes.document, docname: str) -> None:
             title = app.env.titles[f"chapters/{stem}"].astext()
             link = nodes.reference("", "", text, refuri=address, internal=True, reftitle=title)
             line += [nodes.Text(", "), link] if place else [link]
-        content.append(line)
+        members = content.first_child_matching_class(addnodes.desc)
+        content.insert(len(content) if members is None else members, line)
 
 
 class UnlinkVariables(SphinxPostTransform):
