@@ -2,9 +2,9 @@
 r"""
 # Hooks
 
-When is each gradient ready? The naive step of chapter 03 asks only when all are: it starts to
-communicate after backward. But a gradient is final as soon as backward has passed its parameter.
-PyTorch can call a function at that moment, a *hook*. This chapter records when the hooks come,
+When is each gradient ready? The naive step of chapter 03 does not ask: it communicates when all
+of backward is over. But a gradient is final as soon as backward has passed its parameter. PyTorch
+can call a function at that moment, a *hook*. This chapter records when the hooks are called,
 starts an all-reduce in each one, and measures how much of the communication then disappears
 behind backward.
 """
@@ -77,8 +77,8 @@ assert calls == [
 # %% [markdown]
 """
 The tensor hook sees each new gradient by itself; the post-accumulate hook finds what an optimizer
-would find. Averaging wants the second: with several backward passes to a step, the sum is what
-has to be averaged, and `.grad` is a tensor that an all-reduce can work in.
+would find. Averaging wants the second. If a step takes several backward passes, it is their sum
+that has to be averaged. And `.grad` is a tensor that an all-reduce can change in place.
 
 ## The order
 
@@ -87,8 +87,8 @@ the last layer are ready first, after a small part of the time, and those of the
 A {class}`~microddp.hooks.HookTracker` puts a post-accumulate hook on every parameter and notes
 the time. {func}`~microddp.hooks.demonstrate_hook_order` runs one backward under it, prints the
 table, and checks that all ranks saw the same order. The model is the one of the last chapters,
-with half as many layers to keep the table short. As before, the clock runs on no more ranks than
-there are cores or GPUs:
+with half as many layers to keep the table short. As before, no more ranks are timed than there
+are cores or GPUs:
 """
 
 # %%
@@ -114,10 +114,11 @@ if few is not None:
 
 # %% [markdown]
 """
-From top to bottom is the order of forward; a dot's area is the gradient's size. All hidden layers
-cost the same, so where the dots leave a straight line, the machine was busy with something else.
+The parameters stand in the order of forward, from top to bottom; a dot's area is the gradient's
+size. All hidden layers cost the same, so the dots should lie on a straight line. Where they do
+not, the machine was busy with something else.
 
-It is not always so simple. A parameter that is used twice is ready when both uses are done: this
+It is not always so simple. A parameter that is used twice is ready when both uses are done. This
 transformer's embedding is its output layer, too, so backward meets it first and completes it last.
 A parameter that is frozen has no hook, and one that the loss does not need has no time:
 """
@@ -141,10 +142,10 @@ assert order.index("tokens.weight") > order.index("blocks.0.qkv.weight")
 """
 ## An all-reduce inside backward
 
-**Build.** An *asynchronous* collective returns at once, with a `Work` to wait for, while the
-backend's own threads or streams carry the data. So a hook can start one and let backward go on.
-The chapter's version starts an all-reduce for each gradient, and remembers what it has to wait
-for:
+**Build.** A *collective* is an operation that all ranks call together, such as an all-reduce. An
+*asynchronous* one returns at once, with a `Work` to wait for, while the backend's own threads or
+streams carry the data. So a hook can start one and let backward go on. The chapter's version
+starts an all-reduce for each gradient, and remembers what it has to wait for:
 """
 
 
@@ -170,10 +171,12 @@ class Hooks:
 """
 Nothing in a message says which gradient it carries: the ranks' first all-reduces belong together,
 then their second ones. That is right as long as every rank's gradients come in the same order,
-which is what the table above checked.
+which `demonstrate_hook_order` checked.
 
-The core's {class}`~microddp.hooks.AllReduceHooks` are the same with names, which errors and
-timelines need, and can be removed:
+The core's {class}`~microddp.hooks.AllReduceHooks` also know the parameters' names, which errors
+and timelines need, and can be removed. `armed` belongs to `no_sync()`, which chapter 06 explains.
+`agree` compares the ranks' calls if `MICRODDP_DEBUG=1` is in the environment, and is otherwise
+idle:
 
 ```{literalinclude} ../../microddp/hooks.py
 :pyobject: AllReduceHooks
@@ -228,8 +231,8 @@ then left to wait for is called *exposed* communication, as against that which i
 computation. In the naive step all of it is exposed.
 
 The timeline has four lanes: what the rank computes, a tick for every gradient that is ready, each
-all-reduce from its start until it is complete, and the time that is spent on waiting. Both kinds
-of steps do the same things; they differ in when they start an all-reduce:
+all-reduce from its start until it is complete, and the time that is spent on waiting. Both steps
+do the same things; they differ in when they start an all-reduce:
 """
 
 # %%
@@ -308,10 +311,10 @@ if few is not None:
 
 # %% [markdown]
 """
-A span of an all-reduce is not all work: it contains the time in a queue behind earlier ones, and
-the time until the slowest rank has started the same one. So "under way" is an upper bound of what
-is hidden. A wait, too, is partly the wait for a slower rank. What counts in the end is the length
-of the step.
+An all-reduce that is under way is not always at work. It may queue behind earlier ones, or wait
+until the slowest rank has started it. So "under way" is an upper bound of what is hidden. The
+exposed time, too, is partly the wait for a slower rank. What counts in the end is the length of
+the step.
 
 The same spans can be opened in [Perfetto](https://ui.perfetto.dev) or `chrome://tracing`, where
 each one can be clicked. With `MICRODDP_TRACES=FOLDER` in the environment the file is kept:
@@ -337,7 +340,7 @@ Do they need nothing? On a GPU, NCCL takes a few of its many processors, and the
 bytes. On a CPU, gloo's threads copy and add on the cores that compute. With as many ranks as
 cores, there is no core to spare: work can be moved to an earlier time, but not hidden. What can
 be hidden is *waiting*: for a message to arrive, and for a rank that is behind. So on a CPU expect
-something near $C + M$, on either side, for threads that share a core also disturb each other.
+something near $C + M$. It may even be more, because threads that share a core disturb each other.
 
 **Measure.** {func}`~microddp.hooks.compare_hooks_with_manual` times both in turns, and the same
 without any averaging, which is $C$. There are two sizes of the shard: $C$ grows with it, $M$ does
@@ -365,20 +368,20 @@ if few is not None:
 # %% [markdown]
 """
 **Explain.** Times are medians, with quartiles in brackets. The last column says what the hooks
-gain: above 1.00 they are faster than the naive step, below it slower. Compare "hooks" with the
-column on its right, which is what they would take if all communication that can be hidden were,
-and with the one on its left, if none were.
+gain: above 1.00 they are faster than the naive step, below it slower. The columns beside "hooks"
+are its two limits: on its left what a step takes if no communication is hidden, on its right if
+all is that can be.
 
-What can be gained even without a core to spare is waiting. The naive step has one message on its
-way at a time, and sleeps at the end of each until it is woken; with hooks the next ones are on
-their way already. What can be lost is in what hooks do not change: the number of messages. Every
-gradient still travels on its own, and pays for its start, now in competition with backward. On
-one rank nothing travels, and the ratio shows what the hooks themselves cost. Sending fewer and
-larger messages is the next chapter.
+Even without a core to spare, waiting can be saved. The naive step has one message on its way at a
+time, and sleeps at the end of each until it is woken; with hooks the next ones are on their way
+already. What hooks do not change is the number of messages. Every gradient still travels on its
+own, and pays for its start, now in competition with backward. On one rank nothing travels, and
+the ratio shows what the hooks themselves cost. Sending fewer and larger messages is the next
+chapter.
 
 ## Where it breaks: the hook is given the parameter
 
-This mistake has been published. The hook's argument is called `grad`, and averaged:
+An argument's name does not change what it is. This hook calls it `grad`, and averages it:
 """
 
 
@@ -426,17 +429,17 @@ assert max(differ for _, differ in right_losses) == 0
 
 # %% [markdown]
 """
-Every step pulls the weights together and then lets each rank walk off on its own, by a step. With
-plain SGD the mean of the ranks is almost where it ought to be, which is why the loss looks right.
-An optimizer that is not linear in the gradient, such as Adam, or gradient clipping, sees another
-gradient on every rank. One word fixes it: what has to be averaged is `parameter.grad`. And one
-call finds it: {func}`~microddp.replicas.check_replicas` after the first step.
+Every step pulls the weights together and then lets each rank take a step of its own. With SGD the
+mean of the ranks' weights is almost where it ought to be, which is why the loss looks right. Adam
+and gradient clipping are not linear in the gradient, so with them even the mean goes astray. One
+word fixes it: what has to be averaged is `parameter.grad`. And one call finds it:
+{func}`~microddp.replicas.check_replicas` after the first step.
 
 ## Where it breaks: reading gradients before finish()
 
 When `backward()` returns, the all-reduces may still be under way, in the very tensors that
 `.grad` holds. Clip or log gradients now, and the numbers depend on who was faster. Here the last
-rank is late, so that everybody else reads before anything has been added up:
+rank is late, so that all others read before anything has been added up:
 """
 
 
@@ -467,8 +470,8 @@ assert n == 1 or early_norms[0] != final_norms[0]
 
 # %% [markdown]
 """
-The first column is a race. It may even come out right, on most days. The rule: between
-`backward()` and `finish()` nobody touches a gradient.
+The norm after backward is the outcome of a race, and may well come out right on most days. The
+rule: between `backward()` and `finish()` nobody touches a gradient.
 
 ## Where it breaks: no finish() at all
 
@@ -487,7 +490,7 @@ else:
 hooks.finish()
 
 # %% [markdown]
-"""
+r"""
 They cannot notice the first step. A wrapper that calls `finish` by itself at the end of backward
 removes the trap; chapter 06 builds it.
 
@@ -502,12 +505,60 @@ removes the trap; chapter 06 builds it.
 
 ## Exercises
 
-1. Use tensor hooks instead: average the gradient before it is accumulated, and return it. Call
-   `backward` twice before a step, and compare with the average of the sums. Which sends more?
-2. Run the chapter with half as many ranks as there are cores, so that gloo's threads have cores
-   of their own. How do the times of naive steps and hooks change?
-3. On rank 1, use two layers of a model in the other order. Run it with `MICRODDP_DEBUG=1` in the
-   environment, and, with equal shapes, without it. What do you get?
+1. Use tensor hooks instead: average each gradient before it is accumulated, and return the
+   average. Call `backward` twice before a step. Is the result right? How many all-reduces does it
+   take, and can they overlap with backward?
+
+   <details class="solution"><summary>Solution</summary>
+
+   It is right up to rounding, because the sum of two averages is the average of the sums. It takes
+   two all-reduces for each parameter. `AllReduceHooks` take one, if the first backward runs under
+   their `no_sync()`. And tensor hooks hide nothing: autograd adds what the hook returns to `.grad`
+   at once, so the hook must wait until it is complete.
+
+   ```python
+   def ready(self, gradient):
+       mean = gradient / self.comms.world_size
+       dist.all_reduce(mean, group=self.comms.group)  # returns when the average is there
+       return mean
+   ```
+
+   With `async_op=True` and one late rank, the gradients come out wrong, without an error.
+
+   </details>
+
+2. An all-reduce can hide behind backward, but not behind forward. Let forward take a third of
+   $C$. Let there be many layers, all alike, and messages that need nothing that computation needs.
+   For which $M$ do hooks gain most over the naive step, and how much?
+
+   <details class="solution"><summary>Solution</summary>
+
+   The messages start with backward, and one follows the other. So a step with hooks takes
+   $\max(C, \frac{1}{3} C + M)$. (The last message must wait for the end of backward, but it is one
+   of many.) The naive step takes $C + M$. As long as $\frac{1}{3} C + M < C$, more communication
+   is hidden at no cost, and the ratio grows. Beyond that, both steps grow alike, and the ratio
+   falls. The best is $M = \frac{2}{3} C$, which is as long as backward: hooks are then
+   $\frac{5}{3}$ times as fast. With much more or much less communication the ratio tends to 1.
+
+   </details>
+
+3. Build a model of two layers of equal shape. On rank 1, let forward use them in the other order.
+   What does `AllReduceHooks` make of the gradients? Which of these finds it: `check_replicas`,
+   `demonstrate_hook_order`, `MICRODDP_DEBUG=1` in the environment?
+
+   <details class="solution"><summary>Solution</summary>
+
+   The shapes fit, so there is no error. Each rank first sends the gradient of the layer that it
+   used last: layer `b` on rank 0, layer `a` on rank 1. These two are added up, and then the other
+   two. So on each rank `a.weight.grad` becomes the mean of its own gradient for `a` and the other
+   rank's gradient for `b`.
+
+   All three find it. `check_replicas` does so after the first step, because the ranks took
+   different ones. `demonstrate_hook_order` says so before training, and prints both orders. With
+   `MICRODDP_DEBUG=1`, backward itself raises on every rank: `rank 1 calls all-reduce of the
+   gradient of a.weight; expected all-reduce of the gradient of b.weight`.
+
+   </details>
 """
 
 # %%

@@ -38,7 +38,7 @@ comms.print(comms.describe())
 """
 ## The price of a message
 
-As before, the clock runs on no more ranks than there are cores or GPUs, but at least two:
+As before, no more ranks are timed than there are cores or GPUs, but at least two:
 """
 
 # %%
@@ -54,8 +54,8 @@ if n == 1:
 r"""
 Chapter 02 fitted $t(m) = \alpha + \beta m$ to single messages. The same line fits a whole
 all-reduce, in which $\alpha$ stands for the start of all its rounds. Here is the backend's, by
-size, each time in another part of a large tensor, for a step's gradients are not in the cache
-either:
+size. Each call reduces another part of a large tensor, because a step's gradients are not in the
+cache either:
 """
 
 # %%
@@ -85,10 +85,10 @@ if timed:
 
 # %% [markdown]
 r"""
-**Predict.** Take a narrow, deep model. Its P gradients have S bytes in all. One by one they cost
-$P\alpha + \beta S$; together, $\alpha + \beta S$.
+**Predict.** Take a narrow, deep model. Its $P$ gradients have $S$ bytes in all. Sent one by one
+they cost $P\alpha + \beta S$; together, $\alpha + \beta S$.
 
-**Measure.** Both ways, with nothing else going on:
+**Measure.** Both ways, without a forward or a backward beside them:
 """
 
 # %%
@@ -120,8 +120,8 @@ comms.barrier()  # ranks that are not timed wait here, and leave the cores to th
 Which gradients should travel together? Those that are ready at about the same time. Backward goes
 through the model from its end to its beginning, so the parameters are taken in *reverse* order.
 A bucket takes one after the other until it has reached its *cap*; then the next one begins. A
-parameter is never split, so a bucket may exceed its cap. The first bucket can have a cap of its
-own, usually a small one.
+parameter is never split, so a bucket may exceed its cap. The first bucket can have a smaller cap
+than the others; a later section asks what that is good for.
 
 **Build.**
 """
@@ -162,10 +162,11 @@ comms.print(tabulate(rows, headers=headers, tablefmt="grid", showindex=True))
 
 # %% [markdown]
 """
-Reverse order is a guess: it takes the parameters to be used in the order in which the model names
-them. This model names all its convolutions before all its normalisations, though it alternates
-between them. Nothing is wrong then, but a bucket may wait for its last gradient. PyTorch's DDP
-plans anew after the first step, in the order in which the gradients came.
+Reverse order is a guess: that the model uses its parameters in the order in which it names them.
+This model names all its convolutions before all its normalisations, though it alternates between
+them. The result is right all the same, but a bucket waits longer for its last gradient. PyTorch's
+`DistributedDataParallel`, or DDP, plans anew after the first step, in the order in which the
+gradients came.
 
 ## A published plan
 
@@ -214,8 +215,8 @@ figures.buckets(
 Each colour is a bucket, each cell a parameter. The sizes are the published ones, to the byte. The
 first bucket is the classifier at the end of the network, which fills it at once.
 
-The oracle is PyTorch's own planner, on more models and caps; and the core's, which also keeps
-dtypes and devices apart:
+PyTorch's own planner can be called, too. It should make the same plans for more models and caps,
+and so should the core's, which also keeps dtypes and devices apart:
 """
 
 
@@ -277,8 +278,7 @@ while they travel. `finish` waits, and makes the buckets ready for the next step
 # %%
 class Hooks:
     def __init__(self, model, comms, plan):
-        self.comms, self.sent = comms, 0
-        parameters = list(model.parameters())
+        self.comms, self.sent, parameters = comms, 0, list(model.parameters())
         self.buckets = [Bucket([parameters[i] for i in members]) for members in plan]
         for bucket in self.buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
@@ -345,11 +345,11 @@ r"""
 ## Step time by bucket size
 
 **Predict.** A step has a forward, a backward and its messages. In this model all layers are
-alike, so a share of the gradients is ready after the same share of backward. A bucket leaves when
-it is full and the one before it has arrived, and takes $\alpha + \beta m$. There are two extremes.
-If messages travel without help from the processor, they are *hidden* behind backward, and only
-what is left after it counts. If the processor has to carry them, each second of communication is
-a second less for backward, and *nothing is hidden*, whenever they start:
+alike, so half of the gradients are ready after half of backward, and so on. A bucket of $m$ bytes
+leaves when it is full and the one before it has arrived, and takes $\alpha + \beta m$. There are
+two extremes. If messages travel without help from the processor, they are *hidden* behind
+backward, and only what is left after it counts. If the processor has to carry them, each second
+of communication is a second less for backward, and *nothing is hidden*, whenever they start:
 """
 
 
@@ -403,9 +403,9 @@ if timed:
 
 # %% [markdown]
 """
-The first prediction is a valley. On its left are start-up costs, unless backward is long enough to
-hide them too; on its right, a message that cannot start before backward is almost over. The second
-prediction has no right-hand side.
+If messages are hidden, the prediction is a valley. On its left are start-up costs, unless backward
+is long enough to hide them too; on its right, a message that cannot start before backward is
+almost over. If nothing is hidden, larger caps can only help.
 
 **Measure.** One replica for each cap, in turns:
 """
@@ -443,11 +443,11 @@ falls as long as that is what a step waits for. Then the two predictions part, a
 curve tells who carries the messages. With gloo the processor does: its threads copy the bytes and
 add them up. If each core belongs to a rank that computes, backward waits while they do. There is
 little to overlap *with*, the curve follows "none hidden", and one large bucket is as good as any.
-It may even lie above: replicas that take turns find the caches cold, and threads that share a core
-get into each other's way, of which neither prediction knows. Two GPUs copy and add with a small
-part of each, so the curve should come nearer to "all hidden", and rise on the right.
+It may even lie above, for two reasons that neither prediction knows. Replicas that take turns find
+the caches cold, and threads that share a core get into each other's way. GPUs copy and add with a
+small part of each, so there the curve should come nearer to "all hidden", and rise on the right.
 
-PyTorch's default cap is 25 MiB. Some of its developers call that too small for today's networks,
+PyTorch's default cap is 25 MiB. Some of its developers call that too small for today's models,
 and one proposes 100 MB ([issue 118421](https://github.com/pytorch/pytorch/issues/118421)).
 
 ## Bucketed against one by one
@@ -512,26 +512,24 @@ if timed:
 
 # %% [markdown]
 r"""
-The memory is certain; the time is one pass over memory, small beside a message of the same bytes.
-The other copy, from a new gradient into the bucket, is still made in both: `zero_grad()` throws
-gradients away, so backward makes new ones. With `zero_grad(set_to_none=False)` backward adds into
-the view itself, after the view was filled with zeros.
+The memory is as predicted. The time is that of one pass over memory, small beside a message of the
+same bytes. The other copy, from a new gradient into the bucket, is made in both: `zero_grad()`
+throws gradients away, so backward makes new ones. With `zero_grad(set_to_none=False)` backward
+adds into the view itself, after the view was filled with zeros.
 
 ## Does a small first bucket help?
 
-PyTorch's first bucket has a cap of 1 MiB, and its developers differ on why. The answer in [issue
-48880](https://github.com/pytorch/pytorch/issues/48880) is that a small bucket travels *last*, so
-that little is left to do after backward; but the sizes in that thread are those of a small bucket
-that travels *first*, the classifier's. In [pull request
-121640](https://github.com/pytorch/pytorch/pull/121640) a maintainer recalls that it was made for
-speed, and no longer how. PyTorch 2.13 has all of it: the small bucket is the first in the order in
-which gradients come, or the last with `DDP_SET_LAST_BUCKET_CAP=1` in the environment, and there is
-none if you set a cap of your own.
+PyTorch's first bucket has a cap of 1 MiB, unless you set a cap of your own. Its developers differ
+on why. The answer in the thread of the published plan is that a small bucket travels *last*, and
+leaves little to do after backward; but the small bucket there, the classifier's, travels *first*.
+In [pull request 121640](https://github.com/pytorch/pytorch/pull/121640) a maintainer recalls that
+it was made for speed, and no longer how. PyTorch 2.13 can do both: with
+`DDP_SET_LAST_BUCKET_CAP=1` in the environment the last bucket is the small one.
 
 **Predict.** A small *first* bucket lets the network begin earlier. That helps if the network is
 what everything waits for. A small *last* one leaves less to send when backward ends. That helps
-if the network keeps up with backward. So by the "all hidden" model it depends on the network; here
-is this one, and one with a tenth of its alpha and beta:
+if the network keeps up with backward. So if messages are hidden, the answer depends on the
+network. Here is this one, and one with a tenth of its alpha and beta:
 """
 
 # %%
@@ -556,13 +554,13 @@ if timed:
 # %% [markdown]
 """
 **Explain.** Where the quartiles of the three overlap, this run cannot tell them apart. A smaller
-first bucket gains at most the time to compute what it leaves out, a smaller last one at most the
-time to send that, and either costs one more start-up. Each reason holds on some network.
+first bucket gains at most the time to compute what it leaves out. A smaller last one gains at most
+the time to send that. Either may cost one more start-up.
 
 ## Where it breaks: a bucket that is never emptied
 
-The smallest bucket of all is a list. Hooks append gradients, and after backward they travel as one
-tensor. The mistake is in what is missing, a line that empties the list:
+The simplest bucket is a list. Hooks append gradients, and after backward they travel as one tensor.
+The mistake is to forget the line that empties the list:
 """
 
 
@@ -601,17 +599,17 @@ assert rows[0][4] == human_bytes(4 * gradient_bytes(model))
 
 # %% [markdown]
 """
-The gradients are *right* in both, so no comparison of losses or weights finds it: old gradients
-travel along and are averaged once more, and nobody reads them. Only the message grows, and the
-memory that holds all gradients ever computed. What finds it is to count bytes per step. In the
-hooks above, `reset` does the emptying, in `finish`, where no step can forget it.
+The gradients are *right* in both: old gradients travel along and are averaged once more, and nobody
+reads them. So no comparison of losses or weights finds it. Only the message grows, and the memory
+that holds all gradients ever computed. Count the bytes of each step, and you see it. In the hooks
+above, `finish` does the emptying, where no step can forget it.
 
 ## Where it breaks: buckets sent as they fill
 
 Why must a full bucket wait for those before it? Collectives are paired by their order, not by what
-is in them. Here is a model of two branches, which even and odd ranks compute in a different order,
-as a model may whose path depends on the data. Its gradients come in a different order too. One
-kind of hooks sends whatever is full:
+is in them. Here is a model of two branches, which even and odd ranks compute in a different order.
+(A model whose path depends on its data can do that.) So its gradients come in a different order,
+too. These hooks send whatever is full:
 """
 
 
@@ -646,7 +644,7 @@ for hook in (EagerHooks, Hooks):
     assert (error < 1e-5) == (hook is Hooks or n == 1)
 
 # %% [markdown]
-"""
+r"""
 With more than one rank, the eager hooks added one branch's gradient to the other's: no error, no
 wait, only a wrong result, because the two buckets have the same size. Had their sizes differed,
 the backend would have ended the job, or waited for ever. A fixed order costs a little waiting and
@@ -656,21 +654,65 @@ different sizes, but not this.)
 ## What to take along
 
 - An all-reduce costs alpha + beta m. Where m is small beside alpha / beta, send more at once.
-- A plan needs three rules: reverse order, greedy, no parameter split. With them it is PyTorch's,
-  to the byte.
-- The best cap depends on alpha, beta and on how much of the communication the hardware hides.
+- A plan needs three rules: reverse order, fill up to the cap, split no parameter. With them it is
+  PyTorch's, to the byte.
+- The best cap depends on alpha, on beta and on how much of the communication the hardware hides.
   Measure it where you train.
 - Buckets are sent in one order on all ranks, and emptied after every step. A mistake in either may
   leave no trace but a wrong average or a growing message.
 
 ## Exercises
 
-1. Let `finish` reset `sent` and nothing else. What is sent in the second step, and what are the
-   weights of two ranks after it? Which check of chapter 03 tells you?
-2. Plan with the parameters in forward order, and predict the step with `predict`. What does the
-   order alone cost if messages are hidden?
-3. From alpha and beta, and the backward time above: how large would the model have to be, all
-   layers alike, for a cap of 25 MiB to be its best? Check it, on a GPU if you have two.
+1. Leave `bucket.reset()` out of `finish`. What is sent in the second step, and what are the weights
+   of two ranks after it? Which check of chapter 03 tells you?
+
+   <details class="solution"><summary>Solution</summary>
+
+   Nothing is sent, in the second step and in all that follow, and there is no error. The first
+   step counts `missing` down to 0. The first gradient of the second step makes it -1, which is not
+   0, so the first bucket is never full again, and the others wait for it. `finish` waits for the
+   all-reduces of the first step, which are long done. Each rank takes its second step with its own
+   gradient, divided by $n$, and the weights part. `check_replicas` after that step names the first
+   parameter that differs. The core's hooks raise at the first gradient that comes twice.
+
+   </details>
+
+2. Plan `deep` with its parameters in forward order. When does the first bucket leave? What does the
+   order alone cost, if messages are hidden?
+
+   <details class="solution"><summary>Solution</summary>
+
+   The first bucket holds the first layer, whose gradients come last. The other buckets are full
+   long before, and wait for it. So every all-reduce starts in the hook of the very last gradient:
+   with a cap of 2 MiB all five of them do, where in reverse order the four leave one by one. On any
+   network such a step takes what the column "none hidden" predicts. The order alone costs the
+   whole difference from "all hidden". (`predict` with `hidden=True` does not see it: it takes for
+   granted that buckets are full in the order in which they are sent.)
+
+   </details>
+
+3. A byte of gradients takes $\beta$ seconds to send and $b$ seconds of backward to compute. Let
+   messages be hidden, and $\beta > b$: the network is what everything waits for. Which bucket size
+   $m$ is best for $S$ bytes of gradients, all layers alike? How much larger must a model be before
+   twice that size is best?
+
+   <details class="solution"><summary>Solution</summary>
+
+   The first bucket is ready after $bm$ seconds of backward. From then on the network is never idle,
+   and sends $S/m$ messages. Together that is
+
+   $$ bm + \frac{S}{m}(\alpha + \beta m) = bm + \frac{\alpha S}{m} + \beta S. $$
+
+   The derivative, $b - \alpha S / m^2$, is zero at $m = \sqrt{\alpha S / b}$. The best size grows
+   with the root of the model: twice the size is best for four times the model. A cap of 25 MiB, or
+   $2.6 \cdot 10^7$ bytes, is best at $S = b \, (2.6 \cdot 10^7)^2 / \alpha$.
+
+   If $\beta < b$, the network keeps up with backward from $m = \alpha / (b - \beta)$ on, where a
+   message takes as long as the gradients of the next bucket. Then only the last message counts,
+   and a larger one costs more. So the best size is the smaller of $\sqrt{\alpha S / b}$ and
+   $\alpha / (b - \beta)$: it stops growing with the model.
+
+   </details>
 """
 
 # %%

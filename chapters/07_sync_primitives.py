@@ -3,9 +3,9 @@ r"""
 # The other collectives
 
 Which other collectives are there, and what are they for? An all-reduce gives everybody the sum.
-Around it stand seven more, for jobs that are not a sum: waiting, copying, dealing out, collecting.
-This chapter draws who has what before and after each, counts and times what they send, uses them
-for the chores of a training job, and then makes the mistakes that leave a job hanging.
+Around it stand seven more, for waiting, copying, dealing out and collecting. This chapter draws
+who has what before and after each, counts and times what they send, uses them for the chores of a
+training job, and then makes the mistakes that leave a job hanging.
 """
 
 # %%
@@ -69,9 +69,9 @@ if comms.local_world_size == n:
 
 # %% [markdown]
 r"""
-A barrier makes ranks meet in time. It is needed before something that is not a message: a clock
-that is read, a file that another rank wrote. Before a collective it is of no use, since that waits
-for the data of the others anyway.
+A barrier makes ranks meet in time. It is needed before something that is not a message: before a
+clock is read, or a file that another rank wrote. Before a collective it is of no use, since that
+waits for the data of the others anyway.
 
 ## Who has what
 
@@ -86,9 +86,9 @@ The others move data:
   the data is transposed.
 
 **Predict.** Let part $p$ of rank $r$ be the number $(p + 1) \cdot 10^r$. Then every rank writes to
-a decimal digit of its own, and a sum tells who is in it. With `table[r][p]` for all of them, each
-definition is a line: what each rank holds at the end, rank by rank. (The group has at most four
-ranks, so that the picture stays small.)
+a decimal digit of its own, and a sum tells who is in it. With these numbers in `table[r][p]`, one
+line defines each collective: what every rank holds at the end, in rank order. (The group has at
+most four ranks, so that the picture stays small.)
 """
 
 # %%
@@ -111,8 +111,8 @@ DEFINED = {
 # %% [markdown]
 """
 **Build.** The calls have the names of the collectives. Broadcast and all-reduce overwrite the
-tensor they are given, the others return a new one. To a gather, every rank brings only the part
-with its own number; to a scatter, all but rank 0 bring nothing:
+tensor they are given, the others return a new one. To a gather or an all-gather, every rank brings
+only the part with its own number; to a scatter, all but rank 0 bring nothing:
 """
 
 
@@ -176,10 +176,10 @@ comms.print("reduce-scatter, all-gather = all-reduce; all-to-all twice = nothing
 """
 ## Objects
 
-Tensors of one shape are not all that ranks have to tell each other. `all_gather_data` takes plain
-data: numbers, texts, lists, dictionaries. It sends them as JSON: first everybody's length, then
-texts padded to the longest, so it costs two all-gathers. What JSON does not know, it changes or
-refuses: a key becomes a text, a tuple a list.
+Ranks have more to tell each other than tensors of one shape. `all_gather_data` takes plain data:
+numbers, texts, lists, dictionaries. It sends them as JSON, in two all-gathers: first the lengths,
+then the texts, padded to the longest. What JSON does not know, it changes or refuses: a key becomes
+a text, a tuple a list.
 """
 
 # %%
@@ -209,19 +209,23 @@ assert received[-1] == os.getpid()
 # %% [markdown]
 r"""
 No object arrived. Every rank ran a function that the sender chose, and got its own process's
-number. It could as well have been `os.system`. Ranks of one job run one program for one user, who
-could have called it anyway; but a port can be reached by others, and a file may come from
-anywhere. JSON has nothing to call.
+number. It could as well have been `os.system`. Among the ranks of one job that is no loss: one user
+runs them, who could have called it anyway. But a port can be reached by others, and a file may
+come from anywhere. JSON has nothing to call.
 
 ## What they cost
 
-**Predict.** Let $S$ be the bytes of the largest tensor that a rank holds before or after. From
-rank 0, a tree reaches twice as many ranks in every round, so broadcast takes
-$\lceil\log_2 n\rceil$ rounds of $S$; a barrier goes as many with nothing to carry. Scatter and
-gather are $n-1$ messages of $S/n$ through rank 0's link. The last four are rings, or an exchange
-with one rank after the other: $n-1$ rounds of $S/n$, and twice as many for all-reduce. For each,
-the number of rounds, the bytes of a round and the bytes that the busiest rank sends, both as a
-share of $S$:
+**Predict.** Let $S$ be the bytes of the largest tensor that a rank holds before or after.
+
+- Broadcast is a tree from rank 0. Each round reaches twice as many ranks, so it takes
+  $\lceil\log_2 n\rceil$ rounds of $S$. A barrier takes as many, with nothing to carry.
+- Scatter and gather are $n-1$ messages of $S/n$ through rank 0's link.
+- The other four are rings, or exchanges with one rank after the other: $n-1$ rounds of $S/n$, and
+  for all-reduce twice as many.
+
+`COST` holds three numbers for each: the rounds, and as shares of $S$ the bytes of a round and the
+bytes that the busiest rank sends. As in chapter 02, `few` has no more ranks than there are cores
+or GPUs (but at least two), and `m` is their number:
 """
 
 # %%
@@ -244,7 +248,7 @@ COST = {
 # %% [markdown]
 """
 **Measure.** First the bytes. gloo's messages travel over TCP, also between two processes of one
-machine, and Linux counts what each connection has sent, and what it had to send again
+machine. Linux counts what each connection has sent, and what it had to send again
 (`tcpi_bytes_sent` and `tcpi_bytes_retrans` in the kernel's `linux/tcp.h`). The sum over a
 process's connections tells what a collective really sent, whatever the backend does inside:
 """
@@ -304,7 +308,7 @@ else:
 # %% [markdown]
 r"""
 **Explain.** The few hundred bytes of the barrier are messages without content. All others send
-what was predicted, except one: gloo's reduce-scatter sends what an all-reduce sends, for PyTorch
+what was predicted, except one: over gloo, a reduce-scatter sends what an all-reduce sends. PyTorch
 makes it from all-reduces, after which every rank throws all parts but one away. The name of a
 collective says who has what at the end, not what it costs to get there. The last line is the
 first half of chapter 02's ring, which sends half of that.
@@ -341,18 +345,18 @@ comms.barrier()  # ranks that are not timed wait here, and leave the cores to th
 
 # %% [markdown]
 r"""
-**Explain.** Small tensors cost what starting costs, whichever the collective. Scatter and gather
-start more than one message: they first say what comes, because parts may differ in size. For the
-large ones, $\beta$ was measured on messages in both directions at once, so a broadcast between two
-ranks, in one direction, beats its prediction. The others make a new tensor, copy what arrives into
-it, or add; none of that is in the model.
+**Explain.** For small tensors only the start counts, whichever the collective. Scatter and gather
+start more than one message: they first say what comes, because parts may differ in size. For large
+tensors, remember that $\beta$ was measured on messages in both directions at once. So a broadcast
+between two ranks, in one direction, should beat its prediction. The others make a new tensor, copy
+what arrives into it, or add; none of that is in the model.
 
 ## What they are for
 
 A training job needs most of them once. Here is one, from its start to its last number.
 
-**Broadcast: one model.** Each rank makes a model from a seed of its own. A broadcast of its
-parameters makes all of them rank 0's. `DDP` would do the same in its constructor; with
+**Broadcast: one model.** Each rank makes a model from a seed of its own. A broadcast replaces
+every rank's parameters by rank 0's. `DDP` would do the same in its constructor; with
 `verify_replicas` it only checks:
 """
 
@@ -393,7 +397,7 @@ assert sum(sizes) == len(images)
 **All-reduce of a flag: stop together.** A rank looks at the loss on *its* images to decide
 whether it has trained long enough. The ranks decide differently, and one that leaves its loop
 alone leaves the others waiting. So each says 0 or 1, and the maximum counts: all stop as soon as
-one wants to. (With the minimum, they stop when all of them do.)
+one wants to. (With the minimum, they stop as soon as all want to.)
 """
 
 # %%
@@ -421,9 +425,10 @@ assert len({stopped for _, stopped in stops}) == 1
 
 # %% [markdown]
 """
-**All-reduce of sums and counts: a metric.** Each rank has the losses and hits of its own images.
-The mean of the ranks' means gives an image of a smaller part a larger weight. The sums of all
-ranks, divided by the count of all ranks, are what one device would have found:
+**All-reduce of sums and counts: a metric.** Each rank has the losses of its own images, and which
+of them were classified correctly: the *hits*. The mean of the ranks' means gives an image of a
+smaller part a larger weight. The sums of all ranks, divided by the count of all ranks, are what
+one device would have found:
 """
 
 
@@ -456,9 +461,9 @@ assert n == 1 or table[0][3] > 1e-9
 """
 **Gather: predictions, in the right order.** Gather joins parts in rank order. Scatter had cut the
 images into blocks, so the predictions come back in the order of the images. PyTorch's
-`DistributedSampler` does not cut blocks: rank r takes images r, r + n, r + 2n and so on, and some
-twice, so that all ranks have equally many. Joined in rank order, such predictions belong to other
-images. They have to be dealt back, one from each rank in turn, and cut to length:
+`DistributedSampler` does not cut blocks: rank r takes images r, r + n, r + 2n and so on. So that
+all ranks have equally many, some images are taken twice. Joined in rank order, such predictions
+belong to other images. They have to be dealt back, one from each rank in turn, and cut to length:
 """
 
 # %%
@@ -489,10 +494,10 @@ The second line is the accuracy of a good model whose predictions were shuffled.
 ## Where it breaks: only rank 0 enters
 
 Collectives are paired by their order. Whoever enters one waits for all others; if they do not
-come, it waits until the time-out. The mistakes below are made in a group of their own, with a
-time-out of a second, because a group in which a collective was given up is of no use afterwards.
-The function returns how each rank fared. (With NCCL the time-out ends the process, so there the
-mistakes are not made.)
+come, it waits until the time-out. A group in which a collective was given up is of no use
+afterwards, so `outcomes` makes each mistake in a group of its own, with a time-out of one second.
+It returns how each rank fared: its error, or "went on". (With NCCL the time-out ends the process,
+so there the mistakes are not made.)
 """
 
 # %%
@@ -501,7 +506,8 @@ STUCK = n > 1 and comms.backend == "gloo"  # whether there is somebody to wait f
 
 def outcomes(mistake, *args, debug="0"):
     """How each rank fares when all ranks call ``mistake(group, *args)``."""
-    os.environ["MICRODDP_DEBUG"] = debug  # read when a group is made
+    os.environ["MICRODDP_DEBUG"] = debug  # read when a group is made; the next section turns it on
+    comms.barrier()  # the time-out counts while the group is made, too
     hasty, ending = comms.subgroup(range(n), timeout=1.0), "went on"
     os.environ["MICRODDP_DEBUG"] = "0"
     try:
@@ -523,8 +529,8 @@ def show(endings):
 # %% [markdown]
 """
 The usual way in: only rank 0 prints a number, so only rank 0 averages it. Each mistake below is a
-function of the ranks that act in their own way; without any, it is right. Here they are those
-that stay away:
+function that takes the ranks which depart from what the others do. With an empty list nobody does,
+and the function is right. Here it takes the ranks that stay away:
 """
 
 
@@ -543,10 +549,10 @@ assert [ending != "went on" for ending in endings] == [STUCK] + [False] * (n - 1
 # %% [markdown]
 """
 Read the error for what it does not say. It names a wait, and neither the collective nor the ranks
-that did not come. It is raised where the program is right to wait. The culprits went on, and in a
-job with the usual time-out of minutes they hang by now at their own next collective, somewhere
-else in the program. So ask every rank where it is (`py-spy dump --pid` shows the stack of a
-running process), and look for the last collective that all of them passed.
+that did not come. It is raised where the program is right to wait. The culprits went on. In a job
+with the usual time-out of minutes they hang by now at their own next collective, somewhere else in
+the program. So ask every rank where it is: `py-spy dump --pid` shows the stack of a running
+process. Then look for the last collective that all of them passed.
 
 The fix is to average on all ranks and to print on one:
 """
@@ -577,10 +583,11 @@ assert all((ending != "went on") == STUCK for ending in endings)
 
 # %% [markdown]
 """
-All of them wait, and that is the lucky case. If both calls are of one kind and shape they fit each
-other, and add up what does not belong together. A loop over a `set` of names does that, because
-every process may walk it in another order. A tensor of another shape may fit as well: in the
-second function below, the last rank expects one number more than rank 0 broadcasts.
+All of them wait, and that is the lucky case. Two calls of one kind and shape fit each other, and
+add up what does not belong together. A loop over a `set` of names does that: Python hashes strings
+differently in every process, so each may walk it in another order. A tensor of another shape may
+fit as well. In the second function below, the last rank expects one number more than rank 0
+broadcasts:
 """
 
 
@@ -625,9 +632,9 @@ for mistake, odd in (MISTAKES[0], MISTAKES[2]):
 
 # %% [markdown]
 """
-With two ranks nobody can tell who is odd; with more it is the minority. What it cannot see are
-swapped sums of one shape, for which both ranks say the same, and it cannot name a rank that stays
-away, for which it waits. PyTorch has such a comparison for its own calls,
+With two ranks nobody can tell who is odd; with more it is the minority. The comparison cannot see
+swapped sums of one shape, for all ranks say the same. Nor can it name a rank that stays away: it
+waits for that rank, too. PyTorch has such a comparison for its own calls,
 `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
 
 The fix is one order and one shape by construction: a list instead of a set, and shapes that are
@@ -644,8 +651,9 @@ for mistake, _ in MISTAKES:
 
 Training is done by all ranks, but one is enough to evaluate. Does the model know? The forward
 pass of a `DDP` begins with a collective if the model has buffers: rank 0's are broadcast, as
-chapter 06 showed. Here rank 0 evaluates between two training steps, through the wrapper, with and
-without gradients; in two of the cases all ranks meet at a barrier afterwards:
+chapter 06 showed. Here rank 0 evaluates between two training steps: through the wrapper or through
+`.module`, which is the model inside it, and with or without gradients. In two of the four cases
+all ranks meet at a barrier afterwards:
 """
 
 
@@ -682,15 +690,15 @@ comms.print(tabulate(rows, headers=headers))
 
 # %% [markdown]
 """
-**Explain.** With gradients, rank 0 has made one broadcast more than the others, and everybody's
-next collective meets the wrong one. Under `no_grad` and without a barrier nothing hangs, by
-luck: after a forward without gradients the wrapper skips its next broadcast, because nothing was
-trained in between. So rank 0 sends its buffers in the evaluation and not in the training step,
-and the others receive them in the training step. The numbers of collectives happen to agree. Put
-one between, such as the barrier, and the order does not.
+**Explain.** With gradients, rank 0 has broadcast its buffers once more than the others, and
+everybody's next collective meets the wrong one. Under `no_grad` and without a barrier nothing
+hangs, by luck: after a forward without gradients the wrapper skips its next broadcast, because
+nothing was trained in between. So rank 0 sends its buffers in the evaluation and not in the
+training step, and the others receive them in the training step. The numbers of collectives happen
+to agree. Put one between, such as the barrier, and the order does not.
 
-The fix is the last case: evaluate through `.module`, which is the model without the wrapper's
-collectives. Or let all ranks evaluate, each a part, and add up sums and counts.
+The fix is the last case: evaluate through `.module`, which has none of the wrapper's collectives.
+Or let all ranks evaluate, each a part, and add up sums and counts.
 
 ## Where it breaks: save, then barrier
 
@@ -734,13 +742,13 @@ comms.print(f"{n} equal models from one file")
 """
 ## Whom to ask: a mesh
 
-So far every rank was in one group, and `comms` was at hand. Larger jobs arrange ranks in a grid,
-a *mesh*, with a group along each row and each column: one dimension for the GPUs of a machine and
-one across machines, or one for copies of a model and one for its parts. A rank then has several
-numbers. {func}`microddp.get` answers in one word for one dimension of a mesh: `"ws"` is the world
-size, `"rank"` the rank in that dimension, `"grank"` the rank in the whole job, `"lrank"` the one on
-its machine, `"pg"` the process group. `register_mesh` says for which mesh, so that a function deep
-inside a model need not be handed it:
+So far one group was enough, and `comms` was at hand. Larger jobs arrange ranks in a grid, a *mesh*,
+with a group along each row and each column. One dimension may be the GPUs of a machine and the
+other the machines, or one the copies of a model and the other its parts. A rank then has several
+numbers. {func}`microddp.get` takes a word and answers for one dimension of a mesh: `"ws"` is the
+world size, `"rank"` the rank in that dimension, `"grank"` the rank in the whole job, `"lrank"` the
+one on its machine, `"pg"` the process group. `register_mesh` says for which dimension, so that a
+function deep inside a model need not be handed it:
 """
 
 # %%
@@ -784,14 +792,74 @@ microddp.register_mesh(None)
 
 ## Exercises
 
-1. Write `gather` with `all_to_all`, and count the bytes that rank 0 receives. Which of the two
-   would you use for a list of unequal parts?
-2. Replace the maximum in the early stop by a vote of the majority. Which collective and which
-   operation does it take?
-3. Let rank 1 sleep for two seconds before the all-reduce of a group with a time-out of one. What
-   do the others see, and what does rank 1 see? Which of the mistakes above does it look like?
-4. Let the evaluation run over two batches, with gradients, and predict the number of collectives
-   by which rank 0 is ahead. Chapter 06's `collectives` counts them.
+1. Write `gather` with `all_to_all`, and count the bytes that each rank sends. Which of the two
+   takes parts of unequal length?
+
+   <details class="solution"><summary>Solution</summary>
+
+   Every rank puts its part in the place of rank 0 and zeros in all others; rank 0 keeps what it
+   gets:
+
+   ```python
+   def gather_by_all_to_all(part):
+       parts = part.new_zeros(n, *part.shape)
+       parts[0] = part
+       result = comms.all_to_all(parts.flatten(0, 1))
+       return result if rank == 0 else None
+   ```
+
+   The zeros travel, too. With `bytes_sent` around both, each rank sends $n - 1$ parts, where with
+   `gather` all but rank 0 send one part and rank 0 almost nothing. Unequal parts take `gather`: it
+   first tells everybody the lengths. `all_to_all` cuts each tensor into $n$ equal parts, so ranks
+   with unequal parts call it with different shapes, and gloo then ended the processes.
+
+   </details>
+
+2. Replace the maximum in the early stop by a vote of the majority. Which operation does it take?
+   What does it do with two ranks?
+
+   <details class="solution"><summary>Solution</summary>
+
+   Add the flags up, and stop if more than half of the ranks want to:
+
+   ```python
+   comms.all_reduce(flag)  # the sum
+   if 2 * flag.item() > n:
+       break
+   ```
+
+   All ranks read the same sum, so all decide alike. More than half of two ranks is both, so with
+   two the vote is the minimum.
+
+   </details>
+
+3. Let rank 1 sleep for two seconds before an all-reduce in a group with a time-out of one. What
+   do the others see, and what does rank 1 see?
+
+   <details class="solution"><summary>Solution</summary>
+
+   After one second the others raise a time-out, as when rank 1 never comes: whoever waits cannot
+   tell late from absent. Rank 1 comes after two, to a group that was given up. With gloo it reads
+   `Connection closed by peer`, "typically caused by a remote worker crashing". But none has
+   crashed: the rank that is late is told that the fault is another's. Of such errors, look for the
+   one that was raised first, and for the rank that did not raise it. And a time-out has to be
+   longer than the longest time by which a rank may rightly be late.
+
+   </details>
+
+4. Let rank 0 evaluate two batches through the wrapper instead of one. By how many collectives is it
+   ahead, with gradients and without? Chapter 06's `collectives` counts them. To keep the count from
+   hanging, let all ranks evaluate.
+
+   <details class="solution"><summary>Solution</summary>
+
+   With gradients by four. `SimpleCNN` has buffers of two dtypes, and a broadcast carries one dtype,
+   so each forward makes two. Without gradients by two, for any number of batches: only the first
+   forward after a training step broadcasts. The training step after it makes two collectives
+   fewer, and rank 0 is level again. That is why the job went on in the table, and why it would go
+   on with two batches. The counts are the same for PyTorch's wrapper.
+
+   </details>
 """
 
 # %%

@@ -55,14 +55,15 @@ r"""
 ## Taking a step apart
 
 A collective can be under way while the rank computes, or while the rank waits for it. Only the
-second costs time. So of each step three things are wanted: what the phases take *without* the
+second costs time. So three things are wanted of each step: what the phases take *without* the
 waiting inside them, how long communication was *exposed*, and how long it was *hidden*.
 
-**Predict.** One by one after backward, all of it is exposed. Started by hooks during backward,
-some is hidden; the last message never is, because it waits for the last gradient.
+**Predict.** If gradients are averaged one by one after backward, all of it is exposed. If hooks
+start it during backward, some is hidden; the last message never is, because it waits for the last
+gradient.
 
-**Build.** The timelines of chapters 03 and 04 hold all that is needed. Spans of communication may
-overlap each other, so their union counts:
+**Build.** The timelines of chapters 03 and 04 hold all that is needed: their spans of
+communication, and those of waiting for it. Spans of one kind may overlap, so their union counts:
 """
 
 
@@ -78,8 +79,8 @@ def union(spans):
 def take_apart(spans):
     waits = [span for span in spans if span.lane == "wait"]
     under_way = [span for span in spans if span.lane == "communication"]
-    waiting_for_it = union(waits) + union(under_way) - union(waits + under_way)
-    return {"exposed": union(waits), "hidden": union(under_way) - waiting_for_it}
+    in_both = union(waits) + union(under_way) - union(waits + under_way)
+    return {"exposed": union(waits), "hidden": union(under_way) - in_both}
 
 
 # %% [markdown]
@@ -102,7 +103,7 @@ def sgd(net):
 rows = []
 for name, cap in {"naive": None, "bucketed": 1.0}.items():
     timeline, net = Timeline(few), copy.deepcopy(model)
-    hooks = cap and register_ddp_hooks(net, few, cap, timeline)
+    hooks = register_ddp_hooks(net, few, cap, timeline) if cap else None
     for _ in range(3):  # what is left in the timeline is the last
         timeline.take()
         if hooks:
@@ -157,11 +158,11 @@ assert n == 1 or summaries["naive"].ranks[0].hidden == 0
 
 # %% [markdown]
 """
-**Explain.** On a GPU the network moves bytes by itself, and hidden communication is free. Over
-gloo the processor moves them: where every core computes, a hidden message takes its time from
-backward, and "backward" grows by what "exposed" loses.
+**Explain.** On a GPU hidden communication is almost free: as chapter 04 said, NCCL takes only a few
+of its many processors. Over gloo the host's processor moves the bytes. Where every core computes, a
+hidden message takes its time from backward, and "backward" grows as "exposed" shrinks.
 
-A clock that slows what it measures is no clock. The analyzer takes the same time in every step, so
+A clock should not slow what it measures. The analyzer takes about the same time in every step, so
 it weighs less in a long one. Here are steps on four times the samples, timed from outside, with
 and without the analyzer inside:
 """
@@ -178,7 +179,7 @@ def train_step(net, optimizer, batch, loss_fn):
     optimizer.step()
 
 
-cost = measure(
+clocked = measure(
     {
         "plain": partial(train_step, net, optimizer, longer, mse_loss),
         "watched": partial(analyzer.time_step, net, *longer, optimizer, loss_fn=mse_loss),
@@ -186,8 +187,8 @@ cost = measure(
     few,
     repeat=100,
 )
-added = cost["watched"].ratio(cost["plain"]).median - 1
-few.print(f"the analyzer adds {added:+.1%} to a step of {cost['plain']}")
+added = clocked["watched"].ratio(clocked["plain"]).median - 1
+few.print(f"the analyzer adds {added:+.1%} to a step of {clocked['plain']}")
 
 # %% [markdown]
 r"""
@@ -199,12 +200,14 @@ at 20M. Is a larger model easier to train on several devices?
 
 **Predict.** A model of P parameters sends 4P bytes. If each parameter is used equally often for a
 sample, its computing grows as P as well, and the share stays as it is. It falls only if a larger
-model uses each parameter more often, or if the start-up of messages, which does not grow, was what
-weighed. A link of 10 Gbit/s carries 1.25 GB/s, and the ring makes of that, without overlap:
+model uses each parameter more often, or if what weighed was the start-up of messages, which does
+not grow. A link of 10 Gbit/s carries 1.25 GB/s. From that the ring's time follows, without overlap
+and at least for two ranks. The models are convolutional networks of the rule's three sizes:
 """
 
 # %%
 LINK = 1.25e9  # bytes a second
+# The channels of each network, and the share of communication by the rule of thumb.
 RULE = {(96, 192, 384): 0.6, (208, 416, 832): 0.4, (432, 864, 1728): 0.2}
 images = torch.randn(16, 64, device=few.device), torch.arange(16, device=few.device) % 10
 rows, cnns = [], {}
@@ -222,20 +225,22 @@ few.print(tabulate(rows, headers, disable_numparse=True))
 
 # %% [markdown]
 """
-**Explain.** *Measured* is the part of the step that data parallelism adds here, as it overlaps
-here. The prediction takes this device's computing, and a network that it does not have. The rule
-names neither the device nor the batch, and both move the result: a device that computes ten times
-faster waits ten times as long in proportion. The shares above follow the ratio of computing to
-bytes, not the size.
+**Explain.** *Measured* is the part of the step that data parallelism adds here, with this
+machine's links and its overlap. The prediction takes this device's computing, and a network that
+it does not have. The rule names neither the device nor the batch, and both move the result: for a
+device that computes ten times faster, the wait is ten times as long beside the computing. The
+predicted shares follow the ratio of computing to bytes, and not the size. The measured ones also
+hold the start-ups, which weigh most in the smallest model.
 
 ## More ranks
 
 *Strong* scaling divides one batch among more ranks; *weak* scaling gives each rank as much as
-before. Efficiency is the speed-up by the number of ranks.
+before. The *speed-up* says how many times as many samples a second there are as on one rank.
+Divided by the number of ranks, it is the *efficiency*.
 
 **Predict.** Weak scaling has more to compute for the same bytes, so its efficiency is higher. And
-no run can beat what the machine gives when its ranks only compute: they share memory and caches.
-That ceiling is measured too, by steps without communication on as many ranks at once.
+no run can beat what the machine gives when its ranks only compute, for they share memory and
+caches. That ceiling is measured too, by steps without communication on as many ranks at once.
 """
 
 
@@ -270,11 +275,14 @@ figures.lines(
 r"""
 ## What changes the share
 
-**Predict.** Four things can be set. *Bucket size*: chapter 05's valley. *Accumulation*: K
-micro-batches with one average send the bytes once in K backward passes, so the added time stays
-and the step grows: a share $s$ becomes about $s / (s + K (1 - s))$. *Batch size*: the same, with
-more work in the same passes. *Precision*: `autocast` changes the time to compute, but gradients
-stay in 32 bits, as the parameters are; a communication hook that sends bf16 halves the bytes.
+**Predict.** Four things can be set.
+
+- *Bucket size*: small buckets pay more start-ups, and a single large one hides little (chapter 05).
+- *Accumulation*: K micro-batches with one average send the bytes once in K backward passes. The
+  added time stays and the step grows, so a share $s$ becomes about $s / (s + K (1 - s))$.
+- *Batch size*: the same, with more work in the same passes.
+- *Precision*: `autocast` changes the time to compute, but gradients stay in 32 bits, as the
+  parameters are. A communication hook that sends bf16 (16 bits) halves the bytes.
 """
 
 
@@ -340,9 +348,8 @@ few.print(tabulate(rows, ["accumulation", "measured", "predicted"], disable_nump
 # %% [markdown]
 r"""
 **Explain.** The step that accumulates is another step, with other weights after it: it sees K
-times the samples for each update. Smaller buckets pay more start-ups; with one large bucket little
-can be hidden. bf16 helps computing where the processor has instructions for it and hurts where it
-converts instead, so the share can go either way while the bytes stay.
+times the samples for each update. Autocast helps where the processor has instructions for bf16 and
+hurts where it converts instead. So its share can go either way while the bytes stay.
 
 ## Predicted from its parts
 
@@ -383,7 +390,8 @@ CASES = {
     name: (net, torch.randn(2, 64, dim, device=few.device).unbind(), loss_fn)
     for name, (net, dim, loss_fn) in CASES.items()
 }
-CASES[name] = (cnns[name := next(iter(cnns))], images, cross_entropy)
+smallest, cnn = next(iter(cnns.items()))
+CASES[smallest] = (cnn, images, cross_entropy)
 CASES["transformer"] = (decoder, (tokens, tokens.roll(-1, 1)), flat_cross_entropy)
 
 
@@ -399,7 +407,7 @@ for (name, (net, data, loss_fn)), cap in itertools.product(CASES.items(), (1.0, 
     wrapped = DDP(copy.deepcopy(net), few, bucket_cap_mb=cap)
     step = partial(train_step, wrapped, sgd(wrapped), data, loss_fn)
     predicted, seconds = [], []
-    for _ in range(3):  # in turns, for a machine changes its pace
+    for _ in range(3):  # in turns, because a machine changes its pace
         predicted.append(predict(net, data, loss_fn, cap))
         seconds += measure({"": step}, few, repeat=4)[""].seconds
     measured = Timing(tuple(seconds))
@@ -412,13 +420,13 @@ few.print(f"median error {statistics.median(map(abs, errors)):.0%}")
 
 # %% [markdown]
 r"""
-**Explain.** The model leaves out what ranks do to each other: one that is late makes all wait, and
-threads that want the same core take turns by the scheduler's choice. Both make a real step longer
-than the predicted one, the short steps most.
+**Explain.** The prediction leaves out what ranks do to each other. One that is late makes all wait,
+and threads that want the same core take turns by the scheduler's choice. Both make a real step
+longer than the predicted one, the short steps most.
 
 ## The profiler
 
-PyTorch's profiler records every operation, for the price of slowing them. So it is the tool for
+PyTorch's profiler records every operation, at the price of slowing it. So it is the tool for
 *what* takes the time, after a clock has said *how much* there is to find. The book's
 {func}`~microddp.profiling.profile_steps` sums it up, and writes a trace for each rank that
 [Perfetto](https://ui.perfetto.dev) opens:
@@ -432,25 +440,30 @@ with tempfile.TemporaryDirectory() as folder:
 
 # %% [markdown]
 r"""
+The first table is by kind of operation, as means over the ranks. Over gloo its shares are of the
+step's time, and may add up to more than 100 %, since all-reduces run beside the rest. The second
+table takes the step of each rank apart.
+
 ## When is it worth it?
 
-**Predict.** n ranks with b samples each compute $6Pb$ operations at a rate R: 2 for each parameter
-and sample in forward, 4 in backward. One device needs n times as long for the same batch. Without
-overlap, n ranks are faster if an all-reduce over links of bandwidth B, with a start-up L, takes
-less than what they save:
+**Predict.** Each of n ranks computes $6Pb$ operations for its b samples, at a rate R: 2 for each
+parameter and sample in forward, 4 in backward. One device needs n times as long for the same batch.
+Without overlap, n ranks are faster if an all-reduce takes less than what they save. With links of
+bandwidth B and a start-up L, that is:
 
 $$L + \frac{2(n-1)}{n}\,\frac{4P}{B} \;<\; (n-1)\,\frac{6Pb}{R}
 \qquad\Longrightarrow\qquad
 B \;>\; \frac{8P\,(n-1)/n}{6Pb\,(n-1)/R - L} .$$
 
-For large models P cancels out: the bandwidth that is needed depends on the device and on b alone.
-For small ones the start-up is more than all there is to save, whatever the bandwidth.
+For large models the start-up L does not matter and P cancels out: the bandwidth that is needed
+depends on the device, on n and on b alone. For small ones the start-up is more than all there is to
+save, whatever the bandwidth.
 
-This machine's R and $\alpha$ are measured. An H100 is put in by its makers' figure, 989 TFLOP/s in
-dense bf16 ([NVIDIA, H100 data sheet](https://www.nvidia.com/en-us/data-center/h100/), SXM, 2024),
-of which large trainings reach about 40 % ([Llama 3](https://arxiv.org/abs/2407.21783), table 4:
-38 to 43 %, 2024). Its start-up is taken from an all-reduce of 1 MiB at 40 GB/s bus bandwidth on 8
-H200 ([ML engineering](https://github.com/stas00/ml-engineering), network, 2025).
+This machine's R and $\alpha$ are measured. An H100 enters with its maker's figure, 989 TFLOP/s in
+dense bf16 ([NVIDIA, H100 data sheet](https://www.nvidia.com/en-us/data-center/h100/), SXM, 2024).
+Large trainings reach about 40 % of it ([Llama 3](https://arxiv.org/abs/2407.21783), table 4: 38 to
+43 %, 2024). Its start-up is taken to be the time of an all-reduce of 1 MiB, at 40 GB/s bus
+bandwidth on 8 H200 ([ML engineering](https://github.com/stas00/ml-engineering), network, 2025).
 """
 
 # %%
@@ -499,9 +512,10 @@ GT/s; NVLink 4 with 18 links of 25 GB/s, from NVIDIA's data sheet.
 ## The verdict
 
 What limits a step? {func}`~microddp.bottleneck.find_bottleneck` counts each operation's arithmetic
-and bytes, and asks what it would take at this machine's rates to compute it, to move the bytes, or
-only to start it. The longest of the three is what limits that operation. Communication is added as
-it was measured. Three models made to be limited by one thing each, then the model of this chapter:
+and bytes. At this machine's rates each operation would take some time to be computed (*compute*),
+some to move its bytes (*memory*), and some to be started at all (*host*). The longest of the three
+is what limits it. Communication is added as it was measured. Here are three models made to be
+limited by one thing each, and then the model of this chapter:
 """
 
 
@@ -564,14 +578,11 @@ assert summary.slowest == n - 1
 assert n == 1 or summary.ranks[0].exposed > summary.ranks[-1].exposed
 
 # %% [markdown]
-"""
+r"""
 Rank 0 sees nothing but communication that takes long, and a faster network would change none of
-it. Exposed time is waiting, for the network *or* for another rank. Look at all ranks: who waits
-least is who the others wait for.
-"""
+it. Exposed time is waiting, for the network *or* for another rank. Look at all ranks: the one that
+waits least is the *straggler*, which the others wait for.
 
-# %% [markdown]
-"""
 ## What to take along
 
 Before you buy a network, in this order:
@@ -583,18 +594,76 @@ Before you buy a network, in this order:
    the bytes.
 5. If start-ups weigh, use larger buckets; if bytes weigh, accumulate, enlarge the batch or send
    fewer bits.
-6. If computing weighs, you are done: the ranks are as fast as the device.
+6. If computing weighs, you are done: a faster network has nothing left to give.
 
 ## Exercises
 
-1. Predict the step of the hooks without buckets: `plan_by_name` takes a cap of 0. Is the error
-   larger than with buckets? Where does it come from?
-2. Make {func}`~microddp.performance.break_down` count the waiting of a rank whose backward is
-   starved of cores. What would have to be recorded?
-3. Run this chapter with `MICRODDP_NPROC=4` or `torchrun --nproc-per-node=4` on a machine with four
-   cores. Does the ceiling of the scaling curve stay a straight line?
-4. Put your own GPU and your own network into the last chart. How many tokens a step does a rank
-   need?
+1. `plan_by_name` takes a cap of 0: a bucket for each parameter, as with chapter 04's hooks. Predict
+   a step of this chapter's model at caps of 0, 1 and 25 MiB, and again with an $\alpha$ that is
+   100 us larger. Which prediction moves most, and why?
+
+   <details class="solution"><summary>Solution</summary>
+
+   The one without buckets. The plans have 32, 4 and 1 messages. Where each message waits for the
+   one before it, each pays the error of $\alpha$ once: the step grows by 3.2 ms, 0.4 ms and 0.1 ms.
+   Messages that backward hides pay less, so these are upper bounds. What the prediction leaves out
+   for each message, the launch of an all-reduce and a late rank, is multiplied in the same way. So
+   the prediction is least certain where messages are many and small.
+
+   </details>
+
+2. A backward can also be long because the rank is starved of cores. `break_down` counts that as
+   computing. Which clock tells the two apart? Try it with a second process that is busy on the same
+   core.
+
+   <details class="solution"><summary>Solution</summary>
+
+   `time.thread_time()` counts only while the thread runs on a core, `time.perf_counter()` always:
+
+   ```python
+   start, on_core = time.perf_counter(), time.thread_time()
+   loss.backward()
+   on_core, took = time.thread_time() - on_core, time.perf_counter() - start
+   ```
+
+   With `OMP_NUM_THREADS=1` and both processes pinned to one core by `os.sched_setaffinity`, the
+   backward took twice as long as alone, and its time on the core stayed the same. So a span would
+   have to record both clocks. The difference holds every kind of waiting. Linux counts the part in
+   which a thread could run and got no core: the second number of `/proc/thread-self/schedstat`, in
+   nanoseconds.
+
+   </details>
+
+3. A step of one device takes 40 ms. Of these, 4 ms do not shrink with the batch: the optimizer and
+   the start of each operation. An all-reduce adds 6 ms that nothing hides, whatever the number of
+   ranks. Work out the speed-up of 2, 4 and 8 ranks, with strong and with weak scaling. Which number
+   does strong scaling never reach?
+
+   <details class="solution"><summary>Solution</summary>
+
+   Strong scaling divides 36 of the 40 ms. A step on n ranks takes $4 + 36/n + 6$ ms, and the
+   speed-up is 1.43, 2.11 and 2.76. It never reaches $40 / (4 + 6) = 4$, however many ranks there
+   are. With weak scaling every step takes 46 ms for n times the samples. The speed-up is
+   $40n / 46$, so 1.74, 3.48 and 6.96: an efficiency of 87 % from two ranks on. A figure for
+   scaling means little until it says which of the two it is.
+
+   </details>
+
+4. Solve the inequality for b, for a model so large that L does not matter. How many tokens a step
+   does each of 8 H100 need over 10 Gbit/s, and over NVLink? Then put in your own device and link.
+
+   <details class="solution"><summary>Solution</summary>
+
+   $P$ and $n - 1$ cancel out, and what is left is
+
+   $$b > \frac{8R}{6nB} = \frac{4R}{3nB} .$$
+
+   With $R = 0.4 \cdot 989 \cdot 10^{12}$ and n = 8 that is about 53 000 tokens a rank at 1.25 GB/s,
+   and about 150 at 450 GB/s. In the global batch $nb > 4R / (3B)$ the number of ranks is gone: at
+   10 Gbit/s any number of them has to share about 420 000 tokens a step before it is faster than
+   one. Overlap lowers the bound, and so do gradients of 2 bytes.
+
+   </details>
 """
 
 # %%

@@ -41,11 +41,11 @@ comms.print(comms.describe())
 """
 ## The case
 
-On a GPU the model has its full size. For a processor it is too large to wait for, so there it is
-smaller in every direction, with the same ratios and random weights. Change `SIZE` to decide
-otherwise. The weights, the tokenizer and the sentences come from the Hugging Face hub; where it
-cannot be reached, the weights are random and the pairs made up, with MRPC's lengths and its share
-of paraphrases:
+On a GPU the model has its full size. On a CPU that would take too long, so there it is smaller in
+every direction, with about the same ratios of widths and heads, and with random weights. Change
+`SIZE` to decide otherwise. The weights, the tokenizer and the sentences come from the Hugging Face
+hub. Where it cannot be reached, the weights are random and the pairs made up, with MRPC's lengths
+and its share of *paraphrases*, which are the pairs that say the same:
 """
 
 # %%
@@ -65,16 +65,17 @@ comms.print(tabulate(rows, disable_numparse=True))
 Random weights take as long to train as real ones, and the pairs are as long, so times and shares
 mean the same. Losses do not: made-up pairs are easier to tell than English ones.
 
-One thing is unlike the models before. The *head* reads the vector of a pair's last token, and pairs
-of different lengths share a batch, so each row's end has to be found. That is what the padding
-token is for, and the last section shows what happens if it is wrong.
+One thing is unlike the models before. Pairs of different lengths share a batch, so the shorter ones
+are filled up with a *padding token*. The *head*, which makes the answer, reads the vector of a
+pair's last real token. To find it, the model has to know the padding token, and the last section
+shows what happens if it is told a wrong one.
 
 ## The same losses
 
 **Predict.** The loss of a batch is the mean over its pairs. Shards are equal, so the mean of the
-ranks' losses is the loss of the batch, the averaged gradients are its gradients, and all runs of
-the same batches agree up to rounding. AdamW makes that harder than SGD: where a gradient is almost
-zero, rounding decides its sign, and AdamW's first steps are as long for it as for any other.
+ranks' losses is the loss of the batch, and the averaged gradients are its gradients. All runs of
+the same batches should agree up to rounding. AdamW makes that harder than SGD: where a gradient is
+almost zero, rounding decides its sign, and AdamW's first steps are as long for it as for any other.
 
 **Build.** One step, for the whole chapter: several micro-batches, of which only the last averages
 gradients (chapter 06), in fp32 or with autocast:
@@ -134,15 +135,15 @@ assert SIZE == "full" or not case.made_up or sum(split[-5:]) < 0.8 * sum(split[:
 
 # %% [markdown]
 r"""
-**Explain.** The curves lie on each other: what follows compares two ways to do the same thing.
+**Explain.** The curves lie on each other. So what follows compares two ways to do the same thing.
 
 ## Time per batch
 
-**Predict.** On N devices a step computes 1/N of the batch, and averages S bytes of gradients,
-however large the batch. With $t(16/N)$ for the computing and $t_S$ for the all-reduce alone, it
-takes $t(16/N) + t_S$ if nothing of it is hidden behind backward, and at best the larger of the two.
-Both are measured, on no more ranks than there are cores or GPUs, but at least two. The weights are
-updated in either case: that is work which no split makes smaller.
+**Predict.** On N devices each step computes 1/N of the batch, and averages S bytes of gradients,
+however large the batch. Let $t(16/N)$ be the time of the computing and $t_S$ that of the all-reduce
+alone. The step takes $t(16/N) + t_S$ if nothing is hidden behind backward, and at best the larger
+of the two. Both are measured, on no more ranks than there are cores or GPUs, but at least two. Each
+rank updates all weights: that is work which no split makes smaller.
 """
 
 # %%
@@ -171,9 +172,9 @@ if timed:
 
 # %% [markdown]
 """
-**Measure.** The published figures are those of the course this one continues: SmolLM2-360M on GLUE
-MRPC in fp32, 16 pairs on one GPU, and 8 + 8 on two, where the slower rank counts. Its whole run
-took 1.58 s on one and 1.16 s on two:
+**Measure.** The published figures are those of the course that this book continues: SmolLM2-360M
+on GLUE MRPC in fp32, 16 pairs on one GPU, and 8 + 8 on two, where the slower rank counts. Its whole
+run took 1.58 s on one and 1.16 s on two:
 """
 
 # %%
@@ -199,19 +200,19 @@ if timed:
 The shard takes more than 1/N of the batch: the optimizer's work, the start of each kernel and the
 time to read the weights are the same for one pair as for sixteen. And the all-reduce has its price.
 
-Where the columns differ, the machine, the size and the software do. A processor computes slowly,
-so the same work hides more; its memory carries the messages too, and its threads the adding. Two
-ranks also share what lies behind their cores: caches and memory. And a rank alone may have had a
-faster clock. A split can even come out above "none hidden", as in chapter 05.
+Where the columns differ, the machine, the size and the software do. A CPU computes slowly, so more
+of the same all-reduce can be hidden. But its memory also carries the messages, and its cores also
+add them up. Two ranks share what lies behind their cores: caches and memory. And one rank alone may
+have run at a faster clock. So a split can even take longer than "none hidden", as in chapter 05.
 
 At a *fixed* global batch, more devices make the first reason worse, and the second no better.
 Published scaling figures near 100 % keep the batch per device instead (chapter 08).
 
 ## The profile
 
-Where does the step's time go? `torch.profiler` records each operation. The core's summary sorts
-them by kind, on every rank, and cuts the step in three: computing, waiting for an all-reduce with
-nothing to compute, and idle, when the Python around the operations runs, or nothing:
+Where does the step's time go? The profiler of chapter 08 sorts operations by kind, and takes the
+step of each rank apart: computing, an all-reduce under way, both at once (*hidden*), or neither
+(*idle*). When a rank is idle, the Python around the operations runs, or nothing does:
 """
 
 
@@ -228,21 +229,20 @@ if timed:
 
 # %% [markdown]
 r"""
-An all-reduce's time runs from when the backend takes it up to when the result is there. The wait
-for a rank that is late is in it, with NCCL's kernels as with gloo's threads. The rank that came
-last did not wait: the shortest of the ranks' times is that of the *transfer* alone.
+An all-reduce's time runs from when the backend takes it up to when the result is there. It includes
+the wait for a rank that is late, with NCCL's kernels as with gloo's threads. The rank that came
+last did not wait. So the shortest of the ranks' times is that of the *transfer* alone.
 
-**Predict.** The published profile, on four H100, has all-reduce at 42.2 % of kernel time, and at
-25 % with accumulation over two micro-batches. The first figure should tell the second. Let s be
-the share of all-reduce in the time of all kernels. A step of k micro-batches computes k times as
-much and reduces once, so the share becomes
+**Predict.** *Kernel time* is the time of all kernels of a GPU, added up. In the published profile,
+on four H100, all-reduce takes 42.2 % of it, and 25 % with accumulation over two micro-batches. The
+first figure should tell the second. Let s be the share of all-reduce. A step of k micro-batches
+computes k times as much and reduces once, so the share becomes
 
 $$ s_k = \frac{s}{s + k\,(1 - s)}. $$
 
-On a processor there is no kernel time. Its counterpart is the time of operations and all-reduces
-together. Waits follow no formula, so the share is given with them and for transfers alone:
+On a CPU there are no kernels; the counterpart is the time of operations and all-reduces together.
 
-**Measure.**
+**Measure.** Waits follow no formula, so the share is given with them and for transfers alone:
 """
 
 
@@ -272,12 +272,12 @@ if timed:
 
 # %% [markdown]
 """
-**Explain.** The formula leaves the optimizer out, which also runs once a step, so its prediction is
-a little low. And it knows nothing of waits: where cores are shared with other programs, or ranks
-have sentences of other lengths, one rank is late, and all others wait for it inside the all-reduce,
-which is then the longer the longer they compute. That share no network can lower. What
-accumulation costs is not in any profile: a step of twice the pairs is another training run, with
-half as many steps for the same data.
+**Explain.** The formula leaves the optimizer out, which also runs once a step. That alone would
+make its predictions a little low; the published pair misses on the other side (exercise 2). And
+the formula knows nothing of waits. Where cores are shared with other programs, one rank is late,
+and all others wait for it inside the all-reduce. The longer they compute, the longer such waits
+become, and no network can shorten them. What accumulation costs is not in any profile: a step of
+twice the pairs is another training run, with half as many steps for the same data.
 
 ## bf16
 
@@ -363,12 +363,12 @@ if timed:
 
 # %% [markdown]
 """
-**Explain.** Where hardware multiplies bf16 faster, on a GPU's tensor cores or a processor with AMX,
-the multiplications shrink, all-reduce's share grows with autocast alone, and the hook takes part of
-it back. Without such hardware bf16 is emulated or merely converted, and gains nothing. The copies
-to and from bf16 are work too: an all-reduce has to be long before halving it pays for them. The
-published run used no tensor cores at all, which means that bf16 is its first thing to try, and
-also that its 42.2 % would rise.
+**Explain.** Some hardware multiplies bf16 faster: a GPU's tensor cores, or a CPU with AMX, Intel's
+instructions for matrices. There the multiplications shrink, so with autocast alone all-reduce's
+share grows, and the hook takes part of it back. Other hardware emulates bf16 or converts it, and
+gains nothing. The copies to and from bf16 are work too: an all-reduce has to be long before halving
+it pays for them. The published run, in fp32, used no tensor cores at all. So bf16 has something to
+give there, and would raise its 42.2 %.
 
 ## What next?
 
@@ -395,13 +395,13 @@ comms.barrier()  # ranks that are not timed wait here, and leave the cores to th
 """
 The published run on H100 used the GPU for 15.2 % of a step, the network for 20.9 %, and the CPU
 for 61.1 %. By the same reasoning its all-reduce, at 42.2 % of kernel time, is not what to attack
-first. The GPU waits for Python to launch kernels: larger micro-batches, `torch.compile` or CUDA
-graphs come before anything this book does to gradients. Then bf16, and only then, with kernels
-that take less time than their messages, accumulation, a larger batch per device, or compression.
+first. The GPU waits for Python to launch kernels. Larger micro-batches, `torch.compile` or CUDA
+graphs come before anything this book does to gradients, and bf16 comes next. Once the kernels take
+less time than the messages, it is time for accumulation, a larger batch per device, or compression.
 
 ## Where it breaks: the padding token
 
-SmolLM2 has no padding token of its own, as many models that were made to continue text. What
+Like many models that were made to continue text, SmolLM2 has no padding token of its own. What
 happens to a classifier without one?
 """
 
@@ -427,11 +427,13 @@ except ValueError as error:
 
 # %% [markdown]
 """
-That one is loud. The common repair is to name *some* token, and it is quiet if that is not the one
-that batches are padded with. **Predict.** The head then reads the last column, which is padding in
-all rows but the longest. A pair's answer comes to depend on how long its batch was padded, that is
-on its neighbours, and a shard has others than the whole batch: N devices train another model than
-one, and nobody is told.
+That one is loud. The common repair is to name *some* token. If that is not the one that batches are
+padded with, nothing complains.
+
+**Predict.** The head then reads the last column, which is padding in all rows but the longest. So a
+pair's answer depends on how far its batch was padded, which is the length of its longest neighbour.
+Where shards are padded on their own, a pair has other neighbours than in the whole batch: N devices
+train another model than one, and nobody is told.
 """
 
 # %%
@@ -446,10 +448,10 @@ assert rows[0][-1] > 1e-3
 assert rows[1][-1] < 1e-5
 
 # %% [markdown]
-"""
-Set `model.config.pad_token_id` to the tokenizer's `pad_token_id`, and pad on the right. The check
-of this chapter's second section finds it too: the same losses on one device and on N, with every
-shard padded to its own length.
+r"""
+The fix: set `model.config.pad_token_id` to the tokenizer's `pad_token_id`, and pad on the right.
+The check of this chapter's second section finds the mistake too, if every shard is padded to its
+own length: the losses on one device and on N then differ.
 
 ## What to take along
 
@@ -463,12 +465,69 @@ shard padded to its own length.
 
 ## Exercises
 
-1. Pass `folder="traces"` to `profile_steps`, open `rank0.json` in https://ui.perfetto.dev, and find
-   the first all-reduce. Which layer's backward runs beside it?
-2. Predict the share at four micro-batches, with the optimizer's part taken out of the formula.
-3. Set `SIZE = "full"` on a processor with an hour to spare. Which of the rows of the first table
-   grow by the ratio of the parameters, and which by more?
-4. Pad each shard to its own longest pair. What does it gain, and what becomes of the slowest rank?
+1. Which parameters travel in the first all-reduce of a step, and which layer's backward runs beside
+   it? Ask `ddp.reducer.buckets`. Then pass `folder="traces"` to `profile_steps`, open `rank0.json`
+   in https://ui.perfetto.dev, and look.
+
+   <details class="solution"><summary>Solution</summary>
+
+   For the small model there are two buckets: `bucket.parameters()` names the tensors and
+   `bucket.buffer().nbytes` the size. The first takes the head, the last norm and the three matrices
+   of the last layer's MLP, which together pass the cap of 1 MiB. So beside its all-reduce runs the
+   backward of the same layer's attention. The trace shows it: `gloo:all_reduce` begins soon after
+   the fourth `MmBackward0`, and `ScaledDotProductFlashAttentionForCpuBackward0` runs about then.
+   The second bucket holds all the rest. It ends with the embedding, whose gradient is the last of
+   backward, so nothing hides it.
+
+   </details>
+
+2. Let the optimizer take the share o of kernel time, and put it into the formula. Which o would
+   explain the published pair, 42.2 % and 25 %? And what share follows at four micro-batches, for
+   o = 0 and for o = 5 %?
+
+   <details class="solution"><summary>Solution</summary>
+
+   The optimizer runs once a step, as the all-reduce does, so
+
+   $$ s_k = \frac{s}{s + o + k\,(1 - s - o)} . $$
+
+   Solved for o with $s_2 = 0.25$, that is $o = 0.422 + 2 \cdot 0.578 - 0.422 / 0.25 = -0.11$. No
+   optimizer takes less than nothing. So something else changed between the two runs: the all-reduce
+   of the second must have been shorter in relation to a micro-batch, for example because ranks
+   waited less in it. At four micro-batches the formula gives 15.4 % without an optimizer and 16.3 %
+   with one of 5 %.
+
+   </details>
+
+3. The full model has 153 times the parameters of the small one. By which factor do the bytes of the
+   all-reduce grow, and by which the multiplications of a step on the same pairs?
+   {class}`~microddp.bottleneck.WorkCounter` counts them. Why are the factors not the same?
+
+   <details class="solution"><summary>Solution</summary>
+
+   The bytes grow 153-fold, one gradient for each parameter. The multiplications of matrices grow
+   200-fold. The difference is the embedding, which is looked up and multiplies nothing: it holds a
+   third of the small model's parameters, and 13 % of the full one's. Without it the parameters grow
+   200-fold, too. So the full model computes 1.3 times as much for each byte it sends, which lowers
+   the share of its all-reduce. (The counter has no formula for the CPU's attention kernel, so
+   attention itself is not in the count.)
+
+   </details>
+
+4. Pad each shard to its own longest pair, instead of the global batch's. How much shorter do shards
+   become, and how much shorter the step?
+
+   <details class="solution"><summary>Solution</summary>
+
+   Over an epoch of the made-up pairs, a shard of 8 is 4.7 % shorter on average than its global
+   batch, and a shard of 2, on eight ranks, 16 %. But in every step some rank has the longest pair
+   of the global batch, and its shard is as long as before. The others finish earlier and wait for
+   it in the all-reduce. So where each rank has a device of its own, the step gains nothing. What
+   helps are global batches of pairs of similar lengths: sort the pairs of a few global batches by
+   length, and cut them into batches anew. That changes which pairs share a batch, and so the
+   training.
+
+   </details>
 """
 
 # %%
