@@ -25,8 +25,9 @@ comms.print(comms.describe())
 
 # %% [markdown]
 """
-`comms` stands for the processes that train together. Until chapter 02 there is one, *rank* 0 of
-1, and gloo, the library that would carry messages between them, has nothing to do.
+`comms` stands for the processes that train together, the *ranks*. Until chapter 02 there is only
+one, number 0. The line that it printed names the machine and the *backend*, the library that
+carries messages between ranks. With a single rank it has nothing to do.
 
 ## A network that learns
 
@@ -48,7 +49,7 @@ comms.print(f"{parameter_count(model):,} parameters in {len(model.layers)} layer
 """
 One training step has three parts. The *forward* pass computes the loss and keeps what the
 backward pass will need. The *backward* pass computes a gradient for every parameter. The
-*optimizer* moves the parameters against their gradients:
+*optimizer* changes each parameter a little, against its gradient:
 """
 
 
@@ -69,7 +70,9 @@ def accuracy(model, dataset):
 
 # %% [markdown]
 """
-Twenty epochs, each in a new order that leaves out the last few images, which do not fill a batch:
+An *epoch* is one pass over the data. Here are twenty, each in a new order; the last few images of
+an epoch, which do not fill a batch, are left out. `ShardedBatches` divides every batch among the
+ranks. How many they are is the *world size*, here 1, so rank 0 gets all of it:
 """
 
 # %%
@@ -85,15 +88,15 @@ assert progress[-1][1] > 0.93, "the network should read more than 93 % of the te
 
 # %% [markdown]
 r"""
-The network reads digits it has never seen. How long did it take, and where did the time go?
+The network reads digits it has never seen. Where does the time of its training go?
 
 ## Where the time goes
 
 **Predict.** A linear layer with $P$ weights does one multiplication and one addition for each
 weight and sample, so $2P$ operations a sample in the forward pass. The backward pass does that
 twice: once for the gradient of the weights, once for the gradient of the layer's input. It should
-take twice as long as the forward pass. The optimizer touches each weight once, whatever the
-batch: its share should shrink as the batch grows.
+take twice as long as the forward pass. The optimizer reads and writes each weight once, whatever
+the batch, so its share of the step should shrink as the batch grows.
 
 To time the arithmetic and not the data, the rest of this chapter uses a wider network and
 synthetic samples that are made on the device:
@@ -155,17 +158,21 @@ assert split["batch 1024"]["backward"] > split["batch 1024"]["forward"]
 # %% [markdown]
 """
 **Explain.** For the larger batches the ratio is about the two that was predicted. At the
-smallest, the fixed cost of each layer sets the time: the call itself, and reading its weights,
-which are the same for one sample and for many. The optimizer takes about the same time at every
-batch, so its share shrinks as the batch grows.
+smallest, each layer's fixed cost sets the time: the call itself, and reading its weights. Both
+are the same for one sample and for many. The optimizer takes about the same time at every batch,
+so its share shrinks as the batch grows.
 
 ## Throughput
 
-**Predict.** If a step costs a fixed start-up time plus a time for each sample, then samples per
-second rise with the batch while the start-up dominates, and level off when the arithmetic does.
+*Throughput* is the number of samples that are trained on in a second.
 
-**Measure.** The batch sizes take turns, so that a disturbance meets all of them. Each step
-therefore finds the caches filled by another, and takes longer than the same step above:
+**Predict.** Suppose a step costs a fixed start-up time plus a time for each sample. Then throughput
+rises with the batch as long as most of a step is start-up, and levels off when most of it is
+arithmetic.
+
+**Measure.** The batch sizes take turns, so that a disturbance of the machine meets all of them.
+Each step therefore finds another step's data in the caches, and takes longer than it did above.
+Beside the median stand the *quartiles*, between which half of all steps lie:
 """
 
 # %%
@@ -205,11 +212,11 @@ GPU, the network is too small to fill the device.
 **Predict.** With $P$ parameters of 4 bytes, training holds $4P$ bytes of weights, $4P$ of
 gradients and, for momentum, $4P$ more. None of them depends on the batch. The activations do:
 every layer keeps its input until the backward pass has used it, and the loss keeps the output and
-the target. That makes 16 + 2 times 256 numbers a sample. ReLU adds nothing, because what it
+the target. That makes 16 + 2 rows of 256 numbers a sample. ReLU adds nothing, because what it
 needs, its output, is the next layer's input.
 
-**Build.** Autograd shows what it keeps, through a hook on every tensor that it saves. Weights are
-saved too, but they are counted already:
+**Build.** Autograd calls a function of ours, a *hook*, with every tensor that it saves. Weights
+are among them, but they are counted already:
 """
 
 
@@ -232,7 +239,7 @@ def saved_bytes(batch):
 
 # %% [markdown]
 """
-**Measure.**
+**Measure.** The bytes of everything that training holds, for three batches:
 """
 
 # %%
@@ -265,13 +272,13 @@ assert weights == gradients == momentum == gradient_bytes(wide)
 """
 **Explain.** The model's share is fixed and is needed again on every device that holds a copy of
 the model. The activations are divided when the batch is. That is the first argument for *data
-parallelism*, in which each device has a copy of the model and a part of the batch: the same
+parallelism*, in which each device has a copy of the model and a part of the batch. The same
 batch, on more devices, takes less memory on each.
 
 ## A million samples
 
-**Predict.** At the best rate of the table of throughput, a million samples take this long, and so
-do ten and a hundred epochs of them:
+**Predict.** At the highest throughput measured above, one, ten and a hundred epochs of a million
+samples take this long:
 """
 
 # %%
@@ -289,8 +296,8 @@ comms.print(tabulate(rows, headers=headers, stralign="right"))
 # %% [markdown]
 """
 The first row is the measured rate, multiplied out. The other rows are a hope: they assume that n
-devices are n times as fast. The rest of this book finds out what that costs. And the network is
-small. The time of a step grows in proportion to the parameters, too:
+devices are n times as fast. The rest of this book finds out when that holds. And the network is
+small. The operations of a step grow in proportion to the parameters, and so, about, does its time:
 """
 
 # %%
@@ -299,13 +306,13 @@ comms.print(f"100 epochs, one device, a network 1000 times as large: {large}")
 
 # %% [markdown]
 """
-That is the wall this book is about: nobody waits that long for one device.
+That is the wall this book is about.
 
 ## Where it breaks: timing without a warm-up
 
-The first call of anything also allocates memory, loads code and, on a GPU, compiles or picks
-kernels. Even now that most of that has happened, the first step of a fresh network differs from
-the median of the steps that follow:
+The first call of anything also allocates memory and loads code. On a GPU it also compiles or picks
+*kernels*, the programs that run there. Most of that has happened by now. Even so, the first step
+of a fresh network differs from the median of the steps that follow:
 """
 
 # %%
@@ -319,11 +326,11 @@ comms.print(f"first step {human_seconds(first.median)}, later steps {later}")
 comms.print(f"the first took {first.median / later.median:.1f} times as long")
 
 # %% [markdown]
-"""
-A benchmark of one call would have reported the first number. On a GPU there is a second trap: a
-call returns as soon as the work is queued, so the clock must wait for the device before it is
-read. {func}`microddp.trace.measure` does both, and lets the ranks wait for each other before
-every call.
+r"""
+A benchmark of one call would have reported the first number. On a GPU there is a second trap. A
+call returns as soon as the work is queued, so a benchmark must wait for the device before it reads
+the clock. {func}`microddp.trace.measure` avoids both traps: it warms up, and it waits. With
+several ranks, it also lets all of them begin each call together.
 
 ## What to take along
 
@@ -336,11 +343,48 @@ every call.
 
 ## Exercises
 
-1. Double the width of the network. Predict the new throughput at batch 1024 from the operations a
-   sample needs, then measure it.
-2. Replace SGD by Adam. Which of the bars of the memory figure grows, and by how much?
-3. Find the batch size at which half the best throughput is reached. What does it say about the
-   start-up time of a step?
+1. Double the width of the wide network, from 256 to 512. Predict the new throughput at batch 1024
+   from the operations that a sample needs. Then measure it.
+
+   <details class="solution"><summary>Solution</summary>
+
+   A layer's weights go from 256 times 256 to 512 times 512. So a sample takes 4 times the
+   operations, and about a quarter of the throughput is left. `FlopCounterMode` of
+   `torch.utils.flop_counter` counts exactly 4 times as many in forward and backward.
+
+   On a CPU we measured a little more than a quarter. Not everything grows fourfold: ReLU and the
+   loss have only twice the work, and the calls cost what they did before. Where the narrow network
+   does not fill the device, as may be on a GPU, still more is left.
+
+   </details>
+
+2. Replace SGD by Adam. Which part of the bars in the memory figure grows, and by how much?
+
+   <details class="solution"><summary>Solution</summary>
+
+   The part of the optimizer's state doubles, from 4 bytes a parameter to 8. SGD with momentum
+   keeps one number for each parameter. Adam keeps two, the running means of the gradient and of
+   its square. It also counts its steps, in one number for each of the 32 tensors of parameters,
+   which adds 128 bytes.
+
+   ```python
+   state = sum(t.nbytes for tensors in adam.state.values() for t in tensors.values())
+   ```
+
+   </details>
+
+3. At which batch size is half of the best throughput reached? What does it say about the start-up
+   time of a step?
+
+   <details class="solution"><summary>Solution</summary>
+
+   Let a step of $b$ samples take $t_0 + c\,b$. The best throughput is $1/c$, for a very large
+   batch. Half of it is reached where $t_0 + c\,b = 2\,c\,b$, so at $b = t_0 / c$. There, half of
+   the step is start-up. The start-up time is therefore that batch size, divided by the best
+   throughput. It has everything in it that does not depend on the batch: the calls, reading the
+   weights, the optimizer. A batch 9 times as large as that one reaches 90 % of the best.
+
+   </details>
 """
 
 # %%

@@ -2,8 +2,8 @@
 r"""
 # Splitting a batch by hand
 
-What does it mean to split a batch? Two copies of a model live in one process here, each sees half
-of the batch, and their gradients are averaged by hand. No message is sent yet: this chapter is
+What does it mean to split a batch? Two copies of a model live in one process here. Each sees half
+of the batch, and their gradients are averaged by hand. No message is sent yet. This chapter is
 about which numbers have to agree, and about three ways to get them wrong.
 """
 
@@ -27,18 +27,18 @@ comms.print(comms.describe())
 r"""
 ## The mean of the gradients is the gradient of the mean
 
-**Predict.** The loss of a batch of $B$ samples is the mean of the samples' losses, and
-differentiation is linear. Cut the batch into $n$ *equal* shards, and the gradient of the whole is
-the mean of the gradients of the shards:
+**Predict.** The loss of a batch of $B$ samples is the mean of the samples' losses $\ell_i$, and
+differentiation is linear. Cut the batch into $n$ parts of equal size, its *shards*. Then the
+gradient of the whole is the mean of the gradients of the shards:
 
 $$
 \nabla \frac{1}{B} \sum_{i=1}^{B} \ell_i
 = \frac{1}{n} \sum_{k=1}^{n} \left( \frac{n}{B} \sum_{i \in \text{shard } k} \nabla \ell_i \right)
 $$
 
-In exact arithmetic the two sides are equal. In floating point they are summed in another order,
-so they should differ by rounding: about $10^{-7}$ of the gradient in `float32`, $10^{-16}$ in
-`float64`.
+In exact arithmetic the two sides are equal. In floating point they are summed in different
+orders, so they should differ by rounding: about $10^{-7}$ of the gradient in `float32`,
+$10^{-16}$ in `float64`.
 
 **Build.** One model, one batch of real digits, and a function for the gradient of any part of it:
 """
@@ -62,7 +62,8 @@ def distance(a, b):
 
 # %% [markdown]
 """
-**Measure.** The relative distance between the two sides, for two and more shards:
+**Measure.** Here is the relative distance between the two sides, for 2, 3 and 4 shards. Beside it
+is the *rounding unit*, the relative step from 1 to the next number of the dtype:
 """
 
 # %%
@@ -82,14 +83,14 @@ comms.print(
 
 # %% [markdown]
 """
-**Explain.** The distance is a few units of rounding in either precision, so it is rounding and
+**Explain.** The distance is a few rounding units in either precision, so it is rounding and
 nothing else. The gradients are the same.
 
 ## Two replicas that stay together
 
-Equal gradients are worth something only if they keep the models equal. Here are two replicas with
-an optimizer each. Before every step each one computes the gradient of its half of the batch, and,
-if asked to, both put the average in place of their own:
+Equal gradients are worth something only if they keep the models equal. Here are two copies of a
+model, its *replicas*, with an optimizer each. Before every step, each replica computes the gradient
+of its half of the batch. If asked to, both then put the average in place of their own:
 """
 
 
@@ -110,9 +111,9 @@ def split_step(replicas, optimizers, x, y, average=True):
 
 # %% [markdown]
 """
-**Predict.** With averaging, both replicas take the same step from the same place: their distance
-should be exactly zero, and the distance to a single model that saw the whole batch should be
-rounding. Without, each follows its own half of the data, and they drift.
+**Predict.** With averaging, both replicas take the same step from the same place. Their distance
+should be exactly zero, and their distance to a single model that sees the whole batch should be
+rounding. Without averaging, each follows its own half of the data, and they drift apart.
 """
 
 
@@ -127,9 +128,9 @@ def weights(model):
 
 # %% [markdown]
 """
-Where is the difference made, if there is one? A ReLU passes its input on or not, and nothing
-between. So the run also counts how many ReLUs, over all samples, are on in a replica and off in
-the single model, or the other way round:
+If a replica and the single model part, where do they? A ReLU either passes its input on or does
+not. So the run also counts the ReLUs, over all samples, that are on in a replica and off in the
+single model, or the other way round:
 """
 
 
@@ -198,24 +199,26 @@ figures.lines(
 
 # %% [markdown]
 r"""
-**Explain.** The upper curve is the distance between two replicas that never talk. The other two
-are the distance between an averaged replica and a single model; the averaged replicas themselves
-are bitwise equal, and a distance of zero has no place on a logarithmic axis.
+**Explain.** The upper curve is the distance between two replicas that never exchange gradients.
+The other two are the distance between an averaged replica and a single model. The averaged replicas
+themselves are bitwise equal, and a distance of zero has no place on a logarithmic axis.
 
 The two lower curves rise, although every average is right to rounding. In `float64` rounding only
-adds up (the distances are below one unit, because a step changes few weights in their last bit).
-In `float32` the curve jumps when the first ReLU differs: its input was so close to zero that it
-came out positive in one model and not in the other. From then on one sample takes another path,
-and training amplifies the difference. So tests in this book that compare whole training runs use
-`float64`, where an input that close to zero is hundreds of millions of times rarer, by the ratio
-of the rounding units: a real mistake then stands out.
+adds up. (The distances are below one rounding unit, because a step changes few weights in their
+last bit.) In `float32` the curve jumps when the first ReLU differs. Its input was so close to zero
+that it came out positive in one model and not in the other. From then on one sample takes another
+path, and training amplifies the difference.
+
+So tests in this book that compare whole training runs use `float64`. There an input that close to
+zero is hundreds of millions of times rarer, which is the ratio of the rounding units, and a real
+mistake stands out.
 
 ## Where it breaks: unequal shards
 
-The formula needed *equal* shards. Suppose a batch of 96 is cut into parts of $a$ and $96-a$
-samples, as happens with the last batch of an epoch, or with text, where the loss is a mean over
-tokens and shards hold different numbers of them. Each part's loss is the mean over its own
-samples, so the mean of the two means gives the samples in the small part too much weight:
+The formula needed shards of equal size. The last batch of an epoch may not divide evenly. With
+text, the loss is a mean over tokens, and shards of as many sentences differ in their tokens.
+So suppose a batch of 96 is cut into parts of $a$ and $96-a$ samples. Each part's loss is the mean
+over its own samples. The mean of the two means gives the samples in the small part too much weight:
 """
 
 # %%
@@ -245,9 +248,10 @@ assert wrong[-1] < 1e-5
 
 # %% [markdown]
 r"""
-The fix is to weight each shard by its samples: in practice, to divide the *sum* of the losses of
-a shard by the samples of the *whole* batch, and then to add the gradients. The batches of this
-book divide evenly, and {class}`~microddp.data.ShardedBatches` refuses those that do not:
+The fix is to weight each shard by its number of samples. In practice, divide the *sum* of a
+shard's losses by the number of samples in the *whole* batch, and then add the gradients. The
+batches of this book divide evenly. {class}`~microddp.data.ShardedBatches` refuses those that do
+not:
 """
 
 # %%
@@ -260,10 +264,10 @@ except ValueError as error:
 r"""
 ## Where it breaks: adding, and averaging the wrong thing
 
-Two more mistakes raise no error. The first *adds* the gradients and does not divide: with SGD
+Two more mistakes raise no error. The first *adds* the gradients and does not divide. With SGD
 every step is then $n$ times as long, as if the learning rate had been multiplied by $n$. The
 second averages the *weights* after each replica's own step, and not the gradients before it. Here
-is one step of each, for two optimizers, against the step of a single model:
+is one step with each mistake, for two optimizers, against the step of a single model:
 """
 
 
@@ -298,30 +302,75 @@ assert abs(rows[0][1] - 1) < 0.01
 assert rows[0][2] < 1e-3 < rows[1][2]
 
 # %% [markdown]
-"""
+r"""
 Summed gradients make SGD's step twice as long, so it misses by the whole length of a step. Adam
-divides by the size of the gradient and hides the mistake, until something that depends on the
-size meets it: gradient clipping, say. Averaged weights are the mirror image. For plain SGD the
-step is linear in the gradient, and what is left is rounding (a step is far shorter than the
-weights whose difference it is). For Adam it is another algorithm. A mistake that one optimizer
-hides is found by testing with another.
+divides by the size of the gradient and hides the mistake, until something that depends on that
+size, such as gradient clipping, brings it out. Averaged weights are the mirror image. For plain SGD
+the step is linear in the gradient, and what is left is rounding. (It is the rounding of the
+weights, which are far larger than a step, so it is a larger share of the step.) Adam's step is not
+linear, and the result is another algorithm. A mistake that one optimizer hides is found by testing
+with another.
 
 ## What to take along
 
-- Equal shards, a mean loss, averaged gradients and equal starting weights: then n replicas take
-  the step of one device on the whole batch, if the model treats each sample by itself (no batch
-  normalisation) and without chance (no dropout).
-- "Equal" means up to rounding, because the sums are formed in another order. The replicas among
+- With equal starting weights, shards of equal size, a mean loss and averaged gradients, n replicas
+  take the step of one device on the whole batch. The model must treat each sample by itself (no
+  batch normalisation) and without chance (no dropout).
+- They take it up to rounding, because the sums are formed in another order. The replicas among
   themselves stay bitwise equal.
 - The average had to bring all gradients to one place. In one process that was a line of code.
   Between processes it is the next chapter.
 
 ## Exercises
 
-1. Give the two replicas different seeds and average their gradients. Do they approach each other?
+1. Start the two replicas from different seeds, and average their gradients. Do they approach each
+   other, stay as far apart, or part?
+
+   <details class="solution"><summary>Solution</summary>
+
+   They stay as far apart as they start, up to rounding. Both optimizers get the same gradients and
+   have the same state, so both replicas make the same steps, and the difference of their weights
+   never changes. That holds for SGD, with momentum or without, and for Adam. The gradient is an
+   average over two different models and fits neither. In a run of five epochs, both replicas read
+   fewer of the test images than two that start equal.
+
+   The optimizer's weight decay brings them together, because its step depends on the weights. With
+   SGD without momentum it multiplies their difference by $1 - \eta \lambda$ in each step, where
+   $\eta$ is the learning rate and $\lambda$ the decay. For $\eta = 0.01$ and $\lambda = 10^{-4}$ it
+   takes about 700,000 steps to halve the difference.
+
+   </details>
+
 2. Let the loss be the *sum* over the samples. Which of the rules above change?
-3. Put a batch normalisation layer into the model. Why is the split step no longer the step of the
-   whole batch, although the gradients are averaged?
+
+   <details class="solution"><summary>Solution</summary>
+
+   Three of them. The gradient of the whole batch is now the *sum* of the gradients of the shards.
+   To add is right, and to average makes a step of SGD $n$ times too short. Shards of unequal sizes
+   need no weights: cuts of 4 and 92 samples, or 24 and 72, give the right gradient to rounding.
+
+   The price is that the gradient grows with the batch. For 96 samples it is 96 times that of the
+   mean, so SGD needs a learning rate 96 times smaller. Then it makes the same steps as before. With
+   the old learning rate the loss of this chapter's model becomes `nan` within five steps.
+
+   </details>
+
+3. Put a batch normalisation layer before the model's first layer. Why is the split step no longer
+   the step of the whole batch, although the gradients are averaged? Name two ways out.
+
+   <details class="solution"><summary>Solution</summary>
+
+   The layer subtracts the mean of the batch that it sees and divides by its standard deviation. A
+   replica sees half of the batch, so the same sample comes out differently, and its loss depends on
+   the rest of the shard. The loss is then no sum of terms that belong to one sample each, as the
+   formula needs. When we tried it, the averaged gradient missed that of the whole batch by three
+   tenths of its length, in `float64`.
+
+   Layer normalisation, which looks at one sample only, brings the distance back to rounding. So
+   does batch normalisation in `eval()` mode, with a fixed mean and deviation. A third way is to
+   exchange the statistics: `torch.nn.SyncBatchNorm` computes them over all ranks, on GPUs.
+
+   </details>
 """
 
 # %%

@@ -3,9 +3,10 @@ r"""
 # All-reduce from send and receive
 
 How do n processes agree on a sum? Each one has a tensor, and each one should end with the sum of
-all: an *all-reduce*. This chapter builds three ways to do that from messages between two
-processes, counts what they send, and times them against the one of the *backend*, the library
-that carries PyTorch's messages: gloo between CPUs, NCCL between Nvidia GPUs.
+all: an *all-reduce*. It is a *collective*, an operation that all processes call together. This
+chapter builds three ways to do it from messages between two processes, and counts what they send.
+It times them against the all-reduce of the *backend*, the library that carries PyTorch's messages:
+gloo between CPUs, NCCL between Nvidia GPUs.
 """
 
 # %%
@@ -35,11 +36,12 @@ comms.print(comms.describe())
 
 This file runs as a *job*: n processes run all of it, each from the first line to the last, and
 each has a number, its *rank*, from 0 to n-1. The number of processes is the *world size*. A rank
-can `send` a tensor to another rank, which must call `recv` with room for it. Where two ranks send
-to each other, `sendrecv` does both at once, so that neither waits for the other to stop talking.
+can `send` a tensor to another rank, which must call `recv` with room for it. If two ranks both
+call `send` first, each may wait for the other's `recv` for ever. `sendrecv` sends and receives at
+once, so neither has to wait.
 
-Here every rank passes its number on to the right, and prints what came from the left. Only rank 0
-prints, through `comms.print`:
+Here every rank sends its number to its right-hand neighbour, and receives one from the left. Of
+all the ranks, `comms.print` lets only rank 0 print:
 """
 
 # %%
@@ -56,10 +58,11 @@ r"""
 ## Naive: everything through rank 0
 
 **Predict.** Rank 0 receives $n-1$ tensors of $S$ bytes, adds them up and sends $n-1$ tensors
-back: $2(n-1)$ messages. All of them pass through rank 0's link, one after the other, so the time
-grows as $2(n-1)S$, however fast the other links are.
+back: $2(n-1)$ messages. A rank's *link* is its connection to the others. All messages pass through
+rank 0's link, one after the other, so the time grows as $2(n-1)S$, however fast the other links
+are.
 
-**Build.**
+**Build.** Rank 0 does one thing, all others another:
 """
 
 
@@ -82,11 +85,11 @@ r"""
 ## Direct: everyone to everyone
 
 **Predict.** Nobody is in the middle: every rank sends its tensor to all others and adds up what
-it gets. That is $n(n-1)$ messages in $n-1$ rounds, in which all links are in use; each rank sends
-$(n-1)S$ bytes.
+it gets. Messages that are on their way at the same time make a *round*. Here are $n(n-1)$ messages
+in $n-1$ rounds, and every round uses all links. Each rank sends $(n-1)S$ bytes.
 
 **Build.** In round $k$ a rank sends to the one $k$ places to its right. The tensors are added
-only when all are here, in the order of the ranks. The reason comes at the end of the chapter:
+only when all have arrived, in the order of the ranks. The reason comes at the end of the chapter:
 """
 
 
@@ -103,17 +106,16 @@ def direct(tensor):
 r"""
 ## Ring: a chunk at a time
 
-Both ways send whole tensors. The ring cuts the tensor into $n$ chunks and keeps every link busy
-with another chunk. In the first half, *reduce-scatter*, a rank receives a chunk from its left,
-adds its own values, and in the next round passes it on: after $n-1$ rounds each rank holds one
-chunk of the finished sum. In the second half, *all-gather*, the finished chunks go round once
-more.
+Both ways send whole tensors. The ring cuts the tensor into $n$ chunks, and every link carries
+another chunk. In the first half, *reduce-scatter*, a rank receives a chunk from its left, adds its
+own values, and in the next round passes it on. After $n-1$ rounds each rank holds one chunk of the
+finished sum. In the second half, *all-gather*, the finished chunks go round once more.
 
 **Predict.** There are $2(n-1)$ rounds of $S/n$ bytes, so a rank sends $2\,\frac{n-1}{n}\,S$
 bytes: never more than $2S$, however many ranks there are. The price is the number of rounds,
 which grows with $n$.
 
-**Build.**
+**Build.** The numbers of chunks, like those of ranks, start again at 0 after $n-1$:
 """
 
 
@@ -132,9 +134,10 @@ def ring(tensor):
 
 # %% [markdown]
 """
-**Measure.** First: are they right? The oracle is the backend's all-reduce. The values are whole
-numbers, whose sums are exact in any order, so the comparison can be exact. The size is odd, so
-that chunks differ. A {class}`~microddp.messages.MessageCounter` records every message on the way:
+**Measure.** First: are they right? They must agree with the backend's all-reduce. The values are
+whole numbers, whose sums are exact in any order, so the comparison can be exact. The number of
+values is odd, so that chunks differ in size. A {class}`~microddp.messages.MessageCounter` records
+every message:
 """
 
 # %%
@@ -191,7 +194,7 @@ figures.traffic(
 
 # %% [markdown]
 """
-And the ring as it ran. A number says how many ranks' values a chunk contains; a frame marks the
+And the ring as it ran. A number says how many ranks' values a chunk contains. A frame marks the
 chunk that its rank sends next, to the rank below (the last one to the first):
 """
 
@@ -217,18 +220,18 @@ r"""
 
 The ring above moves whole chunks. The core cuts large chunks into pieces of `PIECE_BYTES`
 (1.5 MiB). Piece j of all chunks is a *column*, and a column goes all the way round before the next
-one begins: what has arrived is still in the processor's cache when it is added and sent on. Two
-columns at once, one of them reduced while the other travels, were no faster on as many ranks as
-cores, because there the same cores do both. The core's ring also takes any operation, any dtype
-and tensors that are not contiguous:
+one begins. What has arrived is then still in the processor's cache when it is added and sent on.
+Two columns at once, one of them reduced while the other travels, were no faster with two gloo ranks
+on two cores (AMD EPYC, November 2026): there the same cores do both. The core's ring also takes any
+operation, any dtype and tensors that are not contiguous:
 
 ```{literalinclude} ../../microddp/allreduce.py
 :pyobject: _ring
 ```
 
 The core also has a fourth way, *recursive doubling*: exchange whole tensors with the rank 1 away,
-then 2 away, then 4, so that $\log_2 n$ rounds are enough. All of them must agree with the
-backend's, for every operation the core has:
+then 2 away, then 4, so that $\log_2 n$ rounds are enough. All four must agree with the backend's
+all-reduce, here for four operations:
 """
 
 # %%
@@ -247,13 +250,13 @@ r"""
 ## What a message costs
 
 The simplest useful model of a message has two numbers. It takes $\alpha$ seconds to start one,
-whatever its size, and $\beta$ seconds for each byte:
+whatever its size, and $\beta$ seconds for each byte. A message of $m$ bytes then takes
 
-$$ t(m) = \alpha + \beta m $$
+$$ t(m) = \alpha + \beta m . $$
 
 Timings are honest only where every rank has a core or a GPU to itself. If the job has more ranks
-than that, the timings below use a *sub-group* of as many ranks as there are cores or GPUs (but at
-least two), and the others wait:
+than that, only some of them are timed, and the others wait. They form a *sub-group* of as many
+ranks as there are cores or GPUs, but at least two:
 """
 
 # %%
@@ -262,6 +265,11 @@ timing_ranks = range(min(n, max(2, devices)))
 few = comms.subgroup(timing_ranks)
 timed = few is not None and few.world_size > 1
 comms.print(f"timing on {len(timing_ranks)} of {n} ranks, {devices} cores or GPUs")
+
+# %% [markdown]
+"""
+Neighbours exchange messages of seven sizes, from 1 KiB to 4 MiB:
+"""
 
 # %%
 SIZES = [2**k for k in range(10, 23, 2)]
@@ -282,8 +290,8 @@ if timed:
 
 # %% [markdown]
 """
-Fitting the line by the *relative* error lets the small messages say what alpha is and the large
-ones what beta is:
+The line that fits these times with the least *relative* error gives alpha and beta: the small
+messages tell what alpha is, and the large ones what beta is:
 """
 
 # %%
@@ -356,27 +364,28 @@ if timed:
 
 # %% [markdown]
 r"""
-*GB/s* is the ring's bus bandwidth as nccl-tests defines it, $\frac{S}{t}\cdot\frac{2(n-1)}{n}$:
-what each link must have carried, comparable between algorithms and numbers of ranks ([nccl-tests,
-PERFORMANCE.md](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md)).
+*GB/s* is the ring's *bus bandwidth*, $\frac{S}{t}\cdot\frac{2(n-1)}{n}$. It is what each link must
+have carried in a second, and can be compared between algorithms and numbers of ranks. The
+definition is that of nccl-tests, Nvidia's benchmark of collectives
+([PERFORMANCE.md](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md)).
 
 **Explain.** The prediction gets the shape right: flat where alpha decides, a straight line where
 beta does. Where it is off, it leaves something out. Alpha and beta come from exchanges in *both*
-directions through memory that is seldom in the cache; a message in one direction, through a
-tensor that was just filled, is cheaper, so naive beats its prediction. The other way round, the
-additions and the Python between two messages are not in the model at all.
+directions, through memory that is seldom in the cache. A message in one direction, through a tensor
+that was just filled, is cheaper, so naive beats its prediction for large tensors. On the other
+hand, the additions and the Python between two messages are not in the model at all.
 
 How much the ring gains depends on the links. With two ranks on one machine, naive and the ring
-move the same bytes in all, and the two directions share the cores that copy them. Where every
-rank has a link of its own, and with more ranks, naive's $2(n-1)S$ bytes through one link must
-fall behind.
+move the same bytes in all, and the two directions share the cores that copy them. With more ranks,
+each with a link of its own, naive's $2(n-1)S$ bytes through one link must fall behind.
 
 ## The pauses
 
-Small messages hide a surprise. Below, 64 KiB are exchanged again and again, with no barrier
-between the calls and always in the same memory, under two classes of Linux's scheduler that take
-turns; and so is the backend's all-reduce. A curve shows the share of calls that took longer than
-a given time:
+Some small messages take far longer than others, and the cause is not the network. Linux's
+scheduler decides which thread gets a core, and treats threads by their *class*. Below, 64 KiB are
+exchanged again and again, always in the same memory, under two classes that take turns. The same is
+done with the backend's all-reduce. Between the calls there is no *barrier*, which would make every
+rank wait for all others. A curve shows the share of calls that took longer than a given time:
 """
 
 
@@ -420,22 +429,22 @@ if timed and paused:
 
 # %% [markdown]
 """
-The long calls under the default class are not the network: they are turns of the scheduler. gloo
-has a background thread that reads the sockets. When data arrive, it wakes up and *tries* to lock
-the connection. If the main thread holds the lock, because it is in the middle of sending, the
-background thread does not sleep: it polls and tries again (`Pair::handleEvents` in [gloo's TCP
+The long calls under the default class are turns of the scheduler. gloo has a background thread
+that reads the sockets. When data arrive, it wakes up and *tries* to lock the connection. If the
+main thread holds the lock, because it is in the middle of sending, the background thread does not
+sleep: it tries again and again (`Pair::handleEvents` in [gloo's TCP
 transport](https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/pair.cc)). That is
-harmless as long as both threads have a core. But if waking up pushed the main thread off its
-core, the spinning thread waits for one that cannot run, until the scheduler's next tick: a 250th
-of a second where the kernel ticks at 250 Hz.
+harmless as long as both threads have a core. But on waking it may have pushed the main thread off
+its core. Then it waits for a thread that cannot run, until the scheduler's next tick: a 250th of a
+second where the kernel ticks at 250 Hz.
 
 Threads of Linux's *batch* class do not push others off on waking. `microddp.init()` puts its
-threads into that class, which is why the book's numbers have few of these pauses. Nothing here is
-special to our code: the backend's own all-reduce is measured above beside it.
+threads into that class, which is why the book's numbers have few of these pauses. Our code is not
+the cause: the backend's own all-reduce is measured beside it.
 
 ## Where it breaks: a ring that sends whole tensors
 
-A ring that passes on the whole tensor, round after round, also ends with the right sum on every
+A ring that passes on the whole tensor in each of $n-1$ rounds also ends with the right sum on every
 rank. Count its bytes:
 """
 
@@ -461,14 +470,14 @@ assert whole == (n - 1) * size * 4
 
 # %% [markdown]
 r"""
-It sends $(n-1)S$ bytes, as the direct way does, but over one link a rank. It is a ring in shape
-only.
+It sends $(n-1)S$ bytes, as the direct way does. That is as much as the ring of chunks for two
+ranks, and $n/2$ times as much for $n$. It is a ring in shape only.
 
 ## Where it breaks: each rank adds in its own order
 
-The whole-tensor ring has a second fault, and so has a direct exchange that adds whatever comes,
-as it comes. Floating-point addition depends on the order, and here each rank starts with its own
-tensor and adds the others in another order:
+The whole-tensor ring has a second fault. The sum of floating-point numbers depends on the order,
+and here each rank starts with its own tensor and adds the others in another order. A direct
+exchange that adds tensors as they arrive has the same fault:
 """
 
 # %%
@@ -487,7 +496,7 @@ for name, all_reduce in {
     assert name == "whole-tensor ring" or differ == 0
 
 # %% [markdown]
-"""
+r"""
 The differences are in the last bits, and no test with a tolerance notices. But replicas that
 start equal and add different averages are no longer replicas, and chapter 01 showed what training
 makes of a last bit. Two ranks are always safe, since a + b = b + a; with three or more, the order
@@ -497,19 +506,61 @@ copied.
 ## What to take along
 
 - A ring all-reduce is a reduce-scatter followed by an all-gather. With three or more ranks, its
-  busiest rank sends least; recursive doubling and the direct way need fewer rounds. Alpha and
-  beta say where one overtakes the other.
+  busiest rank sends less than that of any other way here. Recursive doubling and the direct way
+  need fewer rounds. Alpha and beta say where one overtakes the other.
 - On gloo, small messages measure the scheduler as much as the network.
 - The sum must be formed in one order on all ranks.
 
 ## Exercises
 
-1. From alpha and beta above, compute the size at which the ring overtakes the direct exchange for
-   8 ranks. Check it on a machine that has them.
-2. The ring of 4 ranks has 6 rounds. Draw recursive doubling for 4 ranks by hand. How many rounds
-   does it take, and how many bytes?
-3. Change `PIECE_BYTES` in `microddp/allreduce.py` and run `torchrun --nproc-per-node=2 -m
-   microddp.bench allreduce --algorithm ring --size-mb 64`. Explain both ends.
+1. In the alpha-beta model, from which size $S$ on is the ring faster than the direct exchange?
+   Write it with $\alpha$, $\beta$ and $n$, for 8 ranks and for 2.
+
+   <details class="solution"><summary>Solution</summary>
+
+   The ring has $2(n-1)$ rounds of $S/n$ bytes, the direct exchange has $n-1$ rounds of $S$ bytes.
+   They take equally long where
+
+   $$ 2(n-1)\left(\alpha + \beta \frac{S}{n}\right) = (n-1)(\alpha + \beta S), \quad
+   \text{so} \quad S = \frac{n}{n-2} \cdot \frac{\alpha}{\beta} . $$
+
+   For 8 ranks that is $\frac{4}{3}\,\alpha/\beta$. (A message of $\alpha/\beta$ bytes is one whose
+   bytes take as long as its start.) Put in the alpha and beta of your run. For 2 ranks there is no
+   such size: both ways send the same bytes, and the ring needs one round more.
+
+   </details>
+
+2. Draw recursive doubling for 4 ranks. How many rounds does it take, and how many bytes does each
+   rank send? Compare both with the ring of 4.
+
+   <details class="solution"><summary>Solution</summary>
+
+   Two rounds, where the ring has six. In the first, 0 and 1 exchange whole tensors, and so do 2 and
+   3; each then holds the sum of a pair. In the second, 0 exchanges with 2, and 1 with 3; each then
+   holds the sum of both pairs. That makes 8 messages of $S$ bytes, 2 from each rank, so a rank
+   sends $2S$.
+
+   The ring sends 24 messages of $S/4$, 6 from each rank, so a rank sends $\frac{3}{2}S$. A
+   `MessageCounter` around `ALGORITHMS["doubling"]` and `ALGORITHMS["ring"]` counts the same.
+
+   </details>
+
+3. A ring of 2 ranks reduces 64 MiB. How many messages does each rank send if `PIECE_BYTES` in
+   `microddp/allreduce.py` is 16 KiB, 1.5 MiB, or 1 GiB? Predict which of them is slowest by far.
+   Then change it and run `torchrun --nproc-per-node=2 -m microddp.bench allreduce --algorithm ring
+   --size-mb 64`.
+
+   <details class="solution"><summary>Solution</summary>
+
+   A chunk is 32 MiB, and each of its pieces travels in 2 rounds. With 16 KiB that makes 2048 pieces
+   and 4096 messages. With 1.5 MiB it makes 22 pieces and 44 messages. A chunk is less than 1 GiB,
+   so there it travels whole, in 2 messages. The bytes are the same each time.
+
+   The small pieces are slowest by far, because every message costs its alpha, and there are 93
+   times as many. Whole chunks save 42 alphas, but they do not fit into the cache: what arrives
+   is no longer there when it is added and sent on. That costs much less than thousands of messages.
+
+   </details>
 """
 
 # %%

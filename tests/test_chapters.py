@@ -73,6 +73,9 @@ def test_is_written_like_a_chapter(script):
     prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     for word in ("**Predict.**", "**Measure.**", "**Explain.**", "Where it breaks", "Exercises"):
         assert word in prose, word
+    exercises = re.split(r"^\d+\. ", prose.partition("## Exercises")[2], flags=re.MULTILINE)[1:]
+    assert len(exercises) >= 3
+    assert all(text.count('<details class="solution">') == 1 for text in exercises)
     code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     assert any(re.search(r"^ *assert ", cell, re.MULTILINE) for cell in code)
     longest = max(len([line for line in cell.splitlines() if line.strip()]) for cell in code)
