@@ -195,7 +195,6 @@ def _ring(
     rank, n = comms.rank, comms.world_size
     if n == 1 or flat.numel() == 0:
         return
-    right, left = (rank + 1) % n, (rank - 1) % n
     largest = -(-flat.numel() // n)
     pieces = -(-largest * flat.element_size() // PIECE_BYTES)
     columns = zip(*(chunk.tensor_split(pieces) for chunk in flat.tensor_split(n)), strict=True)
@@ -203,12 +202,13 @@ def _ring(
     rounds = [((rank - 1 - s) % n, (rank - 2 - s) % n, True) for s in range(n - 1) if scatter]
     rounds += [((rank - s) % n, (rank - 1 - s) % n, False) for s in range(n - 1) if gather]
     scratch = comms.scratch(-(-largest // pieces) if scatter else 0, flat)
+    exchange_with_neighbours = comms.exchanger(flat, (rank + 1) % n, (rank - 1) % n)
     sending: list[Exchange] = []
     for column in columns:
         for sent, received, add in rounds:
             target = column[received]
             arrival = scratch[: target.numel()] if add else target
-            exchange = comms.sendrecv(column[sent], right, arrival, left, async_op=True)
+            exchange = exchange_with_neighbours(column[sent], arrival)
             exchange.received()
             # The sending may go on: what is sent is not written to before the neighbour has it.
             sending.append(exchange)

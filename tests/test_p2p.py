@@ -197,6 +197,8 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(comms):
         (lambda: comms.sendrecv(ok, peer, ok, 3), "expected src in 0..2, got 3"),
         (lambda: comms.sendrecv(ok.T, peer, ok, peer), "sendrecv expected a contiguous tensor"),
         (lambda: comms.sendrecv(ok, peer, ok.T, peer), "sendrecv expected a contiguous tensor"),
+        (lambda: comms.exchanger(ok, peer, 3), "expected src in 0..2, got 3"),
+        (lambda: comms.exchanger(ok.T, peer, peer), "sendrecv expected a contiguous tensor"),
     ]
     for call, message in bad_arguments:
         with pytest.raises(ValueError, match=f"^rank {me}: .*{message}"):

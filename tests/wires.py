@@ -62,9 +62,19 @@ class ThreadComms:
         *,
         async_op: bool = False,
     ) -> Exchange:
-        sending = self.send(outgoing, dst, async_op=True)
-        receiving = self.recv(incoming, src, async_op=True)
-        return self._started(Exchange(receiving.wait, sending.wait), async_op)
+        return self._started(self.exchanger(incoming, dst, src)(outgoing, incoming), async_op)
+
+    def exchanger(
+        self, tensor: torch.Tensor, dst: int, src: int
+    ) -> Callable[[torch.Tensor, torch.Tensor], Exchange]:
+        self._check(tensor, dst)
+        self._check(tensor, src)
+
+        def exchange(outgoing: torch.Tensor, incoming: torch.Tensor) -> Exchange:
+            sending = self.send(outgoing, dst, async_op=True)
+            return Exchange(self.recv(incoming, src, async_op=True).wait, sending.wait)
+
+        return exchange
 
     def _check(self, tensor: torch.Tensor, peer: int) -> None:
         assert tensor.is_contiguous()
