@@ -142,10 +142,9 @@ assert order.index("tokens.weight") > order.index("blocks.0.qkv.weight")
 """
 ## An all-reduce inside backward
 
-**Build.** A *collective* is an operation that all ranks call together, such as an all-reduce. An
-*asynchronous* one returns at once, with a `Work` to wait for, while the backend's own threads or
-streams carry the data. So a hook can start one and let backward go on. The chapter's version
-starts an all-reduce for each gradient, and remembers what it has to wait for:
+**Build.** An *asynchronous* collective returns at once, with a `Work` to wait for, while the
+backend's own threads or streams carry the data. So a hook can start one and let backward go on.
+The chapter's version starts an all-reduce for each gradient, and remembers what it has to wait for:
 """
 
 
