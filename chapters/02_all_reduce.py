@@ -349,15 +349,9 @@ if timed:
         bus = bus_bandwidth(nbytes, timings["ring"][nbytes].median, few.world_size) / 1e9
         error = models["ring"](nbytes) / timings["ring"][nbytes].median
         rows.append((human_bytes(nbytes), str(backend), *marked, f"{bus:.2f}", f"{error:.2f}"))
-    headers = [
-        "size",
-        "backend",
-        *(f"{a} / backend" for a in ALGORITHMS),
-        "ring GB/s",
-        "predicted / ring",
-    ]
+    few.print("our four in units of the backend's time; * the fastest of them")
+    headers = ["size", "backend", *ALGORITHMS, "ring GB/s", "predicted / ring"]
     few.print(tabulate(rows, headers=headers, disable_numparse=True, stralign="right"))
-    few.print("* the fastest of ours")
     for nbytes in (min(timings["ring"]), max(timings["ring"])):
         fastest = min(ALGORITHMS, key=lambda name: timings[name][nbytes].median)
         few.print(f"fastest of ours at {human_bytes(nbytes)}: {fastest}")

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -111,11 +111,11 @@ class PointToPoint:
     def _headers(self) -> Headers:
         return Headers(self.group, self._wire_device)
 
-    @cached_property
+    @property
     def _transport(self) -> Any:
         # The backend itself. The group's own send and recv go through torch's dispatcher, and what
         # that touches has left the caches after every message of a megabyte: a ring took 1 to 4 %
-        # longer over it.
+        # longer over it. Not kept, because its threads end when the last reference to it goes.
         return self.group._get_backend(self._wire_device)
 
     def __repr__(self) -> str:

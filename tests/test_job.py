@@ -185,6 +185,23 @@ def test_no_thread_of_the_backend_outlives_close_whatever_was_imported():
     assert "gloo" not in threads, "it would abort the process if it let go of a tensor too late"
 
 
+@pytest.mark.skipif(not linux, reason="threads are listed by Linux only")
+@on_ranks(2)
+def test_no_thread_of_the_backend_outlives_close_after_messages(comms):
+    sub = comms.subgroup(range(2))
+    for group in (sub, comms):
+        ring_all_reduce(torch.ones(10), group)
+        group.sendrecv(torch.ones(10), 1 - group.rank, torch.ones(10), 1 - group.rank)
+        if group.rank == 0:
+            group.send(torch.ones(1), 1)
+        else:
+            group.recv(torch.ones(1), 0)
+    sub.close()
+    comms.close()
+    threads = {path.read_text() for path in Path("/proc/self/task").glob("*/comm")}
+    assert not [name for name in threads if "gloo" in name]
+
+
 # ---- a rank that dies, a rank that hangs
 
 
