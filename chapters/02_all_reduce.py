@@ -334,10 +334,12 @@ if timed:
         name: lambda m, name=name: all_reduce_cost(name, few.world_size, m).seconds(alpha, beta)
         for name in ALGORITHMS
     }
+    at_most = {name: by_size[max(by_size)].median for name, by_size in timings.items()}
     figures.times_by_size(
         {name: timings[name] for name in ("backend", "ring", "naive")},
         models=models,
-        title="Time by size: measured (solid) and predicted from single messages (dashed)",
+        title=f"For large tensors the ring takes {at_most['ring'] / at_most['backend']:.2f} "
+        "times the backend's time",
     )
 
 # %%
@@ -410,7 +412,6 @@ if comms.device.type == "cpu":
 
 # %%
 if timed and paused:
-    figures.pauses(paused, title="64 KiB under two classes of the scheduler", xlabel="one call")
     rows = [
         (
             name,
@@ -419,6 +420,13 @@ if timed and paused:
         )
         for name, seconds in paused.items()
     ]
+    long = {name: share for name, _, share in rows}
+    figures.pauses(
+        paused,
+        title=f"Exchanges over 1 ms: {long['exchange, default class']:.1%} in the default class, "
+        f"{long['exchange, batch class']:.1%} in the batch class",
+        xlabel="one call",
+    )
     few.print(tabulate(rows, headers=["", "mean", "share over 1 ms"], floatfmt=".1%"))
 
 # %% [markdown]

@@ -180,3 +180,16 @@ def test_search_finds_a_chapter(browser, site):
         visit.page.goto((site / "search.html").as_uri() + "?q=bandwidth")
         result = visit.page.locator("#search-results a", has_text="All-reduce").first
         result.wait_for(timeout=10_000)
+
+
+def test_can_be_read_without_javascript(browser, chapter):
+    with Visit(
+        browser, chapter, java_script_enabled=False, viewport={"width": 1280, "height": 800}
+    ) as visit:
+        article = visit.page.locator("article")
+        assert article.locator("h1").is_visible()
+        assert article.locator("h2", has_text="Exercises").is_visible()
+        solution = article.locator("details.solution").first
+        assert not solution.locator("p").first.is_visible()
+        solution.locator("summary").click()
+        assert solution.locator("p").first.is_visible()
