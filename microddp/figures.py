@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, MultipleLocator, NullLocator
 
 from microddp.history import gradient_order as gradient_order
 from microddp.history import timeline as timeline
@@ -244,6 +244,7 @@ def times_by_size(
             axes.plot(sizes, predicted, linestyle="--", linewidth=1.2, color=color)
             ends[f"{name}, predicted"] = (sizes[-1], predicted[-1], color)
     axes.xaxis.set_major_formatter(FuncFormatter(human_bytes))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(human_seconds))
     axes.yaxis.set_minor_locator(NullLocator())
     label_ends(axes, ends)
