@@ -68,6 +68,8 @@ def test_sizes_are_in_pixels_of_the_page(tmp_path):
         '<img width="288" height="192" loading="lazy" alt="y" src="a.svg#z"> '
         '<img src="http://no.such/b.png">'
     )
+    framed = size_images('<img class="sphx-glr-single-img" src="a.png">', tmp_path)
+    assert framed.startswith('<div class="figure" tabindex="0"><img width="150" height="100"')
     (tmp_path / "b.svg").write_text('<svg viewBox="0 0 1 1">')
     with pytest.raises(ValueError, match=r"expected b.svg to begin with its size in points"):
         size(tmp_path / "b.svg")

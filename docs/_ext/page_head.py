@@ -9,6 +9,7 @@ from docutils import nodes
 from PIL import Image
 from sphinx.application import Sphinx
 
+FIGURE = "sphx-glr-single-img"  # sphinx-gallery's class
 LONGEST_DESCRIPTION = 160  # characters; search engines cut longer ones
 
 
@@ -81,7 +82,10 @@ def finish_pages(app: Sphinx, exception: Exception | None) -> None:
 
 
 def size_images(text: str, folder: Path) -> str:
-    """Give images width and height, so that nothing moves when they come, late if further down."""
+    """Give images width and height, so that nothing moves when they come, late if further down.
+
+    Figures of chapters come into a frame of their own.
+    """
     count = 0
 
     def sized(tag: re.Match[str]) -> str:
@@ -92,7 +96,9 @@ def size_images(text: str, folder: Path) -> str:
             return tag[0]
         width, height = size(folder / source[1])
         lazy = ' loading="lazy"' if count > 1 else ""
-        return f'<img width="{width}" height="{height}"{lazy} {tag[0][5:]}'
+        image = f'<img width="{width}" height="{height}"{lazy} {tag[0][5:]}'
+        # A figure of a chapter scrolls on a phone, where its words would be too small to read.
+        return f'<div class="figure" tabindex="0">{image}</div>' if FIGURE in tag[0] else image
 
     return re.sub(r"<img [^>]*>", sized, text)
 
