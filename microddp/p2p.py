@@ -200,10 +200,7 @@ class PointToPoint:
         Arguments and errors are those of :meth:`send`.
         """
         self._check_tensor("sendrecv", outgoing)
-        exchange = self.exchanger(incoming, dst, src)(outgoing, incoming)
-        if not async_op:
-            exchange.wait()
-        return exchange
+        return self._started(self.exchanger(incoming, dst, src)(outgoing, incoming), async_op)
 
     def exchanger(
         self, tensor: torch.Tensor, dst: int, src: int
