@@ -15,10 +15,11 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import microddp
 from microddp import figures
+from microddp.comms import peak_memory
 from microddp.data import ShardedBatches, SyntheticDataset, load_digits
-from microddp.figures import human_bytes, human_seconds
 from microddp.model import FullMLP, gradient_bytes, parameter_count
-from microddp.trace import Timeline, measure, peak_memory
+from microddp.report import human_bytes, human_seconds
+from microddp.timing import Timeline, measure
 
 comms = microddp.init()
 comms.print(comms.describe())
@@ -112,8 +113,8 @@ comms.print(
 
 # %% [markdown]
 """
-**Build.** A {class}`~microddp.trace.Timeline` records when each part began and ended. The parts
-run 15 times; the first five warm the caches up and are not counted:
+**Build.** A {class}`~microddp.timing.timeline.Timeline` records when each part began and ended. The
+parts run 15 times; the first five warm the caches up and are not counted:
 """
 
 
@@ -329,7 +330,7 @@ comms.print(f"the first took {first.median / later.median:.1f} times as long")
 r"""
 A benchmark of one call would have reported the first number. On a GPU there is a second trap. A
 call returns as soon as the work is queued, so a benchmark must wait for the device before it reads
-the clock. {func}`microddp.trace.measure` avoids both traps: it warms up, and it waits. With
+the clock. {func}`microddp.timing.clock.measure` avoids both traps: it warms up, and it waits. With
 several ranks, it also lets all of them begin each call together.
 
 ## What to take along

@@ -19,12 +19,11 @@ from tabulate import tabulate
 
 import microddp
 from microddp import figures
-from microddp.allreduce import ALGORITHMS
-from microddp.animation import RingAnimation
-from microddp.figures import human_bytes, human_seconds, mark_least
-from microddp.machine import cpu_cores, schedule_threads
-from microddp.messages import MessageCounter, all_reduce_cost, bus_bandwidth, fit_alpha_beta
-from microddp.trace import measure
+from microddp.allreduce import ALGORITHMS, all_reduce_cost, bus_bandwidth, fit_alpha_beta
+from microddp.comms import MessageCounter, cpu_cores, schedule_threads
+from microddp.figures import RingAnimation
+from microddp.report import human_bytes, human_seconds, mark_least
+from microddp.timing import measure
 
 comms = microddp.init()
 rank, n = comms.rank, comms.world_size
@@ -131,13 +130,10 @@ def ring(tensor):
     for s in range(n - 1):  # all-gather
         comms.sendrecv(chunks[(rank - s) % n], right, chunks[(rank - 1 - s) % n], left)
 
-
-# %% [markdown]
-"""
-**Measure.** First: are they right? They must agree with the backend's all-reduce. The values are
-whole numbers, whose sums are exact in any order, so the comparison can be exact. The number of
-values is odd, so that chunks differ in size. A {class}`~microddp.messages.MessageCounter` records
-every message:
+ # %% [markdown] """ **Measure.** First: are they right? They must agree with the backend's
+all-reduce. The values are whole numbers, whose sums are exact in any order, so the comparison can
+be exact. The number of values is odd, so that chunks differ in size. A
+{class}`~microddp.comms.counter.MessageCounter` records every message:
 """
 
 # %%
@@ -225,7 +221,7 @@ Two columns at once, one of them reduced while the other travels, were no faster
 on two cores (AMD EPYC, November 2026): there the same cores do both. The core's ring also takes any
 operation, any dtype and tensors that are not contiguous:
 
-```{literalinclude} ../../microddp/allreduce.py
+```{literalinclude} ../../microddp/allreduce/ring.py
 :pyobject: _ring
 ```
 
@@ -548,7 +544,7 @@ copied.
    </details>
 
 3. A ring of 2 ranks reduces 64 MiB. How many messages does each rank send if `PIECE_BYTES` in
-   `microddp/allreduce.py` is 16 KiB, 1.5 MiB, or 1 GiB? Predict which of them is slowest by far.
+   `microddp/allreduce/ring.py` is 16 KiB, 1.5 MiB, or 1 GiB? Predict which of them is slowest by far.
    Then change it and run `torchrun --nproc-per-node=2 -m microddp.bench allreduce --algorithm ring
    --size-mb 64`.
 

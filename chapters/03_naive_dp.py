@@ -15,14 +15,14 @@ from torch.nn.functional import cross_entropy
 
 import microddp
 from microddp import figures
+from microddp.allreduce import all_reduce_cost
+from microddp.comms import cpu_cores
 from microddp.data import ShardedBatches, epoch_order, load_digits, shard
-from microddp.figures import human_bytes
-from microddp.machine import cpu_cores
-from microddp.messages import all_reduce_cost
 from microddp.model import FullMLP, gradient_bytes
 from microddp.replicas import broadcast_parameters, check_replicas
+from microddp.report import human_bytes
 from microddp.schedule import naive_data_parallel_step
-from microddp.trace import Timeline, measure
+from microddp.timing import Timeline, measure
 
 comms = microddp.init()
 rank, n = comms.rank, comms.world_size

@@ -23,18 +23,18 @@ from torch.nn.functional import cross_entropy
 
 import microddp
 from microddp import figures
+from microddp.comms import cpu_cores
 from microddp.data import ShardedBatches, load_digits
-from microddp.figures import human_bytes, human_seconds
 from microddp.hooks import (
     AllReduceHooks,
     HookTracker,
     compare_hooks_with_manual,
     demonstrate_hook_order,
 )
-from microddp.machine import cpu_cores
 from microddp.model import FullMLP, SimpleCNN, Transformer, gradient_bytes
 from microddp.replicas import check_replicas
-from microddp.trace import Timeline, exposed, overlapped, save_chrome_trace
+from microddp.report import human_bytes, human_seconds
+from microddp.timing import Timeline, exposed, overlapped, save_chrome_trace
 
 # %%
 comms = microddp.init()

@@ -22,13 +22,13 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import microddp
 from microddp import figures
-from microddp.bucketing import MIB, BucketedDDPHooks, compare_bucketed_vs_unbucketed, plan_buckets
+from microddp.allreduce import fit_alpha_beta
+from microddp.bucketing import BucketedDDPHooks, compare_bucketed_vs_unbucketed, plan_buckets
+from microddp.comms import cpu_cores
 from microddp.data import ShardedBatches, load_digits
-from microddp.figures import human_bytes, human_seconds, mark_least
-from microddp.machine import cpu_cores
-from microddp.messages import fit_alpha_beta
 from microddp.model import FullMLP, SimpleCNN, Transformer, gradient_bytes
-from microddp.trace import measure
+from microddp.report import MIB, human_bytes, human_seconds, mark_least
+from microddp.timing import measure
 
 comms = microddp.init()
 rank, n = comms.rank, comms.world_size

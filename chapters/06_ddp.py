@@ -6,7 +6,8 @@ What else does the real one do? Chapter 05's bucketed hooks ask two favours of t
 models at the start, and a `finish()` after each backward. PyTorch's `DistributedDataParallel`, or
 DDP, asks for neither, and has an answer where averaging gradients is not enough. This chapter
 builds a small wrapper, goes through those answers with the book's own
-{class}`~microddp.ddp.DistributedDataParallel`, and at the end puts it beside PyTorch's in one run.
+{class}`~microddp.ddp.wrapper.DistributedDataParallel`, and at the end puts it beside PyTorch's in
+one run.
 """
 
 # %%
@@ -28,13 +29,13 @@ import microddp
 from microddp import figures
 from microddp.allreduce import ring_all_reduce
 from microddp.bucketing import BucketedDDPHooks
+from microddp.comms import cpu_cores
 from microddp.data import ShardedBatches, load_digits, shard
 from microddp.ddp import DDP, all_reduce_hook
-from microddp.figures import human_seconds, mark_least
-from microddp.machine import cpu_cores
 from microddp.model import FullMLP, SimpleCNN
 from microddp.replicas import broadcast_parameters, check_replicas
-from microddp.trace import measure
+from microddp.report import human_seconds, mark_least
+from microddp.timing import measure
 
 # %%
 os.environ.pop("MICRODDP_DEBUG", None)  # its checks are collectives, and would be counted
@@ -185,7 +186,7 @@ assert counts == predicted
 The first two of the four take this much code. The other two are the work of `self.reducer`: the
 bucketed hooks of chapter 05, and what this chapter adds to them:
 
-```{literalinclude} ../../microddp/ddp.py
+```{literalinclude} ../../microddp/ddp/wrapper.py
 :pyobject: DistributedDataParallel.forward
 ```
 
@@ -558,7 +559,7 @@ collectives and no others, and a call of yours would wait for it.
 The all-reduce can be replaced. A *communication hook* is given each full bucket, and returns a
 *future*: a promise of what the bucket should become. The book's buckets have the methods of
 PyTorch's, so PyTorch's hooks work on them: `fp16_compress_hook` sends half the bytes of `float32`.
-And {func}`~microddp.ddp.all_reduce_hook` takes any all-reduce of chapter 02.
+And {func}`~microddp.ddp.wrapper.all_reduce_hook` takes any all-reduce of chapter 02.
 
 **Predict.** The ring adds in an order of its own, so it may round differently. Numbers in `float16`
 have 11 significant bits, so the gradient should be off by some $10^{-4}$ of itself:

@@ -34,15 +34,14 @@ from torch.utils.data import DistributedSampler
 # %%
 import microddp
 from microddp import figures
-from microddp.allreduce import ring_reduce_scatter
+from microddp.allreduce import fit_alpha_beta, ring_reduce_scatter
+from microddp.comms import cpu_cores
 from microddp.data import ShardedBatches, load_digits, shard
 from microddp.ddp import DDP
-from microddp.figures import human_bytes, human_seconds
-from microddp.machine import cpu_cores
-from microddp.messages import fit_alpha_beta
 from microddp.model import FullMLP, SimpleCNN
 from microddp.replicas import broadcast_parameters, check_replicas
-from microddp.trace import measure
+from microddp.report import human_bytes, human_seconds
+from microddp.timing import measure
 
 os.environ.pop("MICRODDP_DEBUG", None)  # a later section sets it where it belongs
 comms = microddp.init()

@@ -25,17 +25,28 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 # %%
 import microddp
-from microddp import figures, prediction
-from microddp.bottleneck import find_bottleneck, measure_rates
+from microddp import figures
+from microddp.allreduce import estimate_communication_time
+from microddp.comms import cpu_cores
 from microddp.ddp import DDP
-from microddp.figures import human_bytes, human_seconds
-from microddp.machine import cpu_cores
 from microddp.model import FullMLP, ModelConfig, SimpleCNN, Transformer, gradient_bytes
-from microddp.performance import DDPPerformanceAnalyzer, Overhead, break_down
-from microddp.profiling import profile_steps
-from microddp.scaling import measure_scaling
+from microddp.performance import (
+    DDPPerformanceAnalyzer,
+    Overhead,
+    break_down,
+    cores_for_each_rank,
+    find_bottleneck,
+    measure_all_reduce,
+    measure_compute,
+    measure_rates,
+    measure_scaling,
+    plan_by_name,
+    predict_step,
+    profile_steps,
+)
+from microddp.report import human_bytes, human_seconds
 from microddp.schedule import ddp_step, naive_data_parallel_step, register_ddp_hooks
-from microddp.trace import Timeline, Timing, measure
+from microddp.timing import Timeline, Timing, measure
 
 # %%
 comms = microddp.init()
@@ -86,7 +97,7 @@ def take_apart(spans):
 # %% [markdown]
 """
 **Measure.** Two steps of one model, first naive and then with buckets. The core's
-{func}`~microddp.performance.break_down` follows the same rule, and adds the phases:
+{func}`~microddp.performance.analyzer.break_down` follows the same rule, and adds the phases:
 """
 
 # %%
@@ -118,9 +129,9 @@ few.print(tabulate(rows, ["ms", "step", "exposed", "hidden"], floatfmt=".2f"))
 
 # %% [markdown]
 """
-{class}`~microddp.performance.DDPPerformanceAnalyzer` runs and times steps of any kind, PyTorch's
-DDP included: there it watches when gradients come and when the group has sent something. Here are
-all of this book's ways to train, in turns:
+{class}`~microddp.performance.analyzer.DDPPerformanceAnalyzer` runs and times steps of any kind,
+PyTorch's DDP included: there it watches when gradients come and when the group has sent something.
+Here are all of this book's ways to train, in turns:
 """
 
 # %%
@@ -214,7 +225,7 @@ rows, cnns = [], {}
 for channels, rule in RULE.items():
     cnn = SimpleCNN(ModelConfig(channels, hidden=2 * channels[1])).to(few.device)
     overhead = DDPPerformanceAnalyzer(few).analyze_communication_overhead(cnn, *images, repeat=5)
-    network = prediction.estimate_communication_time(overhead.nbytes, max(n, 2), LINK)
+    network = estimate_communication_time(overhead.nbytes, max(n, 2), LINK)
     alone = overhead.alone.median
     cnns[f"CNN, {overhead.nbytes / 4e6:.1f}M"] = cnn
     shares = (overhead.share, network / (alone + network), rule)
@@ -365,7 +376,7 @@ cores busy, and backward goes on with what is left of them:
 """
 
 # %%
-cost = prediction.measure_all_reduce(few)
+cost = measure_all_reduce(few)
 few.print(
     f"all-reduce: alpha {human_seconds(cost.alpha)}, beta {cost.beta * 1e9:.3f} ns/byte, "
     f"{cost.cores:.2f} cores of each rank busy"
@@ -374,7 +385,7 @@ few.print(
 # %% [markdown]
 """
 **Measure.** Four models at two bucket sizes, predicted and then timed in
-{class}`~microddp.ddp.DistributedDataParallel`, three times in turns:
+{class}`~microddp.ddp.wrapper.DistributedDataParallel`, three times in turns:
 """
 
 
@@ -397,9 +408,9 @@ CASES["transformer"] = (decoder, (tokens, tokens.roll(-1, 1)), flat_cross_entrop
 
 # %%
 def predict(net, data, loss_fn, cap):
-    compute = prediction.measure_compute(net, loss_fn, data, sgd, few, repeat=4)
-    plan = prediction.plan_by_name(net, list(compute.ready), cap, cap)
-    return prediction.predict_step(compute, plan, cost, prediction.cores_for_each_rank(few)).step
+    compute = measure_compute(net, loss_fn, data, sgd, few, repeat=4)
+    plan = plan_by_name(net, list(compute.ready), cap, cap)
+    return predict_step(compute, plan, cost, cores_for_each_rank(few)).step
 
 
 rows, errors = [], []
@@ -426,10 +437,10 @@ longer than the predicted one, the short steps most.
 
 ## The profiler
 
-PyTorch's profiler records every operation, at the price of slowing it. So it is the tool for
-*what* takes the time, after a clock has said *how much* there is to find. The book's
-{func}`~microddp.profiling.profile_steps` sums it up, and writes a trace for each rank that
-[Perfetto](https://ui.perfetto.dev) opens:
+PyTorch's profiler records every operation, at the price of slowing it. So it is the tool for *what*
+takes the time, after a clock has said *how much* there is to find. The book's
+{func}`~microddp.performance.profiler.profile_steps` sums it up, and writes a trace for each rank
+that [Perfetto](https://ui.perfetto.dev) opens:
 """
 
 # %%
@@ -511,11 +522,11 @@ GT/s; NVLink 4 with 18 links of 25 GB/s, from NVIDIA's data sheet.
 
 ## The verdict
 
-What limits a step? {func}`~microddp.bottleneck.find_bottleneck` counts each operation's arithmetic
-and bytes. At this machine's rates each operation would take some time to be computed (*compute*),
-some to move its bytes (*memory*), and some to be started at all (*host*). The longest of the three
-is what limits it. Communication is added as it was measured. Here are three models made to be
-limited by one thing each, and then the model of this chapter:
+What limits a step? {func}`~microddp.performance.roofline.find_bottleneck` counts each operation's
+arithmetic and bytes. At this machine's rates each operation would take some time to be computed
+(*compute*), some to move its bytes (*memory*), and some to be started at all (*host*). The longest
+of the three is what limits it. Communication is added as it was measured. Here are three models
+made to be limited by one thing each, and then the model of this chapter:
 """
 
 

@@ -24,14 +24,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 
 import microddp
 from microddp import figures
-from microddp.case_study import load_case, new_model
+from microddp.comms import cpu_cores
 from microddp.ddp import DDP
-from microddp.figures import human_bytes, human_seconds
-from microddp.machine import cpu_cores
 from microddp.model import gradient_bytes, parameter_count
-from microddp.pairs import batches
-from microddp.profiling import profile_steps
-from microddp.trace import measure
+from microddp.performance import profile_steps
+from microddp.report import human_bytes, human_seconds
+from microddp.timing import measure
+from microddp.workloads import batches, load_case, new_model
 
 comms = microddp.init()
 rank, n = comms.rank, comms.world_size
@@ -501,7 +500,8 @@ own length: the losses on one device and on N then differ.
 
 3. The full model has 153 times the parameters of the small one. By which factor do the bytes of the
    all-reduce grow, and by which the multiplications of a step on the same pairs?
-   {class}`~microddp.bottleneck.WorkCounter` counts them. Why are the factors not the same?
+   {class}`~microddp.performance.roofline.WorkCounter` counts them. Why are the factors not the
+   same?
 
    <details class="solution"><summary>Solution</summary>
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from microddp.comms import Comms
 from microddp.ddp import DDP
 from microddp.schedule import average_gradients, register_ddp_hooks
-from microddp.trace import Timeline
+from microddp.timing import Timeline
 
 
 class Averaging:
@@ -79,7 +79,7 @@ class Hooked(Averaging):
 
 
 class Wrapped(Averaging):
-    """During backward, by :class:`microddp.DDP <microddp.ddp.DistributedDataParallel>`."""
+    """During backward, by :class:`microddp.DDP <microddp.ddp.wrapper.DistributedDataParallel>`."""
 
     def __init__(self, model: nn.Module, comms: Comms, bucket_mb: float) -> None:
         super().__init__(model, comms, bucket_mb)

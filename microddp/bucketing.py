@@ -17,9 +17,9 @@ from torch import nn
 
 from microddp.comms import Comms
 from microddp.hooks import AllReduceHooks, Switchable
-from microddp.trace import Timeline, Timing, measure
+from microddp.report import MIB
+from microddp.timing import Timeline, Timing, measure
 
-MIB = 1 << 20
 BUCKET_CAP_MB = 25.0
 # A small first bucket, so that communication begins early in backward. PyTorch's own default; its
 # developers disagree on what it gains (PyTorch issue 118421), and chapter 05 measures it.

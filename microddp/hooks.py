@@ -19,7 +19,7 @@ from tabulate import tabulate
 from torch import nn
 
 from microddp.comms import Comms
-from microddp.trace import Instant, Timeline, Timing, measure
+from microddp.timing import Instant, Timeline, Timing, measure
 
 
 @dataclass(frozen=True)

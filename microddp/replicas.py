@@ -11,9 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from microddp.comms import Comms
-from microddp.headers import describe
-from microddp.p2p import Pending
+from microddp.comms import Comms, Pending, describe
 
 BROADCAST_BYTES = 64 << 20  # bounds the copy that a broadcast of many tensors needs
 

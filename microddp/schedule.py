@@ -11,7 +11,7 @@ from torch import nn
 from microddp.bucketing import BucketedDDPHooks
 from microddp.comms import Comms
 from microddp.hooks import AllReduceHooks
-from microddp.trace import Timeline
+from microddp.timing import Timeline
 
 
 def naive_data_parallel_step(

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from microddp.bucketing import (
-    MIB,
     BucketedDDPHooks,
     GradientBucket,
     compare_bucketed_vs_unbucketed,
@@ -21,6 +20,7 @@ from microddp.bucketing import (
 )
 from microddp.model import FullMLP
 from microddp.replicas import broadcast_parameters, check_replicas
+from microddp.report import MIB
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 

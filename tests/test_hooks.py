@@ -18,7 +18,7 @@ from microddp.hooks import (
 from microddp.model import FullMLP, ModelConfig, SimpleCNN, Transformer
 from microddp.replicas import check_replicas
 from microddp.schedule import ddp_step, naive_data_parallel_step
-from microddp.trace import Timeline, exposed
+from microddp.timing import Timeline, exposed
 
 DEBUG = {"MICRODDP_DEBUG": "1"}
 

@@ -108,7 +108,7 @@ def test_no_sync_around_backward_only_saves_nothing(comms):
             start = DDP(module, comms).reducer.__class__.start
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(
-                    "microddp.reducer.Reducer.start",
+                    "microddp.ddp.reducer.Reducer.start",
                     lambda reducer, bucket: sent.append(bucket.index()) or start(reducer, bucket),
                 )
                 accumulate(comms, around=around)(module)

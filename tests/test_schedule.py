@@ -14,7 +14,7 @@ from microddp.hooks import AllReduceHooks
 from microddp.model import FullMLP
 from microddp.replicas import check_replicas
 from microddp.schedule import ddp_step, naive_data_parallel_step, register_ddp_hooks
-from microddp.trace import Timeline, exposed, overlapped
+from microddp.timing import Timeline, exposed, overlapped
 
 STEPS = 20
 TOLERANCE = 1e-12  # of the weights' norm, in float64; rounding comes to some 1e-16

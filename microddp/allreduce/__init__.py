@@ -1,0 +1,59 @@
+"""All-reduce from messages between two ranks: four ways to agree on a sum, and what each costs.
+
+With n ranks and a tensor of S bytes:
+
+=====================  ==============  ====================  ====================================
+algorithm              rounds          bytes a rank sends    good for
+=====================  ==============  ====================  ====================================
+naive                  2 (n-1)         (n-1) S on rank 0     showing why rank 0 is the bottleneck
+direct                 n-1             (n-1) S               two ranks
+ring                   2 (n-1)         2 (n-1)/n S           large tensors: bytes do not grow with n
+recursive doubling     log2 n          S log2 n              small tensors: fewest rounds
+=====================  ==============  ====================  ====================================
+
+Every function works in place, on any dtype the backend can send, and leaves bitwise the same
+result on every rank, because each element is added up in one order that all ranks share.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from microddp.allreduce.cost import (
+    AllReduceCost,
+    Cost,
+    all_reduce_cost,
+    bus_bandwidth,
+    estimate_communication_time,
+    fit_alpha_beta,
+)
+from microddp.allreduce.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from microddp.allreduce.whole import (
+    direct_all_reduce,
+    naive_all_reduce,
+    recursive_doubling_all_reduce,
+)
+from microddp.comms import Comms
+
+ALGORITHMS: dict[str, Callable[[torch.Tensor, Comms, str], None]] = {
+    "naive": naive_all_reduce,
+    "direct": direct_all_reduce,
+    "ring": ring_all_reduce,
+    "doubling": recursive_doubling_all_reduce,
+}
+
+__all__ = [
+    "ALGORITHMS",
+    "AllReduceCost",
+    "Cost",
+    "all_reduce_cost",
+    "bus_bandwidth",
+    "direct_all_reduce",
+    "estimate_communication_time",
+    "fit_alpha_beta",
+    "naive_all_reduce",
+    "recursive_doubling_all_reduce",
+    "ring_all_gather",
+    "ring_all_reduce",
+    "ring_reduce_scatter",
+]

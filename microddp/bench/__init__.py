@@ -1,0 +1,1 @@
+"""Benchmarks: of all-reduce algorithms, and of ways to train."""

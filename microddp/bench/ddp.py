@@ -1,0 +1,245 @@
+"""One training step, from no synchronisation at all to PyTorch's own DDP, timed in turns."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from tabulate import tabulate
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.profiler import ProfilerActivity, profile
+from tqdm import tqdm
+
+from microddp.comms import Comms, cpu_cores
+from microddp.ddp import DDP
+from microddp.model import FullMLP, ModelConfig, SimpleCNN, Transformer
+from microddp.report import MIB, whole_file
+from microddp.schedule import ddp_step, naive_data_parallel_step, register_ddp_hooks
+from microddp.timing import Timing, measure
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+REFERENCE, FREE = "torch DDP", "no synchronisation"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train one model; times in milliseconds.
+
+    Attributes:
+        model: its name.
+        cap_mb: size of a bucket, MiB.
+        schedule: how gradients are averaged.
+        median_ms: time of a step; ``low_ms`` and ``high_ms`` are its quartiles.
+        ratio: median over the rounds of its time by torch DDP's in the same round, and its
+            quartiles ``ratio_low`` and ``ratio_high``.
+        exposed_ms: by how much the median exceeds that without synchronisation.
+        collectives: all-reduces of a step.
+        nbytes: bytes they reduce.
+    """
+
+    model: str
+    cap_mb: float
+    schedule: str
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    exposed_ms: float
+    collectives: int
+    nbytes: int
+
+
+def models(device: torch.device) -> dict[str, Callable[[], tuple[nn.Module, Loss, Batch]]]:
+    """What is trained, by name: a model, its loss and a batch, made when they are wanted."""
+
+    def mlp(dim: int) -> tuple[nn.Module, Loss, Batch]:
+        x, y = torch.randn(32, dim, device=device), torch.randn(32, dim, device=device)
+        return FullMLP(dim).to(device), nn.functional.mse_loss, (x, y)
+
+    def cnn() -> tuple[nn.Module, Loss, Batch]:
+        config = ModelConfig()
+        shape = (16, config.inputs, config.size, config.size)
+        x = torch.randn(shape, device=device)
+        y = torch.randint(config.classes, (16,), device=device)
+        return SimpleCNN(config).to(device), cross_entropy, (x, y)
+
+    def transformer() -> tuple[nn.Module, Loss, Batch]:
+        net = Transformer(vocabulary=1024, dim=256, depth=4, heads=4, context=64).to(device)
+        x = torch.randint(1024, (4, 64), device=device)
+
+        def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+        return net, loss, (x, x.roll(-1, dims=1))
+
+    widths = {f"MLP {dim}": partial(mlp, dim) for dim in (128, 512, 1024)}
+    return {**widths, "CNN": cnn, "transformer": transformer}
+
+
+def schedules(
+    model: nn.Module, loss_fn: Loss, batch: Batch, comms: Comms, cap_mb: float
+) -> dict[str, Callable[[], object]]:
+    """A step of each schedule, by name, each with a replica and an optimizer of its own."""
+    inputs, targets = batch
+
+    def sgd(replica: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(replica.parameters(), lr=1e-4)
+
+    def plain(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], object]:
+        wrapped = wrap(copy.deepcopy(model))
+        optimizer = sgd(wrapped)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            loss_fn(wrapped(inputs), targets).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
+        return step
+
+    def hooked(bucket_size_mb: float | None) -> Callable[[], object]:
+        replica = copy.deepcopy(model)
+        hooks = register_ddp_hooks(replica, comms, bucket_size_mb)
+        return partial(ddp_step, replica, loss_fn, sgd(replica), batch, hooks)
+
+    naive = copy.deepcopy(model)
+    group, cap = comms.group, cap_mb
+    return {
+        FREE: plain(lambda m: m),
+        "naive": partial(naive_data_parallel_step, naive, loss_fn, sgd(naive), batch, comms),
+        "hooks": hooked(None),
+        "bucketed": hooked(cap_mb),
+        "microddp.DDP": plain(lambda m: DDP(m, comms, bucket_cap_mb=cap)),
+        REFERENCE: plain(lambda m: TorchDDP(m, process_group=group, bucket_cap_mb=cap)),
+        "microddp.DDP, copies": plain(
+            lambda m: DDP(m, comms, bucket_cap_mb=cap, gradient_as_bucket_view=False)
+        ),
+        "torch DDP, views": plain(
+            lambda m: TorchDDP(
+                m, process_group=group, bucket_cap_mb=cap, gradient_as_bucket_view=True
+            )
+        ),
+    }
+
+
+def collectives(step: Callable[[], object]) -> tuple[int, int]:
+    """The number of all-reduces of a step, and the bytes of 32-bit values they reduce."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+        step()
+    reduced = [
+        event
+        for event in recorded.events() or ()
+        if event.name in ("gloo:all_reduce", "nccl:all_reduce")
+    ]
+    sizes = [torch.Size(event.input_shapes[0]).numel() for event in reduced]
+    return len(reduced), 4 * sum(sizes)
+
+
+def bench_ddp(options: argparse.Namespace, comms: Comms) -> None:
+    """Time every schedule for every model and bucket size, taking turns within one run."""
+    comms.print(comms.describe())
+    available = models(comms.device)
+    chosen = options.models or list(available)
+    rows: list[Row] = []
+    rounds = len(chosen) * len(options.caps) * (options.warmup + options.iters)
+    with tqdm(
+        total=rounds, disable=None if comms.rank == 0 else True, unit="round", leave=False
+    ) as bar:
+        for name in chosen:
+            torch.manual_seed(comms.rank)
+            model, loss_fn, batch = available[name]()
+            for cap in options.caps:
+                bar.set_description(f"{name}, {cap:g} MiB")
+                steps = schedules(model, loss_fn, batch, comms, cap)
+                timings = measure(
+                    steps,
+                    comms,
+                    warmup=options.warmup,
+                    repeat=options.iters,
+                    progress=bar.update,
+                )
+                counted = {schedule: collectives(step) for schedule, step in steps.items()}
+                rows += compare(name, cap, timings, counted)
+    if comms.rank == 0:
+        report(rows, options, comms)
+
+
+def compare(
+    model: str,
+    cap_mb: float,
+    timings: Mapping[str, Timing],
+    counted: Mapping[str, tuple[int, int]],
+) -> list[Row]:
+    """The rows of one model at one bucket size."""
+    rows = []
+    for schedule, timing in timings.items():
+        ratio = timing.ratio(timings[REFERENCE])
+        (low, high), (ratio_low, ratio_high) = timing.spread, ratio.spread
+        number, nbytes = counted[schedule]
+        rows.append(
+            Row(
+                model=model,
+                cap_mb=cap_mb,
+                schedule=schedule,
+                median_ms=timing.median * 1e3,
+                low_ms=low * 1e3,
+                high_ms=high * 1e3,
+                ratio=ratio.median,
+                ratio_low=ratio_low,
+                ratio_high=ratio_high,
+                exposed_ms=(timing.median - timings[FREE].median) * 1e3,
+                collectives=number,
+                nbytes=nbytes,
+            )
+        )
+    return rows
+
+
+def report(rows: Sequence[Row], options: argparse.Namespace, comms: Comms) -> None:
+    """Print the table and what follows from it; write the file that was asked for."""
+    cells = [
+        {
+            "model": row.model,
+            "cap MiB": f"{row.cap_mb:g}",
+            "schedule": row.schedule,
+            "median ms": f"{row.median_ms:.3g}",
+            "quartiles": f"{row.low_ms:.3g} to {row.high_ms:.3g}",
+            "/ torch DDP": f"{row.ratio:.2f}",
+            "its quartiles": f"{row.ratio_low:.2f} to {row.ratio_high:.2f}",
+            "exposed ms": f"{row.exposed_ms:.3g}",
+            "all-reduces": row.collectives,
+            "MiB": f"{row.nbytes / MIB:.3g}",
+        }
+        for row in rows
+    ]
+    align = ("left", "right", "left", *["right"] * 7)
+    print(tabulate(cells, headers="keys", colalign=align))
+    for name in ("microddp.DDP", "microddp.DDP, copies", "torch DDP, views"):
+        ratios = {f"{r.model} at {r.cap_mb:g} MiB": r.ratio for r in rows if r.schedule == name}
+        slowest = max(ratios, key=lambda case: ratios[case])
+        print(
+            f"{name} takes {statistics.geometric_mean(ratios.values()):.3f} times as long as "
+            f"{REFERENCE} (geometric mean of {len(ratios)} cases); at most {ratios[slowest]:.2f} "
+            f"times, for {slowest}."
+        )
+    if comms.world_size > cpu_cores() and comms.device.type == "cpu":
+        print("More ranks than cores: the ranks wait for each other's turn on a core.")
+    if options.json:
+        result = {
+            "run": comms.describe(),
+            "command": sys.argv[1:],
+            "rows": [vars(row) for row in rows],
+        }
+        with whole_file(options.json) as unfinished:
+            unfinished.write_text(json.dumps(result, indent=2) + "\n")

@@ -1,0 +1,26 @@
+"""Ranks that talk: joining a job, messages, collectives, and what ranks agree on."""
+
+from microddp.comms.agreement import describe
+from microddp.comms.collectives import Comms
+from microddp.comms.counter import Message, MessageCounter
+from microddp.comms.job import init
+from microddp.comms.machine import cpu_cores, cpu_name, peak_memory, schedule_threads
+from microddp.comms.mesh import get, register_mesh
+from microddp.comms.point_to_point import Exchange, Pending, PointToPoint
+
+__all__ = [
+    "Comms",
+    "Exchange",
+    "Message",
+    "MessageCounter",
+    "Pending",
+    "PointToPoint",
+    "cpu_cores",
+    "cpu_name",
+    "describe",
+    "get",
+    "init",
+    "peak_memory",
+    "register_mesh",
+    "schedule_threads",
+]

@@ -1,0 +1,159 @@
+"""Joining a job: from the environment that ``torchrun`` sets up to a :class:`~microddp.Comms`."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# Its functions take the group of all ranks as default: imported later, as any optimizer does, they
+# would keep the group, with its threads, alive after close().
+import torch.distributed.nn
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from microddp.comms.collectives import DEFAULT_TIMEOUT, Comms
+from microddp.comms.machine import cpu_cores, schedule_threads
+
+TORCHRUN_NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+TORCHRUN_VARIABLES = (*TORCHRUN_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
+_joined = itertools.count()
+
+
+def init(backend: str | None = None, timeout: float | None = None) -> Comms:
+    """Join the job that ``torchrun`` started; without torchrun, be a job of one rank.
+
+    Ranks compute on their own GPU over NCCL where there is one for each, all on the GPUs there are
+    over gloo where there are fewer, and on CPU over gloo where there is none. On CPU every rank
+    gets its share of the cores as threads.
+
+    Args:
+        backend: ``"gloo"`` or ``"nccl"`` instead of that choice.
+        timeout: seconds to wait for the other ranks, in each operation. Default:
+            ``MICRODDP_TIMEOUT``, or 300.
+
+    Raises:
+        ValueError: the environment is incomplete or contradicts itself, the time-out is not a
+            positive number, or the backend is unknown.
+        RuntimeError: called a second time, the backend is not built or lacks a device, or the
+            other ranks could not be reached in time.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            f"rank {dist.get_rank()}: microddp.init() was called before in this process; "
+            "close the first Comms, or pass it on"
+        )
+    seconds = _timeout(timeout)
+    environment = _torchrun_environment()
+    rank, world_size = environment["RANK"], environment["WORLD_SIZE"]
+    local_rank, local_world_size = environment["LOCAL_RANK"], environment["LOCAL_WORLD_SIZE"]
+    gpus = torch.cuda.device_count()
+    backend = backend or ("nccl" if local_world_size <= gpus else "gloo")
+    _check_backend(backend, rank, local_world_size, gpus)
+    device = torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, cpu_cores() // local_world_size))
+    if backend == "gloo" and world_size > 1:
+        schedule_threads("batch")
+    under_torchrun = "RANK" in os.environ
+    patience = timedelta(seconds=seconds)
+    store: Store = HashStore()
+    try:
+        if under_torchrun:
+            store, *_ = next(rendezvous("env://", rank, world_size, timeout=patience))
+        # A second job of these processes must not read the addresses of the first.
+        store = PrefixStore(f"microddp-{next(_joined)}", store)
+        dist.init_process_group(
+            backend,
+            timeout=patience,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            device_id=device if backend == "nccl" else None,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise RuntimeError(
+            f"rank {rank}: expected {world_size} ranks to meet at {where} within {seconds:g} s, "
+            f"got: {error}"
+        ) from error
+    assert dist.group.WORLD is not None
+    comms = Comms(dist.group.WORLD, device, local_rank, local_world_size, seconds)
+    # A rank that left at once would break the connections that others are still making.
+    comms.barrier()
+    if backend == "gloo":
+        # Its threads must end before Python does: see Comms.close.
+        atexit.register(comms.close)
+    if not under_torchrun:
+        script = getattr(sys.modules["__main__"], "__file__", None)  # not in a notebook
+        name = os.path.relpath(script) if script else "script.py"
+        comms.print(f"microddp: one rank. For more: torchrun --nproc-per-node=4 {name}")
+    return comms
+
+
+def _timeout(argument: float | None) -> float:
+    text = os.environ.get("MICRODDP_TIMEOUT", str(DEFAULT_TIMEOUT))
+    try:
+        seconds = float(text) if argument is None else float(argument)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        source = "MICRODDP_TIMEOUT" if argument is None else "timeout"
+        got = text if argument is None else argument
+        raise ValueError(f"expected {source} to be a positive number of seconds, got {got!r}")
+    return seconds
+
+
+def _torchrun_environment() -> dict[str, int]:
+    """TORCHRUN_NUMBERS; those of a job of one where none is set."""
+    if not any(name in os.environ for name in TORCHRUN_NUMBERS):
+        return {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+    missing = [name for name in TORCHRUN_VARIABLES if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"expected all of {', '.join(TORCHRUN_VARIABLES)}, as torchrun sets them; "
+            f"missing: {', '.join(missing)}"
+        )
+    values = {}
+    for name in (*TORCHRUN_NUMBERS, "MASTER_PORT"):
+        try:
+            values[name] = int(os.environ[name])
+        except ValueError:
+            raise ValueError(f"expected {name} to be a number, got {os.environ[name]!r}") from None
+    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if not 0 <= values[rank] < values[size]:
+            raise ValueError(
+                f"expected 0 <= {rank} < {size}, got {rank}={values[rank]}, {size}={values[size]}"
+            )
+    if values["LOCAL_WORLD_SIZE"] > values["WORLD_SIZE"]:
+        raise ValueError(
+            f"expected LOCAL_WORLD_SIZE <= WORLD_SIZE, got {values['LOCAL_WORLD_SIZE']} and "
+            f"{values['WORLD_SIZE']}"
+        )
+    if not 0 <= values["MASTER_PORT"] < 2**16:
+        raise ValueError(f"expected a port as MASTER_PORT, got {values['MASTER_PORT']}")
+    return values
+
+
+def _check_backend(backend: str, rank: int, local_world_size: int, gpus: int) -> None:
+    built = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    if backend not in built:
+        raise ValueError(f"rank {rank}: expected backend in {list(built)}, got {backend!r}")
+    if not built[backend]:
+        others = [name for name, available in built.items() if available]
+        raise RuntimeError(
+            f"rank {rank}: this torch ({torch.__version__}) is built without {backend}; "
+            f"it has {others}"
+        )
+    if backend == "nccl" and local_world_size > gpus:
+        raise RuntimeError(
+            f"rank {rank}: NCCL needs a GPU for each rank, expected {local_world_size} on this "
+            f"machine, got {gpus}; use backend='gloo' to share"
+        )

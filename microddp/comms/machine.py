@@ -1,0 +1,55 @@
+"""What this process runs on: cores, processor, and how its threads are scheduled."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import sys
+
+import torch
+
+
+def schedule_threads(policy: str) -> None:
+    """Set the scheduling class of every thread of this process: ``"batch"`` or ``"other"``.
+
+    gloo's background thread polls its sockets and *tries* the lock of a connection; while another
+    thread holds it, the poll returns at once and the thread spins (gloo, transport/tcp/pair.cc,
+    handleEvents). Under Linux's default class the background thread, woken by arriving data,
+    may preempt the sender in the middle of its send, on the same core and with that lock held: it
+    then spins until the scheduler's next tick, 4 ms at 250 Hz. Threads of class "batch" do not
+    preempt on waking, so the sender finishes first. Chapter 02 measures both. New threads
+    inherit the class. Elsewhere than on Linux this does nothing.
+    """
+    policies = {"batch": "SCHED_BATCH", "other": "SCHED_OTHER"}
+    if policy not in policies:
+        raise ValueError(f"expected policy in {list(policies)}, got {policy!r}")
+    if not hasattr(os, "SCHED_BATCH"):
+        return
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
+            os.sched_setscheduler(int(thread), getattr(os, policies[policy]), os.sched_param(0))
+
+
+def cpu_cores() -> int:
+    """The number of cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    """The processor's name where Linux tells it, else the machine's architecture."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return os.uname().machine
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes this process has held so far: of the GPU's allocator, or of main memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB

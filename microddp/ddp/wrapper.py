@@ -1,0 +1,333 @@
+"""A wrapper that makes any module data-parallel, with the meaning of PyTorch's own.
+
+The steps of one iteration, in the order of the calls:
+
+1. ``forward`` begins: rank 0's buffers go to all ranks, and once, after the first backward, the
+   buckets are planned anew in the order in which gradients came.
+2. ``forward`` ends: the reducer expects a backward, unless ``no_sync()`` is on.
+3. ``backward`` brings gradients into buckets, and sends each bucket that is full.
+4. ``backward`` ends: the reducer waits for the buckets and hands the averages to the parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+
+from microddp.bucketing import BUCKET_CAP_MB, FIRST_BUCKET_MB, GradientBucket
+from microddp.comms import Comms
+from microddp.ddp.reducer import Hook, Reducer
+from microddp.replicas import broadcast_tensors, check_replicas, check_structure
+
+
+class _Shadow(JoinHook):
+    """What a rank that has run out of batches does in each iteration of the others, and after."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.ddp = ddp
+
+    def main_hook(self) -> None:
+        """Shadow one iteration: the collectives of forward, then those of backward."""
+        ddp = self.ddp
+        ddp.reducer.begin_forward()
+        if ddp._sync_buffers_next and ddp._has_buffers:
+            ddp._sync_buffers(candidate=False)
+        ddp._sync_buffers_next = ddp._any_rank(False)
+        if ddp._sync_buffers_next:
+            ddp.reducer.shadow()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Make all replicas those of a rank that trained to the end."""
+        src = self.ddp._common_rank(is_last_joiner)
+        self.ddp._broadcast_module(src)
+        self.ddp._join_config = _JoinConfig(
+            enable=False, throw_on_early_termination=False, is_first_joinable=False
+        )
+
+
+class DistributedDataParallel(nn.Module, Joinable):
+    """Trains a module on many ranks: each on its shard of the batch, with averaged gradients.
+
+    Put it around the module, and leave the rest of the program as it is: after ``backward()``
+    every ``.grad`` is the mean over the ranks. Arguments mean what they mean to
+    ``torch.nn.parallel.DistributedDataParallel``; only ``gradient_as_bucket_view`` is on unless
+    switched off.
+
+    Args:
+        module: the same architecture on every rank, on this rank's device. At construction its
+            parameters and buffers become those of rank 0.
+        comms: the ranks that train together; default: all.
+        process_group: the same as a group of ``torch.distributed``.
+        bucket_cap_mb: size of a bucket in MiB; default 25, after a first one of 1.
+        broadcast_buffers: copy rank 0's buffers to all ranks before a forward pass.
+        find_unused_parameters: let a forward pass leave parameters out. Those that no rank used
+            keep their gradient; those that this rank did not use get the average.
+        gradient_as_bucket_view: keep gradients in the buckets, which saves the time and the memory
+            of copying them back. PyTorch's default is a copy: with a view, a gradient that was
+            kept aside changes in the next backward. Pass ``False`` to do that.
+        static_graph: every iteration uses the same parameters equally often. Allows parameters
+            that are used by several reentrant checkpoints.
+        verify_replicas: instead of broadcasting, insist that the ranks' parameters are equal.
+
+    Raises:
+        ValueError: both ``comms`` and ``process_group``; on every rank: parameters on several kinds
+            of devices, or a bucket cap that is not positive.
+        RuntimeError: on every rank: no parameter requires a gradient, or one is not initialised;
+            the ranks' parameters or buffers differ in number, name, shape or dtype, or, where
+            that is asked for, in value; or their options differ.
+
+    Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
+    VLDB 2020, section 3 and 4.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        comms: Comms | None = None,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        broadcast_buffers: bool = True,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        verify_replicas: bool = False,
+    ) -> None:
+        super().__init__()
+        Joinable.__init__(self)
+        if comms is not None and process_group is not None:
+            raise ValueError(f"rank {comms.rank}: expected comms or process_group, got both")
+        parameters = list(module.parameters())
+        device = parameters[0].device if parameters else torch.get_default_device()
+        self.comms = comms = comms or Comms.of_group(process_group, device)
+        kinds = sorted({p.device.type for p in parameters})
+        options = {
+            "bucket_cap_mb": bucket_cap_mb,
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "broadcast_buffers": broadcast_buffers,
+            "devices": kinds,
+        }
+        check_structure(module, comms, options)
+        # After that, what is wrong is wrong on every rank, and every rank says so.
+        who = f"rank {comms.rank}: expected"
+        if not any(p.requires_grad for p in parameters):
+            raise RuntimeError(f"{who} a module with parameters that require gradients, got none")
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
+            raise RuntimeError(f"{who} initialised parameters: run a lazy module's forward first")
+        if len(kinds) > 1:
+            raise ValueError(f"{who} parameters on one kind of device, got {kinds}")
+        cap = BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
+        if cap <= 0:
+            raise ValueError(f"{who} bucket_cap_mb above 0, got {bucket_cap_mb}")
+        self.module = module
+        self.bucket_cap_mb = cap
+        # As with PyTorch's: who sets the size of buckets sets that of the first one too.
+        self.first_bucket_mb = FIRST_BUCKET_MB if bucket_cap_mb is None else cap
+        self.broadcast_buffers = broadcast_buffers
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.require_backward_grad_sync = True
+        self._has_buffers = broadcast_buffers and any(True for _ in module.buffers())
+        self._sync_buffers_next = True
+        self._divide_by_all = True
+        if verify_replicas:
+            check_replicas(module, self.comms)
+        else:
+            self._broadcast_module(src=0)
+        self._make_reducer()
+
+    def _broadcast_module(self, src: int) -> None:
+        buffers = self.module.buffers() if self.broadcast_buffers else ()
+        broadcast_tensors([*self.module.parameters(), *buffers], self.comms, src)
+
+    def _make_reducer(self) -> None:
+        self.reducer = Reducer(
+            self.module,
+            self.comms,
+            bucket_cap_mb=self.bucket_cap_mb,
+            first_bucket_mb=self.first_bucket_mb,
+            find_unused=self.find_unused_parameters,
+            as_view=self.gradient_as_bucket_view,
+            static_graph=self.static_graph,
+        )
+        # The module may outlive the wrapper, and must not keep its hooks.
+        weakref.finalize(self, self.reducer.remove)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the module; what it takes and returns is passed on.
+
+        Raises:
+            RuntimeError: the last backward brought no gradient for some parameters; or another
+                rank failed, or the time-out passed.
+        """
+        grad_enabled = torch.is_grad_enabled()
+        syncing = grad_enabled and self.require_backward_grad_sync
+        joined = Join.notify_join_context(self)
+        if self.reducer.hook is None:
+            self.reducer.divisor = self._divisor(joined)
+        if grad_enabled:
+            self.reducer.begin_forward()
+        if self._sync_buffers_next and self._has_buffers:
+            self._sync_buffers(candidate=True)
+        if self._join_config.enable:
+            self._any_rank(syncing)
+        output = self.module(*inputs, **kwargs)
+        self._sync_buffers_next = syncing
+        return self.reducer.watch(output) if syncing else output
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on this rank only, for the forward passes of the block.
+
+        What counts is where ``forward`` runs, not ``backward``. The first synchronised backward
+        after the block averages what has accumulated.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+        """Let ``hook(state, bucket)`` reduce each bucket, instead of an all-reduce mean.
+
+        Args:
+            state: handed to the hook.
+            hook: gets the :class:`~microddp.bucketing.GradientBucket`, with this rank's gradients
+                not divided yet, and returns a future of the tensor that it becomes. PyTorch's own
+                hooks work as they are.
+
+        Raises:
+            RuntimeError: there is one already.
+        """
+        if self.reducer.hook is not None:
+            raise RuntimeError(f"rank {self.comms.rank}: expected one hook, got a second")
+        self.reducer.hook = hook, state
+        self.reducer.divisor = 1
+
+    def _sync_buffers(self, candidate: bool) -> None:
+        buffers = list(self.module.buffers())  # anew: a module may replace them
+        src = self._common_rank(candidate) if self._join_config.enable else 0
+        # A graph that an earlier forward built may hold them: as far as it goes, nothing changed.
+        with _unsafe_preserve_version_counter(tuple(buffers)):
+            broadcast_tensors(buffers, self.comms, src)
+
+    # ---- uneven inputs: ranks that have run out of batches shadow the others' collectives
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context in which ranks may have different numbers of batches.
+
+        Args:
+            divide_by_initial_world_size: a rank without a batch counts with gradients of zero;
+                else the mean is over the ranks that still have one.
+            enable: off if the inputs are known to be even.
+            throw_on_early_termination: raise on every rank as soon as one has run out.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What :class:`torch.distributed.algorithms.Join` calls on ranks that have run out."""
+        self._divide_by_all = bool(kwargs.get("divide_by_initial_world_size", True))
+        return _Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the join context's own messages live."""
+        return self.comms.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """Whom the join context's own messages go to."""
+        return self.comms.group
+
+    def _divisor(self, joined: dist.Work | None) -> int:
+        if joined is None or self._divide_by_all:
+            return self.comms.world_size
+        return int(joined.get_future().wait()[0].item())
+
+    def _any_rank(self, mine: bool) -> bool:
+        wish = torch.tensor([int(mine)], device=self.comms.device)
+        self.comms.all_reduce(wish, "max")
+        return bool(wish.item())
+
+    def _common_rank(self, candidate: bool) -> int:
+        rank = torch.tensor([self.comms.rank if candidate else -1], device=self.comms.device)
+        self.comms.all_reduce(rank, "max")
+        return int(rank.item())
+
+    # ---- copies: as PyTorch's, only of a wrapper over all ranks
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.comms.group is not dist.group.WORLD:
+            raise RuntimeError(
+                f"rank {self.comms.rank}: only a wrapper over all ranks can be copied or pickled"
+            )
+        return {k: v for k, v in self.__dict__.items() if k not in ("comms", "reducer")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.comms = Comms.of_group(None, next(self.module.parameters()).device)
+        self._make_reducer()
+
+
+DDP = DistributedDataParallel
+
+
+def all_reduce_hook(
+    state: tuple[Comms, Callable[[torch.Tensor, Comms, str], None]], bucket: GradientBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook that averages with one of :mod:`microddp.allreduce`'s algorithms.
+
+    The algorithm runs on a thread of its own, one bucket after the other, while backward goes on.
+
+    Args:
+        state: the ranks, and for example :func:`~microddp.allreduce.ring_all_reduce`.
+        bucket: whose buffer is averaged in place.
+
+    Example:
+        >>> model.register_comm_hook((comms, ring_all_reduce), all_reduce_hook)
+    """
+    comms, algorithm = state
+    buffer = bucket.buffer()
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+        devices=[buffer.device] if buffer.is_cuda else None
+    )
+
+    def reduce() -> None:
+        try:
+            algorithm(buffer, comms, "mean")
+            future.set_result(buffer)
+        except Exception as error:  # raised again where the bucket is waited for
+            future.set_exception(error)  # type: ignore[arg-type]
+
+    _transport().submit(reduce)
+    return future
+
+
+@functools.cache
+def _transport() -> ThreadPoolExecutor:
+    """One thread, so that buckets travel in the order in which they were sent."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="all-reduce")

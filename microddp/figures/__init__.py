@@ -1,0 +1,28 @@
+"""Every plot of the book. They draw the data they are given; they measure nothing.
+
+Each function draws on rank 0 and does nothing on the others, so that a chapter can call it on
+every rank. It leaves the drawing as matplotlib's current figure, which notebooks and the book's
+build show; returned as well, it would be shown twice. With ``MICRODDP_FIGURES=DIR`` in the
+environment each figure is also written to ``DIR/<script>-<number>.png``.
+"""
+
+from microddp.figures.plots import buckets, lines, pauses, stacked_bars, times_by_size
+from microddp.figures.ring_animation import RingAnimation
+from microddp.figures.timelines import gradient_order, timeline, timelines
+from microddp.figures.who_has_what import contributors, holdings, ring_rounds, traffic
+
+__all__ = [
+    "RingAnimation",
+    "buckets",
+    "contributors",
+    "gradient_order",
+    "holdings",
+    "lines",
+    "pauses",
+    "ring_rounds",
+    "stacked_bars",
+    "timeline",
+    "timelines",
+    "times_by_size",
+    "traffic",
+]

@@ -1,0 +1,165 @@
+"""Figures of who has what, and who sends what to whom, in a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from microddp.comms import Message
+from microddp.figures.style import COLORS, GREY, drawing
+from microddp.report import human_bytes
+
+Rows = Sequence[Sequence[int]]  # what each rank holds, in rank order
+WIDTH = 4.9  # inches: narrower than the other figures, so that a phone shrinks its numbers less
+CELL = 0.3  # inches, the height of a square
+SIZE = 0.86  # of a square; the rest is the gap to the next one
+
+
+def contributors(value: int) -> list[int]:
+    """The ranks whose values are in a number: the decimal digits, from the right, that are not 0.
+
+    Rank r's part p is written as ``(p + 1) * 10**r``. Each rank has a digit of its own, so a sum
+    tells who is in it.
+
+    Example:
+        >>> contributors(3033)
+        [0, 1, 3]
+    """
+    return [rank for rank, digit in enumerate(reversed(str(value))) if digit != "0"]
+
+
+@drawing
+def holdings(panels: Mapping[str, tuple[Rows, Rows]], *, title: str) -> Figure:
+    """What each rank held before and after: a row of squares for each rank.
+
+    A square has its number in it, on the colour of the rank whose value that is; in a sum, each
+    digit is on the colour of its own rank.
+
+    Args:
+        panels: by the collective's name, what every rank held before and after it, as numbers
+            that :func:`contributors` can read. A rank may hold nothing.
+        title: the finding, in words.
+    """
+    sides = [side for panel in panels.values() for side in panel]
+    ranks = max(map(len, sides))
+    columns = max(1, *(len(row) for side in sides for row in side))
+    figure, axes = plt.subplots(
+        len(panels),
+        figsize=(WIDTH, 0.6 + len(panels) * (0.4 + CELL * ranks)),
+        layout="constrained",
+        squeeze=False,
+    )
+    second = columns + 0.8  # where the squares of "after" begin
+    for ax, (name, (before, after)) in zip(axes[:, 0], panels.items(), strict=True):
+        ax.set_axis_off()
+        ax.set(xlim=(-0.3 * columns, second + columns), ylim=(ranks, -0.9))
+        for rank in range(ranks):
+            ax.text(-0.15, rank + SIZE / 2, f"rank {rank}", ha="right", va="center", fontsize=10)
+        _draw_side(ax, before, 0, f"before {name}")
+        _draw_side(ax, after, second, f"after {name}")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure
+
+
+def _draw_side(axes: Axes, rows: Rows, left: float, heading: str) -> None:
+    axes.text(left, -0.2, heading, fontsize=10)
+    for rank, values in enumerate(rows):
+        if not values:
+            axes.text(left, rank + SIZE / 2, "nothing", va="center", fontsize=10, style="italic")
+        for column, value in enumerate(values):
+            _draw_square(axes, left + column, rank, value)
+
+
+def _draw_square(axes: Axes, left: float, top: float, value: int) -> None:
+    sources = contributors(value)
+    stripes = [(source, str(value)) for source in sources]
+    if len(sources) != 1:  # a stripe for each digit, of which the last one is rank 0's
+        stripes = list(enumerate(reversed(str(value))))[::-1]
+    width = SIZE / len(stripes)
+    for i, (rank, text) in enumerate(stripes):
+        color = COLORS[rank % len(COLORS)] if rank in sources else GREY
+        corner = (left + i * width, top)
+        axes.add_patch(Rectangle(corner, width, SIZE, facecolor=color, linewidth=0))
+        middle = (left + (i + 0.5) * width, top + SIZE / 2)
+        fontsize = 10 if len(stripes) < 4 else 9
+        axes.text(*middle, text, ha="center", va="center", fontsize=fontsize, color="black")
+
+
+@drawing
+def traffic(matrices: Mapping[str, Sequence[Sequence[float]]], *, title: str) -> Figure:
+    """Who sent how much to whom: one square of ranks by ranks for each algorithm.
+
+    Args:
+        matrices: bytes from row to column, by the algorithm's name.
+        title: the finding, in words.
+    """
+    figure, panels = plt.subplots(
+        1, len(matrices), figsize=(7.0, 2.5), layout="constrained", squeeze=False
+    )
+    largest = max(max(map(max, matrix)) for matrix in matrices.values()) or 1
+    for axes, (name, matrix) in zip(panels[0], matrices.items(), strict=True):
+        axes.imshow(np.ma.masked_equal(matrix, 0), cmap="Blues", vmin=0, vmax=2 * largest)
+        for i, row in enumerate(matrix):
+            for j, size in enumerate(row):
+                if size:
+                    text = human_bytes(size).replace(" ", "\n")
+                    axes.text(j, i, text, ha="center", va="center", fontsize=8, color="black")
+        axes.set_title(name, loc="center", fontsize=10)
+        axes.set_xlabel("to rank")
+        axes.set_xticks(range(len(matrix)))
+        axes.set_yticks(range(len(matrix)))
+        axes.grid(visible=False)
+    panels[0][0].set_ylabel("from rank")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure
+
+
+@drawing
+def ring_rounds(messages: Sequence[Sequence[Message]], nbytes: int, *, title: str) -> Figure:
+    """The ring, round by round, from recorded messages: what each rank holds, and what it sends.
+
+    A square is a chunk on a rank; the number in it says how many ranks' values it contains. A frame
+    marks the chunks that travel in this round, to the rank below (the last rank's to the first).
+
+    Args:
+        messages: each rank's messages in order, one for each round.
+        nbytes: the size of the reduced tensor.
+        title: the finding, in words.
+    """
+    n = len(messages)
+    rounds = len(messages[0])
+    holds = [[1] * n for _ in range(n)]
+    columns = min(rounds + 1, 4)
+    rows = -(-(rounds + 1) // columns)
+    figure, panels = plt.subplots(
+        rows, columns, figsize=(7.0, 0.6 + 1.95 * rows), layout="constrained", squeeze=False
+    )
+    for step, axes in enumerate(panels.flat):
+        axes.set_axis_off()
+        if step > rounds:
+            continue
+        sent = [messages[rank][step] for rank in range(n)] if step < rounds else []
+        chunks = [message.offset * n // nbytes for message in sent]
+        axes.imshow(holds, cmap="Blues", vmin=0, vmax=1.6 * n)
+        for rank in range(n):
+            label = f"rank {rank}" if step % columns == 0 else str(rank)
+            axes.text(-0.7, rank, label, ha="right", va="center", fontsize=8)
+            for chunk in range(n):
+                text = str(holds[rank][chunk])
+                axes.text(chunk, rank, text, ha="center", va="center", fontsize=9, color="black")
+        for rank, chunk in enumerate(chunks):
+            corner = (chunk - 0.44, rank - 0.44)
+            axes.add_patch(Rectangle(corner, 0.88, 0.88, fill=False, lw=2, ec=COLORS[1]))
+        axes.set_title("result" if step == rounds else f"round {step + 1}", fontsize=9)
+        before = [row.copy() for row in holds]
+        for message, chunk in zip(sent, chunks, strict=True):
+            arriving = before[message.src][chunk]
+            mine = before[message.dst][chunk]
+            holds[message.dst][chunk] = arriving if arriving == n else mine + arriving
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure

@@ -1,0 +1,226 @@
+"""Where the time of a step goes, by kind of operation: ``torch.profiler`` read on every rank.
+
+On CPU computation is what operations do on the host; on CUDA it is kernels, which belong to the
+operations that launched them. Collectives are ranges of their own: NCCL's kernels, or gloo's
+``gloo:all_reduce``, on gloo's own threads. Both last from the moment when a stream or one of those
+threads takes the collective up, not from the call, until the result is there. So they hold the
+wait for ranks that come later, but no time in the backend's queue.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from microddp.comms import Comms
+from microddp.performance.profiler_events import (
+    ALL_REDUCE,
+    KINDS,
+    RankProfile,
+    events_of,
+    summarize,
+)
+from microddp.report import human_seconds
+
+WINDOW = "profiled steps"  # the range whose events count
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the summary, the mean over the ranks.
+
+    Attributes:
+        kind: of operation.
+        calls: operations or kernels a step.
+        seconds: a step.
+        share: of what ``ProfileSummary.of`` says.
+    """
+
+    kind: str
+    calls: float
+    seconds: float
+    share: float
+
+
+@dataclass(frozen=True)
+class ProfileSummary:
+    """Where the time of a step went, on all ranks. Prints as two tables.
+
+    Attributes:
+        ranks: one profile for each rank.
+        of: what shares are shares of. With NCCL ``"kernel time"``: the sum of all kernels' times,
+            NCCL's among them, as ``nsys`` counts. With gloo ``"wall time"``: a step's, in which
+            all-reduces run on other threads beside the rest, so that shares add up to more than 1
+            where they overlap.
+    """
+
+    ranks: tuple[RankProfile, ...]
+    of: str
+
+    @property
+    def rows(self) -> list[Row]:
+        """The kinds that occurred, in the order of ``KINDS``, as means over the ranks."""
+        whole = self.mean("busy" if self.of == "kernel time" else "wall")
+        rows = []
+        for kind in KINDS:
+            seconds, calls = (
+                sum(rank.kinds[kind][i] for rank in self.ranks) / len(self.ranks) for i in (0, 1)
+            )
+            if calls:
+                rows.append(Row(kind, calls, seconds, seconds / whole))
+        return rows
+
+    def seconds(self, kind: str) -> float:
+        """The time of a kind, the mean over the ranks, seconds a step; 0 if it did not occur."""
+        return next((row.seconds for row in self.rows if row.kind == kind), 0.0)
+
+    @property
+    def all_reduce_share(self) -> float:
+        """All-reduce's share of what ``of`` says."""
+        return next((row.share for row in self.rows if row.kind == ALL_REDUCE), 0.0)
+
+    @property
+    def busy_share(self) -> float:
+        """All-reduce's share of the time of computation and collectives together.
+
+        With NCCL that is the kernel time, and the same as ``all_reduce_share``. With gloo it
+        is the figure to compare with it.
+        """
+        return self.mean("all_reduce") / (self.mean("busy") or math.inf)
+
+    @property
+    def transfer(self) -> float:
+        """Time of all-reduces after the last rank has come to them, seconds a step.
+
+        Of each all-reduce the shortest of the ranks' ranges: the rank that came last did not wait.
+        Those of several that are under way at once are added up.
+        """
+        return float(sum(map(min, zip(*(rank.ranges for rank in self.ranks), strict=False))))
+
+    @property
+    def overlap(self) -> float:
+        """The share of the time of all-reduces in which the same rank computed."""
+        return self.mean("hidden") / (self.mean("all_reduce") or math.inf)
+
+    def mean(self, name: str) -> float:
+        """The mean over the ranks of a time of theirs, seconds a step.
+
+        Args:
+            name: an attribute of :class:`~microddp.performance.profiler_events.RankProfile`.
+        """
+        return float(sum(getattr(rank, name) for rank in self.ranks)) / len(self.ranks)
+
+    def __str__(self) -> str:
+        return "\n\n".join(self._tables("simple"))
+
+    def _repr_html_(self) -> str:
+        return "\n".join(self._tables("unsafehtml"))
+
+    def _tables(self, style: str) -> Iterator[str]:
+        headers = ["kind", "calls a step", "time a step", f"share of {self.of}"]
+        kinds = [
+            (row.kind, f"{row.calls:.4g}", human_seconds(row.seconds), f"{row.share:.1%}")
+            for row in self.rows
+        ]
+        yield tabulate(kinds, headers=headers, tablefmt=style, disable_numparse=True)
+        names = ("wall", "computing", "all_reduce", "hidden", "idle", "host")
+        headers = ["rank", "step", "computing", "all-reduce", "of it hidden", "idle", "host busy"]
+        times = [
+            (i, *(human_seconds(getattr(rank, name)) for name in names))
+            for i, rank in enumerate(self.ranks)
+        ]
+        yield tabulate(times, headers=headers, tablefmt=style, disable_numparse=True)
+
+
+def profile_steps(
+    step: Callable[[], object],
+    comms: Comms,
+    *,
+    warmup: int = 1,
+    steps: int = 3,
+    folder: str | Path | None = None,
+) -> ProfileSummary:
+    """Run a training step under the profiler on every rank, and say where its time went.
+
+    The profiler itself costs some microseconds for each operation: of a model of small operations
+    the step is longer than without, so look at shares here, and at times with
+    :func:`~microddp.timing.clock.measure`.
+
+    Args:
+        step: takes one step, in which all ranks do the same collectives.
+        comms: the ranks that take it together.
+        warmup: steps under the profiler that are not counted.
+        steps: steps that are counted, at least 1.
+        folder: gets a ``rank{r}.json`` of each rank, for https://ui.perfetto.dev, whole or not at
+            all.
+
+    Returns:
+        The summary, the same on every rank.
+
+    Raises:
+        ValueError: nothing to profile.
+        RuntimeError: on every rank, if one could not write its file.
+    """
+    if steps < 1:
+        raise ValueError(f"rank {comms.rank}: expected at least one step, got {steps}")
+    # Before the profiler is first used: kineto tells of its start and stop at levels up to 6.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    activities = [ProfilerActivity.CPU]
+    if comms.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        for _ in range(warmup):
+            step()
+        comms.barrier()
+        _synchronize(comms)
+        with record_function(WINDOW):
+            for i in range(steps):
+                with record_function(f"step {i}"):
+                    step()
+            _synchronize(comms)
+    problem = _save(profiler, comms, folder)
+    events = list(events_of(profiler.events() or ()))
+    (window,) = (e for e in events if e.name == WINDOW and not e.device)
+    counted = [e for e in events if e.name != WINDOW and window.start <= e.start < window.end]
+    mine = summarize(counted, window.end - window.start, steps, kernels=len(activities) > 1)
+    everyone = comms.all_gather_data((problem, asdict(mine)))
+    if problems := [f"rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text]:
+        raise RuntimeError(f"expected a trace of each rank in {folder}, got {'; '.join(problems)}")
+    return ProfileSummary(
+        tuple(_from_json(data) for _, data in everyone),
+        of="kernel time" if comms.backend == "nccl" else "wall time",
+    )
+
+
+def _from_json(data: dict[str, Any]) -> RankProfile:
+    kinds = {kind: (seconds, calls) for kind, (seconds, calls) in data["kinds"].items()}
+    return RankProfile(**(data | {"kinds": kinds, "ranges": tuple(data["ranges"])}))
+
+
+def _synchronize(comms: Comms) -> None:
+    if comms.device.type == "cuda":
+        torch.cuda.synchronize(comms.device)
+
+
+def _save(profiler: profile, comms: Comms, folder: str | Path | None) -> str:
+    """Write this rank's trace; return what went wrong, for the other ranks to know."""
+    if folder is None:
+        return ""
+    path = Path(folder, f"rank{comms.rank}.json")
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(unfinished))
+        os.replace(unfinished, path)
+    except (OSError, RuntimeError) as error:
+        unfinished.unlink(missing_ok=True)
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,0 +1,176 @@
+"""What a profiler saw: operations and kernels, of which kind they are, and when they overlap."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch.autograd.profiler_util import FunctionEvent
+
+from microddp.timing import covered, in_both
+
+ALL_REDUCE, OPTIMIZER, COLLECTIVES, OTHER = "all-reduce", "optimizer", "other collectives", "other"
+# What stands first wins where an operation is made of others: attention is, of multiplications.
+WHOLE = {"attention": r"attention|flash_|fmha", "convolution": r"conv|cudnn"}
+PARTS = {
+    "matrix multiplication": r"::_?(add|b|badd|scaled_)*mm\b|::(matmul|linear|mv|dot)\b|gemm"
+    r"|cutlass",
+    "copy": r"::_?(to_)?(copy|clone|contiguous|cat|stack|fill|zero)_?\b|Memcpy|Memset",
+    "elementwise": r"::_?(foreach_|native_|fused_)?(add|addc\w+|sub|rsub|mul|div|neg|abs|pow|sqrt"
+    r"|rsqrt|exp|log|lerp|cos|sin|tanh|sigmoid|silu|gelu|relu|threshold|clamp|where|sum|mean|max"
+    r"|std|var|norm|batch_norm|layer_norm|rms_norm|group_norm|softmax|log_softmax|dropout|bernoulli"
+    r"|mse_loss|nll_loss)(_(forward|backward|data|out))*_?\b|elementwise|reduce_kernel",
+}
+KINDS = (*PARTS, *WHOLE, OPTIMIZER, ALL_REDUCE, COLLECTIVES, OTHER)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something the profiler saw on one rank.
+
+    Attributes:
+        name: of the operation, kernel or range.
+        start: seconds.
+        end: likewise.
+        alone: seconds of it that are not a nested operation's.
+        within: names of what it is part of, innermost first: of a kernel, the operation that
+            launched it and what that is part of.
+        device: whether it is a kernel.
+    """
+
+    name: str
+    start: float
+    end: float
+    alone: float
+    within: tuple[str, ...] = ()
+    device: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Which of ``KINDS`` it counts as."""
+        if re.match(r"nccl|gloo:", self.name):
+            return ALL_REDUCE if re.search(r"all_?reduce", self.name, re.I) else COLLECTIVES
+        # Of a kernel the operation tells more than its own name.
+        names = (*self.within, self.name) if self.device else (self.name, *self.within)
+        return _kind(names)
+
+    @property
+    def outermost(self) -> bool:
+        """Whether it is no part of an operation of the same kind, and counts as a call."""
+        nested = self.within and is_operation(self.within[0])
+        return self.device or not nested or _kind(self.within) != self.kind
+
+    @property
+    def collective(self) -> bool:
+        """Whether it is communication, and no computation."""
+        return self.kind in (ALL_REDUCE, COLLECTIVES)
+
+    @property
+    def operation(self) -> bool:
+        """Whether it computes, and is no mere range, nor a node of autograd's graph."""
+        return self.device or is_operation(self.name)
+
+
+@dataclass(frozen=True)
+class RankProfile:
+    """Where the time of a step went on one rank. All times are seconds a step.
+
+    Attributes:
+        wall: from the beginning of a step to the next one's.
+        kinds: for each of ``KINDS`` its time and the number of its operations, or kernels. The
+            time of collectives is that in which at least one was under way.
+        hidden: time in which an all-reduce was under way and the rank computed.
+        computing: time in which the rank computed: operations on CPU, kernels on CUDA.
+        host: time in which an operation was going on on the host, launching kernels or computing.
+        idle: time in which the rank neither computed nor had a collective under way.
+        ranges: of each all-reduce of all steps, in the order they began, divided by the steps.
+    """
+
+    wall: float
+    kinds: dict[str, tuple[float, float]]
+    hidden: float
+    computing: float
+    host: float
+    idle: float
+    ranges: tuple[float, ...]
+
+    @property
+    def all_reduce(self) -> float:
+        """Time in which an all-reduce was under way, seconds a step."""
+        return self.kinds[ALL_REDUCE][0]
+
+    @property
+    def busy(self) -> float:
+        """The sum over all kinds, computation and collectives, seconds a step."""
+        return sum(seconds for seconds, _ in self.kinds.values())
+
+
+def summarize(
+    events: Sequence[Event], seconds: float, steps: int = 1, *, kernels: bool = False
+) -> RankProfile:
+    """Where the time of one rank went.
+
+    Args:
+        events: all of that rank.
+        seconds: that all steps took.
+        steps: the number of steps.
+        kernels: whether kernels compute, on CUDA; else operations on the host do.
+    """
+    host = [e for e in events if e.operation and not e.device and not e.collective]
+    compute = [e for e in events if e.device and not e.collective] if kernels else host
+    all_reduces = [e for e in events if e.kind == ALL_REDUCE]
+    others = [e for e in events if e.kind == COLLECTIVES]
+    times, calls = dict.fromkeys(KINDS, 0.0), Counter(e.kind for e in compute if e.outermost)
+    for event in compute:
+        times[event.kind] += event.alone
+    for kind, ranges in ((ALL_REDUCE, all_reduces), (COLLECTIVES, others)):
+        times[kind], calls[kind] = covered(ranges), len(ranges)
+    return RankProfile(
+        wall=seconds / steps,
+        kinds={kind: (times[kind] / steps, calls[kind] / steps) for kind in KINDS},
+        hidden=in_both(compute, all_reduces) / steps,
+        computing=covered(compute) / steps,
+        host=covered(host) / steps,
+        idle=(seconds - covered([*compute, *all_reduces, *others])) / steps,
+        ranges=tuple((e.end - e.start) / steps for e in sorted(all_reduces, key=lambda e: e.start)),
+    )
+
+
+def events_of(found: Iterable[FunctionEvent]) -> Iterator[Event]:
+    """A profiler's own events as these, without the ranges that it repeats for the device."""
+    found = list(found)
+    launchers = {e.id: e for e in found if e.device_type.name == "CPU"}
+    for event in found:
+        device = event.device_type.name != "CPU"
+        if device and event.is_user_annotation:
+            continue
+        outer = event.cpu_parent
+        if device:
+            outer = launchers.get(getattr(event, "linked_correlation_id", 0))
+        within = []
+        while outer is not None:
+            within.append(outer.name)
+            outer = outer.cpu_parent
+        start, end = (moment * 1e-6 for moment in (event.time_range.start, event.time_range.end))
+        alone = end - start if device else event.self_cpu_time_total * 1e-6
+        yield Event(event.name, start, end, alone, tuple(within), device)
+
+
+@functools.cache
+def _kind(names: tuple[str, ...]) -> str:
+    """The kind of what has these names, its own or the most telling first."""
+    if any(name.startswith("Optimizer.") for name in names):
+        return OPTIMIZER
+    for kind, pattern in WHOLE.items():
+        if any(re.search(pattern, name) for name in names):
+            return kind
+    found = (k for name in names for k, p in PARTS.items() if re.search(p, name))
+    return next(found, OTHER)
+
+
+def is_operation(name: str) -> bool:
+    outside = ("autograd::", "torch::autograd::", "c10d::")
+    return "::" in name and not name.startswith(outside)

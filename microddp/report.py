@@ -1,0 +1,108 @@
+"""Writing results: bytes and times in words, tables, and files that are there as a whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tabulate import tabulate
+
+MIB = 1 << 20  # bytes
+
+
+def human_bytes(count: float, _position: object = None) -> str:
+    """Bytes in words: ``"64 KiB"``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.3g} {unit}" if count < 100 else f"{count:.0f} {unit}"
+
+
+def human_seconds(seconds: float, _position: object = None) -> str:
+    """A time in words: ``"1.5 ms"``, ``"3 h"``."""
+    if seconds == 0:
+        return "0"
+    for factor, unit in ((1e-6, "us"), (1e-3, "ms")):
+        if seconds < 999.5 * factor:  # from there on it would read "1e+03"
+            return f"{seconds / factor:.3g} {unit}"
+    for factor, unit, limit in ((1, "s", 60), (60, "min", 60), (3600, "h", 48)):
+        if seconds < factor * limit:
+            return f"{seconds / factor:.3g} {unit}"
+    days = seconds / 86400
+    return f"{days:.3g} days" if days < 999.5 else f"{days:,.0f} days"
+
+
+def mark_least(cells: Sequence[str], values: Sequence[float]) -> list[str]:
+    """The cells of a table, with a star behind the one whose value is the least.
+
+    The others get a blank, so that they stay aligned.
+    """
+    least = min(values)
+    return [f"{cell} {'*' if v == least else ' '}" for cell, v in zip(cells, values, strict=True)]
+
+
+def table(
+    rows: Iterable[Sequence[object]],
+    headers: Sequence[str],
+    *,
+    floats: str | Sequence[str] = ".2f",
+    form: str = "simple",
+) -> str:
+    """Rows under headers; a column of numbers, or of texts that begin with one, to the right.
+
+    Args:
+        rows: a cell for each header; ``None`` is left blank.
+        headers: with units.
+        floats: how floating point numbers are written; one format, or one for each column.
+        form: ``"simple"`` for a terminal, ``"unsafehtml"`` for a page.
+    """
+    formats = [floats] * len(headers) if isinstance(floats, str) else list(floats)
+    cells = [[_cell(value, how) for value, how in zip(row, formats, strict=True)] for row in rows]
+    columns = zip(*cells, strict=True) if cells else ([] for _ in headers)
+    align = ["right" if all(map(_is_quantity, column)) else "left" for column in columns]
+    text: str = tabulate(
+        cells, headers=list(headers), tablefmt=form, colalign=align, disable_numparse=True
+    )
+    return text
+
+
+def _cell(value: object, how: str) -> str:
+    if value is None:
+        return ""
+    return format(value, how) if isinstance(value, float) else str(value)
+
+
+def _is_quantity(cell: str) -> bool:
+    return cell.strip() in ("", "inf", "nan") or cell.lstrip(" +-~<")[:1].isdigit()
+
+
+@contextmanager
+def whole_file(path: str | Path) -> Iterator[Path]:
+    """A place to write a file that appears at ``path`` whole or not at all, whoever dies when.
+
+    Its folder is made if need be. What the block writes to the place that it is given takes the
+    name ``path`` when the block is over and the bytes are on the disk. If the block raises, nothing
+    is left of it; if it is killed, the next one writes over what is left.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.part")  # beside it: only there can it be renamed
+    try:
+        yield unfinished
+        _to_disk(unfinished)
+        os.replace(unfinished, path)
+        _to_disk(path.parent)  # the new name, too
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def _to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

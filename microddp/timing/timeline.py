@@ -1,0 +1,133 @@
+"""A timeline of what every rank did: phases, gradients, collectives, and waiting for them."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from microddp.comms import Comms
+from microddp.timing.clock import Instant
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that happened on one rank.
+
+    Attributes:
+        rank: where.
+        lane: the kind of thing, one row of the picture: ``"compute"``, ``"gradients"``,
+            ``"communication"``, or ``"wait"``, in which the rank waits for communication and
+            computes nothing.
+        name: what it was.
+        start: seconds since the timeline began on that rank.
+        end: likewise; equal to ``start`` for a mark.
+    """
+
+    rank: int
+    lane: str
+    name: str
+    start: float
+    end: float
+
+
+class Timeline:
+    """What began and ended when, on every rank.
+
+    On CUDA a span is what the GPU did, by events on the current stream; on CPU it is what the
+    process did. Any thread may record. Ranks on rank 0's machine share its clock, so their times
+    can be compared. A rank on another machine starts its own clock when all have met in a barrier,
+    and may be shifted by as much as ranks leave a barrier one after the other.
+
+    Example:
+        >>> timeline = Timeline(comms)
+        >>> with timeline.span("forward"):
+        ...     loss = model(x).sum()
+        >>> spans = timeline.gather()
+    """
+
+    def __init__(self, comms: Comms) -> None:
+        self.comms = comms
+        self._spans: list[tuple[str, str, Instant, Instant]] = []
+        self._under_way: list[torch.futures.Future[None]] = []
+        comms.barrier()
+        if comms.device.type == "cuda":  # with no work queued, events and host clock begin as one
+            torch.cuda.synchronize(comms.device)
+        self._origin = Instant(comms.device)
+
+    @contextmanager
+    def span(self, name: str, lane: str = "compute") -> Iterator[None]:
+        """Record the block as one span, also if it raises."""
+        start = Instant(self.comms.device)
+        try:
+            yield
+        finally:
+            self._spans.append((lane, name, start, Instant(self.comms.device)))
+
+    def mark(self, name: str, lane: str = "gradients") -> None:
+        """Record that something happened now."""
+        now = Instant(self.comms.device)
+        self._spans.append((lane, name, now, now))
+
+    def launched(self, name: str, work: dist.Work, lane: str = "communication") -> None:
+        """Record from now until an asynchronous collective is complete, without waiting for it.
+
+        Most of the span may be spent in a queue, behind collectives that were launched earlier.
+
+        Args:
+            name: what is on its way.
+            work: what the call with ``async_op=True`` returned.
+        """
+        start = Instant(self.comms.device)
+        # NCCL calls back at once, on a stream that waits for the collective; gloo when it is done.
+        clock = self.comms.device if self.comms.backend == "nccl" else torch.device("cpu")
+
+        def complete(_: torch.futures.Future[Any]) -> None:
+            self._spans.append((lane, name, start, Instant(clock)))
+
+        self._under_way.append(work.get_future().then(complete))
+
+    def take(self) -> list[Span]:
+        """This rank's spans in the order they were recorded; the timeline forgets them.
+
+        Waits for the collectives that were :meth:`launched`.
+        """
+        if not self._spans:
+            return []
+        rank = self.comms.rank
+        spans = [Span(rank, *span) for span in self._recorded()]
+        self._spans.clear()
+        self._under_way.clear()
+        return spans
+
+    def at(self, instant: Instant) -> float:
+        """When that was, in seconds since the timeline began on this rank."""
+        return self._origin.until(instant)
+
+    def gather(self) -> list[Span]:
+        """Every rank's spans, rank by rank in the order they were recorded. A collective.
+
+        Waits for the collectives that were :meth:`launched`.
+        """
+        mine = self._recorded()
+        everyone = self.comms.all_gather_data((platform.node(), self._origin.seconds, mine))
+        machine, zero, _ = everyone[0]
+        gathered = []
+        for rank, (node, origin, spans) in enumerate(everyone):
+            shift = origin - zero if node == machine else 0.0
+            for lane, name, start, end in spans:
+                gathered.append(Span(rank, lane, name, start + shift, end + shift))
+        return gathered
+
+    def _recorded(self) -> list[tuple[str, str, float, float]]:
+        for future in self._under_way:
+            future.wait()
+        return [
+            (lane, name, self._origin.until(start), self._origin.until(end))
+            for lane, name, start, end in self._spans
+        ]

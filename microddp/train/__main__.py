@@ -1,0 +1,75 @@
+"""The command line: see :mod:`microddp.train`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from microddp.comms import Comms, init
+from microddp.model import gradient_bytes, parameter_count
+from microddp.report import human_bytes, human_seconds, whole_file
+from microddp.train.loop import Trainer, TrainingResult
+from microddp.train.options import TrainingConfig, parse
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; see ``--help``."""
+    config, problem = None, ""
+    try:
+        config = parse(arguments)
+    except ValueError as error:
+        problem = str(error)
+    with init() as comms:
+        problems = [text for text in comms.all_gather_data(problem) if text]
+        try:
+            if problems or config is None:
+                raise ValueError(problems[0])
+            trainer = Trainer(config, comms)
+        except ValueError as error:  # on every rank, but only one speaks, before torchrun ends all
+            if comms.rank == 0:
+                print(f"microddp.train: error: {error}", file=sys.stderr, flush=True)
+            comms.barrier()
+            sys.exit(2)
+        comms.print(comms.describe())
+        comms.print(
+            f"{config.model} of {parameter_count(trainer.model):,} parameters, "
+            f"{human_bytes(gradient_bytes(trainer.model))} of gradients a step"
+        )
+        result = trainer.run()
+        if comms.rank == 0:
+            _report(result, config, comms)
+
+
+def _report(result: TrainingResult, config: TrainingConfig, comms: Comms) -> None:
+    """Print where the time went; write the file that was asked for."""
+    print(
+        f"{len(result.epochs)} epochs of {result.steps // len(result.epochs)} steps; this run took "
+        f"{human_seconds(result.seconds)}."
+    )
+    step = result.epochs[-1].step
+    working = step.forward + step.backward + step.optimizer
+    print(
+        f"A step of the last epoch took {human_seconds(step.total)}: {human_seconds(working)} of "
+        f"computing and {human_seconds(step.exposed)} of waiting for communication "
+        f"({step.exposed / step.total:.0%} overhead). {human_seconds(step.hidden)} of "
+        "communication was hidden behind computing."
+    )
+    if config.json:
+        report = {
+            "run": comms.describe(),
+            "command": sys.argv[1:],
+            "config": asdict(config),
+            "parameters": parameter_count(result.model),
+            "gradient_bytes": gradient_bytes(result.model),
+            "epochs": [asdict(epoch) for epoch in result.epochs],
+            "steps": result.steps,
+            "seconds": result.seconds,
+        }
+        with whole_file(config.json) as unfinished:
+            unfinished.write_text(json.dumps(report, indent=2, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""The training loop: epochs of steps, with any schedule, precision and accumulation."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, astuple, dataclass
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from microddp.averaging import SCHEDULES
+from microddp.comms import Comms
+from microddp.data import ShardedBatches
+from microddp.performance import StepTimes, break_down
+from microddp.replicas import check_replicas
+from microddp.report import human_seconds
+from microddp.timing import Span, Timeline, save_chrome_trace
+from microddp.train.checkpoint import load_checkpoint, save_checkpoint
+from microddp.train.options import TrainingConfig
+from microddp.train.task import evaluate, make_task
+
+TRACED_STEPS = 20  # of each epoch: a bound for what the timeline holds and gathers
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+OnStep = Callable[[int, nn.Module], object]
+
+
+@dataclass(frozen=True)
+class EpochResult:
+    """What an epoch brought.
+
+    Attributes:
+        epoch: its number, from 0.
+        loss: the mean over its steps and all ranks.
+        test_loss: of the whole test set after it.
+        test_accuracy: from 0 to 1; ``None`` where values are predicted.
+        seconds: that it took on rank 0, without the test.
+        step: seconds of a step and its parts, as the mean over ranks and the steps that were
+            traced, the first ones.
+    """
+
+    epoch: int
+    loss: float
+    test_loss: float
+    test_accuracy: float | None
+    seconds: float
+    step: StepTimes
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What a run brought.
+
+    Attributes:
+        model: trained, the same on every rank.
+        epochs: all of them, those before a resumption too.
+        steps: number of optimizer steps since the beginning.
+        seconds: that this run took on rank 0.
+    """
+
+    model: nn.Module
+    epochs: tuple[EpochResult, ...]
+    steps: int
+    seconds: float
+
+
+def train(config: TrainingConfig, comms: Comms, on_step: OnStep | None = None) -> TrainingResult:
+    """Train as :class:`~microddp.train.options.TrainingConfig` says. A collective.
+
+    Sets the seed of torch's default generator.
+
+    Args:
+        config: the same on every rank.
+        comms: the ranks that train together.
+        on_step: called after each optimizer step with its number, from 1, and the model, which
+            still has the step's gradients.
+
+    Raises:
+        ValueError: on every rank, if the options do not fit the data, the ranks or the checkpoint.
+        RuntimeError: another rank failed, or the checkpoint cannot be written; with
+            ``MICRODDP_DEBUG=1`` also that ranks have different weights, with the step, the ranks
+            and the first parameter that differs.
+    """
+    return Trainer(config, comms, on_step).run()
+
+
+class Trainer:
+    """A training run: everything is checked when it is made, and :meth:`run` trains.
+
+    Arguments and errors are those of :func:`train`.
+    """
+
+    def __init__(self, config: TrainingConfig, comms: Comms, on_step: OnStep | None = None) -> None:
+        self.config, self.comms, self.on_step = config, comms, on_step
+        parts = comms.world_size * config.accumulate
+        if config.batch_size % parts:
+            raise ValueError(
+                f"rank {comms.rank}: --batch-size: expected a multiple of {comms.world_size} ranks "
+                f"x {config.accumulate} accumulated parts, got {config.batch_size}"
+            )
+        torch.manual_seed(config.seed)
+        self.task = make_task(config, comms)
+        self.model = self.task.model
+        self.batches = ShardedBatches(
+            self.task.train, config.batch_size, comms.rank, comms.world_size, config.seed
+        )
+        self.optimizer = torch.optim.Adam(self.model.parameters(), config.lr)
+        half = config.precision == "fp16"
+        self.scaler = torch.amp.GradScaler(comms.device.type, enabled=half)
+        self.history: list[EpochResult] = []
+        self.profiled: list[Span] = []
+        if config.resume:
+            self._resume()
+        self.averaging = SCHEDULES[config.schedule](self.model, comms, config.bucket_mb)
+        self.check = os.environ.get("MICRODDP_DEBUG", "0") == "1"
+
+    @property
+    def steps(self) -> int:
+        """The number of optimizer steps in the epochs so far."""
+        return len(self.history) * len(self.batches)
+
+    def run(self) -> TrainingResult:
+        """Train the epochs that are left, and write the files that were asked for."""
+        began = time.perf_counter()
+        if self.config.resume:
+            done = f"after epoch {len(self.history)}" if self.history else "nothing: starting anew"
+            self.comms.print(f"Resuming {done}, from {self.config.checkpoint}")
+        # For bitwise the same results after a resumption.
+        with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+            if len(self.history) < self.config.epochs:
+                self._rehearse()
+            for epoch in range(len(self.history), self.config.epochs):
+                result = self._epoch(epoch)
+                self.history.append(result)
+                self.comms.print(_in_words(result, self.config.epochs))
+                if self.config.checkpoint:
+                    save_checkpoint(self._state(), self.config.checkpoint, self.comms)
+        self.averaging.remove()
+        if self.config.profile and self.comms.rank == 0:
+            save_chrome_trace(self.profiled, self.config.profile)
+        seconds = time.perf_counter() - began
+        return TrainingResult(self.model, tuple(self.history), self.steps, seconds)
+
+    def _rehearse(self) -> None:
+        """Run a backward whose gradients nobody uses.
+
+        Both DDPs plan their buckets anew after their first backward, and where a gradient lies in
+        a bucket decides in which order three or more ranks add it up. So the first step after a
+        resumption must not be the first backward, or it would round as no other step does.
+        """
+        self._gradients(next(self.batches.epoch(0)), None)
+
+    def _epoch(self, epoch: int) -> EpochResult:
+        began = time.perf_counter()
+        timeline = Timeline(self.comms)
+        total = torch.zeros((), dtype=torch.float64, device=self.comms.device)
+        first = epoch * len(self.batches) + 1
+        self.averaging.record(timeline)
+        with tqdm(
+            total=len(self.batches),
+            desc=f"epoch {epoch + 1}/{self.config.epochs}",
+            disable=None if self.comms.rank == 0 else True,
+            unit="step",
+            leave=False,
+        ) as bar:
+            for step, batch in enumerate(self.batches.epoch(epoch), first):
+                traced = timeline if step < first + TRACED_STEPS else None
+                if traced is None:
+                    self.averaging.record(None)
+                total += self._step(step, batch, traced)
+                bar.update()
+        self.averaging.record(None)
+        self.comms.all_reduce_mean(total)
+        seconds = time.perf_counter() - began
+        spans = timeline.gather()
+        if epoch == self.config.epochs - 1:
+            self.profiled = spans
+        steps = min(TRACED_STEPS, len(self.batches))
+        with self._autocast():
+            test_loss, test_accuracy = evaluate(self.task, self.comms, self.config.batch_size)
+        loss = total.item() / len(self.batches)
+        times = mean_step(spans, steps, self.comms.world_size)
+        return EpochResult(epoch, loss, test_loss, test_accuracy, seconds, times)
+
+    def _step(
+        self, step: int, batch: Sequence[torch.Tensor], timeline: Timeline | None
+    ) -> torch.Tensor:
+        """Train one step; the mean loss on this rank's shard, before it."""
+        loss = self._gradients(batch, timeline)
+        with _span(timeline, "optimizer"):
+            # The gradients are averages, so all ranks see the same overflow and skip together.
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        if self.on_step:
+            self.on_step(step, self.model)
+        if self.check:
+            try:
+                check_replicas(self.model, self.comms)
+            except RuntimeError as error:
+                raise RuntimeError(f"after step {step}: {error}") from error
+        return loss
+
+    def _gradients(self, batch: Sequence[torch.Tensor], timeline: Timeline | None) -> torch.Tensor:
+        """Average the gradients of a batch, of which this is a shard; the mean loss on the shard.
+
+        They are those of the loss as the scaler scales it.
+        """
+        parts = self.config.accumulate
+        self.optimizer.zero_grad()
+        total = torch.zeros((), dtype=torch.float64, device=self.comms.device)
+        for i, (inputs, targets) in enumerate(_chunks(batch, parts)):
+            is_last = i == parts - 1
+            with nullcontext() if is_last else self.averaging.no_sync():
+                with _span(timeline, "forward"), self._autocast():
+                    outputs = self.averaging.module(inputs)
+                    loss = self.task.loss(outputs, targets) / parts
+                with _span(timeline, "backward"):
+                    self.averaging.backward(self.scaler.scale(loss))
+            total += loss.detach()
+        self.averaging.finish()
+        return total
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        dtype = DTYPES[self.config.precision]
+        return torch.autocast(self.comms.device.type, dtype, enabled=dtype is not torch.float32)
+
+    def _state(self) -> dict[str, object]:
+        cuda = self.comms.device.type == "cuda"
+        return {
+            "options": self.config.result_options(),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "history": [asdict(result) for result in self.history],
+            "generator": torch.get_rng_state(),
+            "cuda_generator": torch.cuda.get_rng_state(self.comms.device) if cuda else None,
+        }
+
+    def _resume(self) -> None:
+        folder = self.config.checkpoint
+        assert folder is not None
+        state = load_checkpoint(folder, self.comms)
+        if state is None:
+            return
+        options = state.get("options", {})
+        for name, value in self.config.result_options().items():
+            if (there := options.get(name)) != value:
+                raise ValueError(
+                    f"rank {self.comms.rank}: --{name.replace('_', '-')}: the checkpoint in "
+                    f"{folder} was trained with {there}, expected the same, got {value}"
+                )
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.history = [
+            EpochResult(**result | {"step": StepTimes(**result["step"])})
+            for result in state["history"]
+        ]
+        torch.set_rng_state(state["generator"])
+        if self.comms.device.type == "cuda" and state["cuda_generator"] is not None:
+            torch.cuda.set_rng_state(state["cuda_generator"], self.comms.device)
+
+
+def _chunks(batch: Sequence[torch.Tensor], parts: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    return zip(*(tensor.chunk(parts) for tensor in batch), strict=True)
+
+
+def _span(timeline: Timeline | None, name: str) -> AbstractContextManager[None]:
+    return timeline.span(name) if timeline else nullcontext()
+
+
+def mean_step(spans: Sequence[Span], steps: int, world_size: int) -> StepTimes:
+    """The parts of a step, as the mean over several steps and all ranks.
+
+    Args:
+        spans: of all ranks, over as many steps.
+        steps: their number.
+        world_size: the number of ranks.
+    """
+    ranks = [break_down([s for s in spans if s.rank == rank]) for rank in range(world_size)]
+    columns = zip(*map(astuple, ranks), strict=True)
+    return StepTimes(*(sum(column) / (steps * world_size) for column in columns))
+
+
+def _in_words(result: EpochResult, epochs: int) -> str:
+    right = result.test_accuracy
+    accuracy = "" if right is None else f", test accuracy {right:.2%}"
+    return (
+        f"epoch {result.epoch + 1}/{epochs}: loss {result.loss:.4f}, test loss "
+        f"{result.test_loss:.4f}{accuracy}, {human_seconds(result.seconds)}"
+    )

@@ -1,0 +1,161 @@
+"""What a training run is told: the options of ``python -m microddp.train``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+DESCRIPTION = (
+    "Data-parallel training with any schedule: torchrun --nproc-per-node=2 -m microddp.train"
+)
+CHOICES = {
+    "schedule": ("naive", "hooks", "bucketed", "ddp", "torch"),
+    "model": ("mlp", "cnn", "transformer"),
+    "data": ("synthetic", "digits", "mnist"),
+    "precision": ("fp32", "bf16", "fp16"),
+}
+RESULT_OPTIONS = (
+    *("model", "data", "channels", "hidden", "depth", "width"),
+    *("batch_size", "precision", "lr", "seed"),
+)
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """What to train, on what, and how.
+
+    Attributes:
+        schedule: how gradients are averaged: ``"naive"``, one by one after backward; ``"hooks"``,
+            one by one during backward; ``"bucketed"``, in buckets; ``"ddp"``, by
+            :class:`~microddp.ddp.wrapper.DistributedDataParallel`; ``"torch"``, by PyTorch's DDP.
+        model: ``"mlp"``, ``"cnn"`` or ``"transformer"``. The cnn normalises over groups of
+            channels, not over the batch, of which each rank sees only its shard.
+        data: ``"synthetic"``, ``"digits"`` or ``"mnist"``. The transformer reads an image as the
+            sequence of its pixels, and synthetic data as a chain of tokens, and predicts the next.
+        channels: of each convolution of the cnn.
+        hidden: width of the cnn's linear layer.
+        depth: linear layers of the mlp, or blocks of the transformer.
+        width: of the mlp's layers, or of the transformer's tokens.
+        epochs: passes through the data.
+        batch_size: samples of a step, over all ranks.
+        accumulate: equal parts in which each rank computes its share of a batch, one by one.
+        precision: of the model's operations: ``"fp32"``, or ``"bf16"`` or ``"fp16"`` by
+            ``torch.autocast``, the latter with a loss scaled so that small gradients survive.
+            Weights and gradients stay fp32.
+        bucket_mb: size of a bucket in MiB, for the schedules that have some.
+        lr: learning rate of Adam.
+        seed: of the first weights, of the order of the data, and of synthetic data.
+        profile: a file for the first steps of the last epoch on all ranks, as a Chrome trace.
+        checkpoint: a folder for what is needed to go on, written after each epoch.
+        resume: go on from the checkpoint, or from the beginning if there is none yet.
+        json: a file for options, results and times.
+
+    Raises:
+        ValueError: names the option, what was expected and what came.
+    """
+
+    schedule: str = "ddp"
+    model: str = "cnn"
+    data: str = "digits"
+    channels: tuple[int, ...] = (32, 64, 128)
+    hidden: int = 512
+    depth: int = 4
+    width: int = 128
+    epochs: int = 10
+    batch_size: int = 96
+    accumulate: int = 1
+    precision: str = "fp32"
+    bucket_mb: float = 25.0
+    lr: float = 1e-3
+    seed: int = 0
+    profile: Path | None = None
+    checkpoint: Path | None = None
+    resume: bool = False
+    json: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(
+                    f"{_flag(name)}: expected one of {', '.join(choices)}, got {value}"
+                )
+        for name in ("hidden", "depth", "width", "epochs", "batch_size", "accumulate"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{_flag(name)}: expected at least 1, got {value}")
+        if not self.channels or min(self.channels) < 1:
+            raise ValueError(f"--channels: expected numbers of at least 1, got {self.channels}")
+        for name in ("bucket_mb", "lr"):
+            if not 0 < (value := getattr(self, name)) < math.inf:
+                raise ValueError(f"{_flag(name)}: expected a positive number, got {value}")
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"--seed: expected a number in 0..{2**31 - 1}, got {self.seed}")
+        for name in ("profile", "json"):  # said now, and not when all is trained
+            path = getattr(self, name)
+            if path is not None and (path.is_dir() or not path.parent.is_dir()):
+                raise ValueError(f"{_flag(name)}: expected a file in a folder that exists: {path}")
+        if self.checkpoint is not None and self.checkpoint.is_file():
+            raise ValueError(f"--checkpoint: expected a folder, got the file {self.checkpoint}")
+        if self.resume and self.checkpoint is None:
+            raise ValueError("--resume: expected --checkpoint DIR with it")
+
+    def result_options(self) -> dict[str, Any]:
+        """The options that decide what is learned; the others change no more than rounding."""
+        return {name: getattr(self, name) for name in RESULT_OPTIONS}
+
+
+def parse(arguments: Sequence[str] | None) -> TrainingConfig:
+    """Read a command line, by default this process's.
+
+    Raises:
+        ValueError: in a line, what is wrong with it.
+    """
+    parser = _Parser(
+        prog="python -m microddp.train",
+        description="Data-parallel training with any schedule, precision and accumulation.",
+    )
+
+    def add(name: str, text: str, **more: Any) -> None:
+        default = getattr(TrainingConfig, name)
+        if isinstance(default, (int, float)) and default is not False:
+            more.setdefault("type", type(default))
+        shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+        said = "" if default is None or default is False else f" (default {shown})"
+        if name in CHOICES:
+            more["choices"] = CHOICES[name]
+        parser.add_argument(_flag(name), default=default, help=text + said, **more)
+
+    add("schedule", "how gradients are averaged")
+    add("model", "the cnn has group norm: batch norm would see each rank's shard only")
+    add("data", "for the transformer, a sequence of pixels, or of synthetic tokens")
+    add("channels", "of the cnn's convolutions", type=int, nargs="+", metavar="N")
+    add("hidden", "width of the cnn's linear layer", metavar="N")
+    add("depth", "layers of the mlp, blocks of the transformer", metavar="N")
+    add("width", "of the mlp and the transformer", metavar="N")
+    add("epochs", "passes through the data", metavar="N")
+    add("batch_size", "samples of a step, over all ranks", metavar="N")
+    add("accumulate", "parts in which each rank computes its share of a batch", metavar="K")
+    add("precision", "of operations; weights stay fp32")
+    add("bucket_mb", "size of a bucket in MiB", metavar="MB")
+    add("lr", "learning rate of Adam", metavar="LR")
+    add("seed", "of weights and data", metavar="N")
+    add(
+        "profile", "write a Chrome trace of the last epoch's first steps", type=Path, metavar="FILE"
+    )
+    add("checkpoint", "write what is needed to go on after each epoch", type=Path, metavar="DIR")
+    add("resume", "go on from the checkpoint, if there is one", action="store_true")
+    add("json", "write options, results and times", type=Path, metavar="FILE")
+    options = vars(parser.parse_args(arguments))
+    return TrainingConfig(**options | {"channels": tuple(options["channels"])})
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)  # for the caller, who knows which rank is to speak
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,152 @@
+"""What is trained on what: a model, its loss and its data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import TensorDataset
+
+from microddp.comms import Comms
+from microddp.data import Digits, SyntheticDataset, load_digits, load_mnist, shard
+from microddp.model import FullMLP, ModelConfig, SimpleCNN, Transformer
+from microddp.train.options import TrainingConfig
+
+SYNTHETIC_SAMPLES, SYNTHETIC_TESTS = 4096, 1024
+PIXELS, CLASSES = 64, 10  # of synthetic data, which is shaped like the digits
+LEVELS = 17  # of grey, and as many tokens: those of scikit-learn's digits
+HEADS = 4
+SURPRISES = 0.1  # the share of synthetic tokens that follow no rule
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model and what it is to learn.
+
+    Attributes:
+        model: on the rank's device.
+        train: inputs and targets.
+        test: more of them.
+        classifies: whether targets are classes; else they are values.
+    """
+
+    model: nn.Module
+    train: TensorDataset
+    test: TensorDataset
+    classifies: bool
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The mean over samples, and over tokens where samples are sequences, as a scalar."""
+        if self.classifies:
+            return cross_entropy(outputs.flatten(0, -2), targets.flatten())
+        return mse_loss(outputs, targets)
+
+    def accuracy(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The share of targets that have the largest output, as a scalar."""
+        return (outputs.argmax(-1) == targets).double().mean()
+
+
+def make_task(config: TrainingConfig, comms: Comms) -> Task:
+    """Load the data and make the model. A collective.
+
+    The model's weights come from torch's default generator of the CPU, whatever the device.
+
+    Raises:
+        ValueError: on every rank, if the data cannot be had, or the model's sizes do not fit.
+    """
+    sequences = config.model == "transformer"
+    if config.data == "synthetic":
+        data = synthetic_tokens(config.seed) if sequences else _synthetic(config.seed)
+    else:
+        data = load_digits() if config.data == "digits" else _load_mnist(comms)
+        if sequences:
+            data = Digits(_as_tokens(data.train), _as_tokens(data.test))
+    sample = data.train.tensors[0][0]
+    model: nn.Module
+    if sequences:
+        model = Transformer(LEVELS, config.width, config.depth, HEADS, context=len(sample))
+    elif config.model == "cnn":
+        size = round(len(sample) ** 0.5)
+        model = SimpleCNN(ModelConfig(config.channels, config.hidden, size=size, norm="group"))
+    else:
+        model = FullMLP(config.width, config.depth, inputs=len(sample), outputs=CLASSES)
+    train, test = (
+        TensorDataset(*(tensor.to(comms.device) for tensor in part.tensors))
+        for part in (data.train, data.test)
+    )
+    classifies = not train.tensors[1].is_floating_point()
+    return Task(model.to(comms.device), train, test, classifies)
+
+
+def evaluate(task: Task, comms: Comms, batch_size: int) -> tuple[float, float | None]:
+    """Loss and accuracy on the whole test set, of which each rank reads a part. A collective.
+
+    Args:
+        task: its model is the same on every rank.
+        comms: the ranks.
+        batch_size: samples that are computed at once.
+
+    Returns:
+        The mean loss, and the share of right answers, ``None`` where values are predicted.
+    """
+    sums = torch.zeros(3, dtype=torch.float64, device=comms.device)
+    mine = [shard(tensor, comms.rank, comms.world_size) for tensor in task.test.tensors]
+    with torch.no_grad():
+        for inputs, targets in zip(*(torch.split(t, batch_size) for t in mine), strict=True):
+            outputs = task.model(inputs)
+            sums[0] += len(inputs)
+            sums[1] += len(inputs) * task.loss(outputs, targets)
+            if task.classifies:
+                sums[2] += len(inputs) * task.accuracy(outputs, targets)
+    comms.all_reduce(sums)
+    count, loss, right = sums.tolist()
+    return loss / count, right / count if task.classifies else None
+
+
+def _synthetic(seed: int) -> Digits:
+    x, y = SyntheticDataset(SYNTHETIC_SAMPLES + SYNTHETIC_TESTS, PIXELS, CLASSES, seed=seed).tensors
+    return _split(x, y)
+
+
+def _split(x: torch.Tensor, y: torch.Tensor) -> Digits:
+    n = SYNTHETIC_SAMPLES
+    return Digits(TensorDataset(x[:n], y[:n]), TensorDataset(x[n:], y[n:]))
+
+
+def synthetic_tokens(seed: int) -> Digits:
+    """Chains of tokens in which each token decides the next, but for some surprises.
+
+    Inputs are all tokens of a chain but the last, targets all but the first.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    follower = torch.randperm(LEVELS, generator=generator)
+    shape = SYNTHETIC_SAMPLES + SYNTHETIC_TESTS, PIXELS
+    tokens = torch.randint(LEVELS, shape, generator=generator)
+    surprise = torch.rand(shape, generator=generator) < SURPRISES
+    for i in range(1, PIXELS):
+        tokens[:, i] = torch.where(surprise[:, i], tokens[:, i], follower[tokens[:, i - 1]])
+    return _split(tokens[:, :-1], tokens[:, 1:])
+
+
+def _as_tokens(images: TensorDataset) -> TensorDataset:
+    tokens = (images.tensors[0] * (LEVELS - 1)).round().long()
+    return TensorDataset(tokens[:, :-1], tokens[:, 1:])
+
+
+def _load_mnist(comms: Comms) -> Digits:
+    """One rank of each machine fetches MNIST, then the others read it."""
+    mnist = None
+    for others in (False, True):
+        problem = ""
+        if others == (comms.local_rank > 0):
+            try:
+                mnist = load_mnist()
+            except RuntimeError as error:
+                problem = str(error)
+        problems = [text for text in comms.all_gather_data(problem) if text]
+        if problems:
+            raise ValueError(f"rank {comms.rank}: {problems[0]}")
+    assert mnist is not None
+    return mnist

@@ -1,0 +1,6 @@
+"""What the case study trains on what: a language model, and pairs of sentences."""
+
+from microddp.workloads.paraphrases import Case, Source, load_case, new_model
+from microddp.workloads.sentence_pairs import batches, made_up_pairs
+
+__all__ = ["Case", "Source", "batches", "load_case", "made_up_pairs", "new_model"]

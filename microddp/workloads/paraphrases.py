@@ -1,0 +1,244 @@
+"""The case study's model and data: a SmolLM2-360M that learns to tell paraphrases.
+
+Needs ``transformers``, and for the real weights and sentences ``datasets`` and the Hugging Face
+hub. Without the hub, weights are random and the pairs are made here, with MRPC's lengths.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import threading
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from microddp.comms import Comms
+from microddp.workloads.sentence_pairs import (
+    MAX_TOKENS,
+    PAD,
+    TRAINING_PAIRS,
+    VALIDATION_PAIRS,
+    made_up_pairs,
+)
+
+# Source: config.json of https://huggingface.co/HuggingFaceTB/SmolLM2-360M, commit 3ce05f6.
+FULL = {
+    "vocab_size": 49152,
+    "hidden_size": 960,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 15,
+    "num_key_value_heads": 5,
+    "intermediate_size": 2560,
+}
+# For a processor: the same ratios of heads and widths, a batch of 16 in some tenths of a second.
+SMALL = FULL | {
+    "vocab_size": 4096,
+    "hidden_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 512,
+}
+SIZES = {"full": FULL, "small": SMALL}
+ROPE_THETA, MAX_POSITIONS, RMS_NORM_EPS = 100000, 8192, 1e-5
+HUB_TIMEOUT = 3.0  # seconds; transformers itself would try for most of a minute
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where weights, tokenizer and pairs come from: names on the hub, or local folders.
+
+    Attributes:
+        model: of ``from_pretrained``.
+        data: arguments of ``load_dataset``.
+    """
+
+    model: str = "HuggingFaceTB/SmolLM2-360M"
+    data: tuple[str, ...] = ("nyu-mll/glue", "mrpc")
+
+    @property
+    def local(self) -> bool:
+        """Whether it is on this machine's disk."""
+        return Path(self.model).is_dir()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to fine-tune, and its sentence pairs.
+
+    Attributes:
+        model: maps ``input_ids`` and ``attention_mask`` to two logits, and with ``labels`` to a
+            loss; in fp32, on the device, equal on all ranks.
+        train: tokens ``(pairs, length)``, padded with ``pad``; mask of the same shape; labels
+            ``(pairs,)``, 1 for a paraphrase.
+        validation: likewise.
+        pad: the number of the padding token.
+        origin: what is real and what is not, and why; for the page.
+        made_up: whether the pairs were made here.
+    """
+
+    model: nn.Module
+    train: TensorDataset
+    validation: TensorDataset
+    pad: int
+    origin: str
+    made_up: bool = False
+
+    def statistics(self) -> list[tuple[str, str]]:
+        """Numbers that describe the training pairs, by name."""
+        tokens, mask, labels = self.train.tensors
+        lengths = mask.sum(1).float()
+        return [
+            ("training pairs", str(len(tokens))),
+            ("tokens a pair", f"{lengths.mean():.1f} +- {lengths.std():.1f}"),
+            ("longest", f"{lengths.max():.0f}"),
+            ("paraphrases", f"{labels.float().mean():.1%}"),
+        ]
+
+
+def load_case(size: str, comms: Comms, source: Source | None = None) -> Case:
+    """The model and the pairs, real if that is possible, and the same kind on every rank.
+
+    Rank 0 tries first, and fills the cache of its machine; the others follow if it succeeded.
+    The real weights fit the full size only.
+
+    Args:
+        size: ``"full"`` or ``"small"``.
+        comms: all ranks call it together.
+        source: where the real ones are; default: the hub, unless it cannot be reached. With
+            ``HF_HUB_OFFLINE=1`` only what was downloaded earlier.
+
+    Raises:
+        ValueError: the size is unknown.
+        RuntimeError: on every rank, if a rank cannot load from a local source.
+    """
+    if size not in SIZES:
+        raise ValueError(f"rank {comms.rank}: expected size in {list(SIZES)}, got {size!r}")
+    source = source or Source()
+    case, problem = _try(size, comms, source) if comms.rank == 0 else (None, "")
+    problem = comms.all_gather_data(problem)[0]
+    if comms.rank > 0 and not problem:
+        case, problem = _try(size, comms, source)
+    problems = [text for text in comms.all_gather_data(problem) if text]
+    if problems and source.local:
+        raise RuntimeError(f"rank {comms.rank}: expected a model and pairs, got {problems[0]}")
+    if problems or case is None:
+        return made_up_case(size, comms.device, why=problems[0])
+    return case
+
+
+def made_up_case(size: str, device: torch.device, why: str) -> Case:
+    """The architecture with random weights, the same on each call, and pairs made here."""
+    vocabulary = SIZES[size]["vocab_size"]
+    return Case(
+        new_model(size, PAD).to(device),
+        made_up_pairs(TRAINING_PAIRS, vocabulary, seed=0),
+        made_up_pairs(VALIDATION_PAIRS, vocabulary, seed=1),
+        PAD,
+        f"random weights ({size} size) and made-up pairs, because {why}",
+        made_up=True,
+    )
+
+
+def new_model(size: str, pad: int | None, vocabulary: int | None = None) -> nn.Module:
+    """The architecture with a head of two classes and random weights, the same on each call.
+
+    Args:
+        size: ``"full"`` or ``"small"``.
+        pad: the padding token. The head reads the logits at the last token that is another one.
+        vocabulary: number of different tokens, if not the size's own.
+    """
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    config = LlamaConfig(
+        **(SIZES[size] | ({"vocab_size": vocabulary} if vocabulary else {})),
+        max_position_embeddings=MAX_POSITIONS,
+        rms_norm_eps=RMS_NORM_EPS,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        tie_word_embeddings=True,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=pad,
+        num_labels=2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: nn.Module = LlamaForSequenceClassification(config)
+    return model
+
+
+def _try(size: str, comms: Comms, source: Source) -> tuple[Case | None, str]:
+    """The real model and pairs, or why not."""
+    missing = importlib.util.find_spec("datasets") is None
+    if missing:
+        return None, "the package datasets is not installed (pip install microddp[llm])"
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    if not (source.local or offline) and (problem := _unreachable()):
+        return None, f"the hub cannot be reached ({problem})"
+    try:
+        return _load(size, comms.device, source), ""
+    except Exception as error:  # the network, the cache and the disk can fail in many ways
+        return None, f"loading failed ({type(error).__name__}: {str(error).splitlines()[0]})"
+
+
+def _unreachable() -> str:
+    """Why the hub does not answer, within ``HUB_TIMEOUT``; empty if it does."""
+    url = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    outcome = [f"no answer in {HUB_TIMEOUT:g} s"]
+
+    def ask() -> None:
+        try:
+            request = urllib.request.Request(url, method="HEAD")
+            urllib.request.urlopen(request, timeout=HUB_TIMEOUT).close()
+            outcome.append("")
+        except (OSError, ValueError) as error:
+            outcome.append(str(getattr(error, "reason", error)))
+
+    # On a thread of its own: the look-up of the name has no time-out.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(HUB_TIMEOUT)
+    return outcome[-1]
+
+
+def _load(size: str, device: torch.device, source: Source) -> Case:
+    import datasets
+    import transformers
+
+    transformers.logging.set_verbosity_error()  # that the head is new is known
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source.model)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    found = datasets.load_dataset(*source.data)
+
+    def encoded(split: str) -> TensorDataset:
+        pairs = found[split]
+        texts = [f"{a}\n{b}" for a, b in zip(pairs["sentence1"], pairs["sentence2"], strict=True)]
+        both = tokenizer(
+            texts, padding=True, truncation=True, max_length=MAX_TOKENS, padding_side="right"
+        )
+        columns = (both["input_ids"], both["attention_mask"], pairs["label"])
+        return TensorDataset(*(torch.tensor(list(column)) for column in columns))
+
+    if size == "full":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # of the head
+            model = transformers.LlamaForSequenceClassification.from_pretrained(
+                source.model, num_labels=2, dtype=torch.float32
+            )
+        model.config.pad_token_id = tokenizer.pad_token_id
+        weights = f"the weights of {source.model}"
+    else:
+        model = new_model(size, tokenizer.pad_token_id, len(tokenizer))
+        weights = f"random weights ({size} size) with the tokenizer of {source.model}"
+    origin = f"{weights}, and the pairs of {' '.join(source.data)}"
+    train, validation = encoded("train"), encoded("validation")
+    return Case(model.to(device), train, validation, tokenizer.pad_token_id, origin)

@@ -1,0 +1,81 @@
+"""Pairs of sentences: made up with the lengths of MRPC's, and dealt out to the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import TensorDataset
+
+from microddp.comms import Comms
+from microddp.data import ShardedBatches, shard
+
+TRAINING_PAIRS, VALIDATION_PAIRS = 3668, 408  # GLUE's split of MRPC; its test set has 1725
+PARAPHRASES = 0.675  # of MRPC's training pairs
+# GLUE's parquet file of 3668 pairs holds 943843 bytes, 12 to 20 of each pair not text: about 120
+# characters a sentence, or 22 words of 5.5. The deviation and the tokens are assumptions.
+WORDS, DEVIATION, LIMITS, TOKENS_PER_WORD = 22.0, 5.5, (5, 40), 1.2
+MAX_TOKENS = 128  # of a pair; what is longer is cut
+SKEW = 4  # a few words are most of a text: half of the tokens are 6 % of a sentence's words
+PAD, SEPARATOR, FIRST_WORD = 0, 1, 2  # token numbers of the pairs made here
+
+
+def made_up_pairs(samples: int, vocabulary: int, seed: int) -> TensorDataset:
+    """Pairs of sentences of random words: tokens, mask and labels.
+
+    A paraphrase has the words of the first sentence in another order; any other second sentence
+    has words of the vocabulary's upper half, which no first sentence uses. That is easier to tell
+    than in English. As many are paraphrases as in MRPC.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> torch.Tensor:
+        skewed = torch.rand(samples, longest, generator=generator) ** SKEW
+        return low + (skewed * (high - low)).long()
+
+    words = torch.randn(samples, 2, generator=generator) * DEVIATION + WORDS
+    lengths = (words.clamp(*LIMITS) * TOKENS_PER_WORD).round().long()
+    first, second = lengths[:, :1], lengths[:, 1:]
+    longest = int(max(first.max(), second.max()))
+    half = (FIRST_WORD + vocabulary) // 2
+    place = torch.arange(longest)
+    original = draw(FIRST_WORD, half)
+    keys = torch.rand(samples, longest, generator=generator)
+    shuffled = original.gather(1, keys.masked_fill(place >= first, 2).argsort(dim=1))
+    similar = torch.where(place < first, shuffled, draw(FIRST_WORD, half))
+    labels = torch.arange(samples) < round(PARAPHRASES * samples)
+    labels = labels[torch.randperm(samples, generator=generator)]
+    other = torch.where(labels[:, None], similar, draw(half, vocabulary))
+
+    place = torch.arange(2 * longest + 1)
+    tokens = torch.where(
+        place < first,
+        original.gather(1, place.expand(samples, -1).clamp(max=longest - 1)),
+        other.gather(1, (place - first - 1).clamp(0, longest - 1)),
+    ).where(place != first, SEPARATOR)
+    mask = place <= first + second
+    tokens = tokens.where(mask, PAD)[:, :MAX_TOKENS]
+    return TensorDataset(tokens, mask[:, :MAX_TOKENS].long(), labels.long())
+
+
+def batches(
+    pairs: TensorDataset, batch_size: int, comms: Comms, epoch: int = 0, *, whole: bool = False
+) -> Iterator[dict[str, torch.Tensor]]:
+    """This rank's shards of an epoch's global batches, as arguments of the model.
+
+    Each is as long as the longest pair of the global batch, so that all ranks have equal shapes.
+
+    Args:
+        pairs: tokens, mask and labels, as in :class:`~microddp.workloads.paraphrases.Case`.
+        batch_size: pairs of a global batch, a multiple of the number of ranks.
+        comms: the ranks that share it.
+        epoch: gives the order.
+        whole: the global batches instead of the shards, for one device alone.
+    """
+    rank, ranks = (0, 1) if whole else (comms.rank, comms.world_size)
+    ShardedBatches(pairs, batch_size, rank, ranks)  # checks that the batch divides
+    for tokens, mask, labels in ShardedBatches(pairs, batch_size, 0, 1).epoch(epoch):
+        length = int(mask.sum(1).max())
+        columns = {"input_ids": tokens[:, :length], "attention_mask": mask[:, :length]}
+        mine = {k: shard(v, rank, ranks) for k, v in (columns | {"labels": labels}).items()}
+        yield {name: tensor.to(comms.device) for name, tensor in mine.items()}

@@ -1,0 +1,88 @@
+"""The benchmarks' command line: what it measures, writes and refuses."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from ranks import on_ranks
+
+from microddp.allreduce import ALGORITHMS
+from microddp.bench.allreduce import Row, check_sum, conclusions
+
+BENCH = ("-m", "microddp.bench", "allreduce")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+def run(*command, status=0):
+    done = subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == status, done.stderr
+    return done
+
+
+def test_reports_every_algorithm_against_the_backend(tmp_path):
+    report, plot = tmp_path / "report.json", tmp_path / "plot.png"
+    options = ("--size-mb", "1", "--check", "--iters", "3", "--json", report, "--plot", plot)
+    printed = run(*TORCHRUN, *BENCH, *options).stdout
+    assert "gloo, 2 ranks on " in printed
+    assert "Every result was the exact sum." in printed
+    rows = json.loads(report.read_text())["rows"]
+    assert [row["algorithm"] for row in rows] == ["backend", *ALGORITHMS]
+    backend = rows[0]
+    assert backend["ratio_to_backend"] is None
+    for row in rows:
+        assert row["nbytes"] == 2**20
+        seconds = row["median_ms"] / 1e3
+        assert row["algorithm_gbs"] == pytest.approx(2**20 / seconds / 1e9)
+        assert row["bus_gbs"] == pytest.approx(row["algorithm_gbs"]), "2 (n-1)/n is 1 for 2 ranks"
+        assert row["median_ms"] <= row["p95_ms"]
+    for row in rows[1:]:
+        sentence = f"{row['algorithm']}, by the time of the backend: "
+        assert f"{sentence}{row['ratio_to_backend']:.2f} times for 1 MiB" in printed
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plot.png", "report.json"]
+
+
+def test_conclusions_are_means_for_small_and_for_large_tensors():
+    rows = [
+        Row(name, size << 20, 1, 1, 1, 1, ratio)
+        for size, ratio in ((1, 3.0), (4, 3.0), (8, 2.0), (64, 0.5))
+        for name, ratio in (("backend", None), ("ring", ratio))
+    ]
+    expected = "3.00 times for 1 MiB to 4 MiB, 1.00 times for 8 MiB to 64 MiB (geometric mean)."
+    assert conclusions(rows) == [f"ring, by the time of the backend: {expected}"]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--size-mb", "0"], "argument --size-mb: expected a positive number, got 0"),
+        (["--size-mb", "much"], "argument --size-mb: invalid positive number value: 'much'"),
+        (["--iters", "0"], "argument --iters: expected a positive number, got 0"),
+        (["--algorithm", "star"], "argument --algorithm: invalid choice: 'star'"),
+        (["--sweep", "--size-mb", "1"], "argument --size-mb: not allowed with argument --sweep"),
+        (["--json", "no/such/folder/file"], "expected a file in a folder that exists"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_refuses_bad_options_in_a_line(options, complaint):
+    done = run(sys.executable, *BENCH, *options, status=2)
+    assert complaint in done.stderr.splitlines()[-1]
+    assert not done.stdout, "nothing was measured"
+
+
+@on_ranks(3)
+def test_the_check_finds_an_error_of_one_rank_on_every_rank(comms):
+    def wrong_on_rank_2(tensor):
+        comms.all_reduce(tensor)
+        if comms.rank == 2:
+            tensor[5] += 1
+
+    tensor = torch.empty(10)
+    check_sum("right", comms.all_reduce, tensor, comms)
+    message = rf"rank {comms.rank}: wrong: .* in 10 places, got wrong ones: \[0, 0, 1\] by rank"
+    with pytest.raises(RuntimeError, match=message):
+        check_sum("wrong", wrong_on_rank_2, tensor, comms)

@@ -1,0 +1,71 @@
+"""Short texts between ranks."""
+
+import pytest
+import torch
+from ranks import on_ranks
+
+from microddp.comms import describe
+from microddp.comms.agreement import HEADER_BYTES, Headers
+
+
+@pytest.mark.parametrize(
+    ("tensor", "text"),
+    [
+        (torch.zeros(3, 5), "float32 (3, 5)"),
+        (torch.tensor(1), "int64 ()"),
+        (torch.zeros(0, dtype=torch.bfloat16), "bfloat16 (0,)"),
+        (torch.zeros(2, 1).to(torch.float8_e4m3fn), "float8_e4m3fn (2, 1)"),
+    ],
+)
+def test_describe_tells_dtype_and_shape(tensor, text):
+    assert describe(tensor) == text
+
+
+def headers(comms):
+    return Headers(comms.group, comms.device)
+
+
+@on_ranks()
+def test_share_gives_every_rank_the_text_of_the_source(comms):
+    for src in range(comms.world_size):
+        text = headers(comms).share(f"from rank {comms.rank}", src)
+        assert text == f"from rank {src}"
+
+
+@on_ranks()
+def test_exchange_gives_every_rank_all_texts_in_rank_order(comms):
+    texts = headers(comms).exchange(f"é {comms.rank}")
+    assert texts == [f"é {rank}" for rank in range(comms.world_size)]
+
+
+@on_ranks(2)
+def test_headers_to_one_rank_arrive_in_order(comms):
+    if comms.rank == 0:
+        for work in [headers(comms).send(text, 1) for text in ("first", "", "third")]:
+            work.wait()
+    else:
+        assert [headers(comms).recv(0) for _ in range(3)] == ["first", "", "third"]
+
+
+@on_ranks(2)
+def test_a_text_that_is_too_long_is_cut_to_the_header(comms):
+    text = headers(comms).share("x" * 1000, 0)
+    assert text == "x" * HEADER_BYTES
+    text = headers(comms).share("x" * (HEADER_BYTES - 1) + "é", 0)  # cut within a character
+    assert text.startswith("x" * (HEADER_BYTES - 1))
+
+
+@on_ranks()
+def test_agree_is_silent_where_all_say_the_same(comms):
+    headers(comms).agree("all_reduce(float32 (3,), op=sum)")
+
+
+@on_ranks(3, 5)
+def test_agree_names_the_odd_ranks_on_every_rank(comms):
+    odd = comms.world_size - 1
+    with pytest.raises(RuntimeError) as caught:
+        headers(comms).agree("something else" if comms.rank == odd else "the usual")
+    assert str(caught.value) == (
+        f"rank {comms.rank}: the ranks disagree: rank {odd} calls something else; "
+        "expected the usual"
+    )

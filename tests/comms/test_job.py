@@ -1,0 +1,345 @@
+"""Joining a job, and what becomes of it when a rank dies or hangs."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks, run
+from test_machine import linux, policies
+
+import microddp
+from microddp.allreduce import ring_all_reduce
+from microddp.comms import cpu_cores
+from microddp.comms.job import TORCHRUN_VARIABLES
+
+SECONDS_AFTER_DEATH = 10  # within which the others must know
+TIMEOUT = 1  # seconds for a rank that hangs
+SECONDS_AFTER_TIMEOUT = 5
+
+
+def init_fails(error, message):
+    """Whether init raises that, quickly, and leaves nothing behind."""
+    start = time.monotonic()
+    with pytest.raises(error, match=f"^{message}"):
+        microddp.init()
+    assert time.monotonic() - start < 1
+    assert not dist.is_initialized()
+
+
+ALONE = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WORLD_SIZE": "two"}, "expected WORLD_SIZE to be a number, got 'two'"),
+        ({"RANK": ""}, "expected RANK to be a number, got ''"),
+        ({"LOCAL_RANK": "0.5"}, "expected LOCAL_RANK to be a number, got '0.5'"),
+        ({"MASTER_PORT": "http"}, "expected MASTER_PORT to be a number, got 'http'"),
+        ({"MASTER_PORT": "65536"}, "expected a port as MASTER_PORT, got 65536"),
+        ({"RANK": "1"}, "expected 0 <= RANK < WORLD_SIZE, got RANK=1, WORLD_SIZE=1"),
+        ({"RANK": "-1"}, "expected 0 <= RANK < WORLD_SIZE, got RANK=-1, WORLD_SIZE=1"),
+        ({"WORLD_SIZE": "0"}, "expected 0 <= RANK < WORLD_SIZE, got RANK=0, WORLD_SIZE=0"),
+        ({"LOCAL_RANK": "3"}, "expected 0 <= LOCAL_RANK < LOCAL_WORLD_SIZE, got LOCAL_RANK=3"),
+        ({"LOCAL_WORLD_SIZE": "2"}, "expected LOCAL_WORLD_SIZE <= WORLD_SIZE, got 2 and 1"),
+        ({"MICRODDP_TIMEOUT": "soon"}, "expected MICRODDP_TIMEOUT .* seconds, got 'soon'"),
+        ({"MICRODDP_TIMEOUT": ""}, "expected MICRODDP_TIMEOUT .* seconds, got ''"),
+        ({"MICRODDP_TIMEOUT": "0"}, "expected MICRODDP_TIMEOUT .* seconds, got '0'"),
+        ({"MICRODDP_TIMEOUT": "-3"}, "expected MICRODDP_TIMEOUT .* seconds, got '-3'"),
+        ({"MICRODDP_TIMEOUT": "inf"}, "expected MICRODDP_TIMEOUT .* seconds, got 'inf'"),
+        ({"MICRODDP_TIMEOUT": "nan"}, "expected MICRODDP_TIMEOUT .* seconds, got 'nan'"),
+    ],
+    ids=lambda value: "=".join(*value.items()) if isinstance(value, dict) else "",
+)
+def test_a_wrong_environment_is_refused(variables, message):
+    run(init_fails, 1, ValueError, message, join=False, environment=variables)
+
+
+def init_with_a_part():
+    whole = dict(os.environ)
+    for missing in TORCHRUN_VARIABLES:
+        del os.environ[missing]
+        init_fails(ValueError, f"expected all of .*; missing: {missing}$")
+        os.environ |= whole
+    for name in TORCHRUN_VARIABLES:
+        del os.environ[name]
+    os.environ["WORLD_SIZE"] = "2"
+    missing = "RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT"
+    init_fails(ValueError, f"expected all of .*; missing: {missing}$")
+
+
+def test_a_partial_environment_is_refused_with_what_is_missing():
+    run(init_with_a_part, 1, join=False)
+
+
+def init_with_argument():
+    for wrong in (0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="expected timeout to be a positive number of seconds"):
+            microddp.init(timeout=wrong)
+    with microddp.init(timeout=7.5) as comms:
+        assert comms.timeout == 7.5
+    del os.environ["MICRODDP_TIMEOUT"]
+    with microddp.init() as comms:
+        assert comms.timeout == 300
+
+
+def test_the_argument_counts_for_more_than_the_environment_and_both_than_the_default():
+    run(init_with_argument, 1, join=False)
+
+
+@on_ranks(2)
+def test_a_second_init_is_refused_until_the_first_is_closed(comms):
+    with pytest.raises(RuntimeError, match=f"rank {comms.rank}: .* was called before"):
+        microddp.init()
+    assert comms.all_gather(torch.tensor(comms.rank)).tolist() == [0, 1]
+    comms.close()
+    with microddp.init() as again:
+        assert again.all_gather(torch.tensor(again.rank)).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("nccl", "backend", "error", "message"),
+    [
+        (True, "mpi", ValueError, r"rank 0: expected backend in \['gloo', 'nccl'\], got 'mpi'"),
+        (False, "nccl", RuntimeError, r"rank 0: this torch .* without nccl; it has \['gloo'\]"),
+        (True, "nccl", RuntimeError, "rank 0: NCCL needs a GPU for each rank, expected 1 .* got 0"),
+    ],
+)
+def test_a_backend_that_cannot_be_used_is_refused(monkeypatch, nccl, backend, error, message):
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(error, match=f"^{message}"):
+        microddp.init(backend)
+    assert not dist.is_initialized()
+
+
+@on_ranks()
+def test_ranks_on_a_cpu_share_its_cores_in_the_batch_class(comms):
+    if comms.device.type == "cpu":
+        assert torch.get_num_threads() == max(1, cpu_cores() // comms.world_size)
+    expected = {"none"} if not linux else {"batch"} if comms.world_size > 1 else {"other"}
+    assert policies() == expected
+
+
+def meet_in_vain(timeout):
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        microddp.init(timeout=timeout)
+    assert not dist.is_initialized()
+    return time.monotonic() - start, str(caught.value)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "no-such-host.invalid"])
+def test_an_unreachable_master_is_an_error_in_time_that_names_it(address):
+    variables = {"MASTER_ADDR": address, "MASTER_PORT": "1", "RANK": "1", "WORLD_SIZE": "2"}
+    [(seconds, message)] = run(meet_in_vain, 1, 1.0, join=False, environment=variables)
+    start = f"rank 1: expected 2 ranks to meet at {address}:1 within 1 s, got: "
+    assert message.startswith(start)
+    assert seconds < 10
+
+
+def test_a_rank_that_never_comes_is_an_error_in_time():
+    [(seconds, message)] = run(meet_in_vain, 1, 0.5, join=False, environment={"WORLD_SIZE": "2"})
+    assert re.match(r"rank 0: expected 2 ranks to meet at 127.0.0.1:\d+ within 0.5 s, got", message)
+    assert seconds < 10
+
+
+def test_plain_python_is_a_job_of_one_that_tells_how_to_get_more(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import torch, microddp\n"
+        "with microddp.init() as comms:\n"
+        "    assert (comms.rank, comms.world_size) == (0, 1)\n"
+        "    total = torch.ones(2)\n"
+        "    comms.all_reduce(total)\n"
+        "    print(total.tolist())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "microddp: one rank. For more: torchrun --nproc-per-node=4 script.py",
+        "[1.0, 1.0]",
+    ]
+    assert done.stderr == ""
+
+
+@pytest.mark.skipif(not linux, reason="threads are listed by Linux only")
+def test_no_thread_of_the_backend_outlives_close_whatever_was_imported():
+    script = (
+        "import glob, microddp\n"
+        "comms = microddp.init()\n"
+        "import torch._dynamo  # as an optimizer does, when it is made\n"
+        "comms.close()\n"
+        "print(*{open(f).read().strip() for f in glob.glob('/proc/self/task/*/comm')}, sep='\\n')"
+    )
+    threads = subprocess.check_output([sys.executable, "-c", script], text=True, timeout=60)
+    assert "one rank" in threads
+    assert "gloo" not in threads, "it would abort the process if it let go of a tensor too late"
+
+
+@pytest.mark.skipif(not linux, reason="threads are listed by Linux only")
+@on_ranks(2)
+def test_no_thread_of_the_backend_outlives_close_after_messages(comms):
+    sub = comms.subgroup(range(2))
+    for group in (sub, comms):
+        ring_all_reduce(torch.ones(10), group)
+        group.sendrecv(torch.ones(10), 1 - group.rank, torch.ones(10), 1 - group.rank)
+        if group.rank == 0:
+            group.send(torch.ones(1), 1)
+        else:
+            group.recv(torch.ones(1), 0)
+    sub.close()
+    comms.close()
+    threads = {path.read_text() for path in Path("/proc/self/task").glob("*/comm")}
+    assert not [name for name in threads if "gloo" in name]
+
+
+# ---- a rank that dies, a rank that hangs
+
+
+def all_reduce(comms):
+    comms.all_reduce(torch.ones(10))
+
+
+def all_gather(comms):
+    comms.all_gather(torch.ones(10))
+
+
+def barrier(comms):
+    comms.barrier()
+
+
+def ring(comms):
+    ring_all_reduce(torch.ones(1 << 20), comms)
+
+
+def receive(comms):
+    comms.recv(torch.ones(10), 1)
+
+
+def exchange(comms):
+    comms.sendrecv(torch.ones(10), 1, torch.ones(10), 1)
+
+
+def send_much(comms):
+    comms.send(torch.ones(1 << 22), 1)  # more than the sockets hold
+
+
+def share_words(comms):
+    comms.all_gather_data("what")
+
+
+OPERATIONS = (all_reduce, all_gather, barrier, ring, receive, exchange, send_much, share_words)
+
+
+def seconds_until_error(comms, operation, misbehave, *arguments):
+    """On rank 1: misbehave. On the others: how long the operation takes to fail."""
+    comms.barrier()
+    if comms.rank == 1:
+        misbehave(*arguments)
+        return 0.0
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        operation(comms)
+    seconds = time.monotonic() - start
+    for noticed in arguments:
+        Path(noticed).touch()
+    return seconds
+
+
+def leave():
+    os._exit(7)
+
+
+def be_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang(noticed):
+    end = time.monotonic() + TIMEOUT + SECONDS_AFTER_TIMEOUT
+    while not Path(noticed).exists() and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def sleep():
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(("misbehave", "code"), [(leave, 7), (be_killed, -signal.SIGKILL)])
+def test_a_dead_rank_is_an_error_on_the_others_within_seconds(operation, misbehave, code):
+    results = run(seconds_until_error, 3, operation, misbehave, dies=[1])
+    assert results[1] == code
+    assert max(results[0], results[2]) < SECONDS_AFTER_DEATH
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_hanging_rank_is_an_error_on_the_others_when_the_time_is_up(operation, tmp_path):
+    noticed, short = str(tmp_path / "noticed"), {"MICRODDP_TIMEOUT": str(TIMEOUT)}
+    results = run(seconds_until_error, 2, operation, hang, noticed, environment=short)
+    assert 0.9 * TIMEOUT < results[0] < TIMEOUT + SECONDS_AFTER_TIMEOUT
+
+
+# ---- the harness of these tests
+
+
+def misbehave_on_rank_1(comms, how):
+    if comms.rank == 1:
+        how()
+    comms.barrier()
+
+
+def complain():
+    raise KeyError("the cause")
+
+
+@pytest.mark.parametrize(
+    ("how", "story"),
+    [
+        (complain, "rank 1 raised"),
+        (leave, "rank 1 ended with status 7"),
+        (be_killed, "rank 1 ended with status -9"),
+        (sleep, "rank 0 did not end in time"),
+    ],
+)
+def test_a_failing_job_ends_in_time_and_tells_the_cause_first(how, story):
+    start = time.monotonic()
+    with pytest.raises(AssertionError) as caught:
+        run(misbehave_on_rank_1, 3, how, timeout=3)
+    assert time.monotonic() - start < 8
+    told = str(caught.value).split("\nThen:")[0]
+    assert told.startswith(f"misbehave_on_rank_1 on 3 ranks: {story}")
+    assert how is not complain or "KeyError: 'the cause'" in told
+    assert how is not sleep or "in barrier" in told
+
+
+def pid(_comms):
+    return os.getpid()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_job_leaves_no_process_behind(fails, tmp_path):
+    if fails:
+        with pytest.raises(AssertionError):
+            run(write_pid_and_hang, 2, str(tmp_path), timeout=2)
+        pids = [int(path.name) for path in Path(tmp_path).iterdir()]
+    else:
+        pids = run(pid, 2)
+    assert len(set(pids)) == 2
+    for number in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(number, 0)
+
+
+def write_pid_and_hang(_comms, folder):
+    Path(folder, str(os.getpid())).touch()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(60)

@@ -1,0 +1,118 @@
+"""Predicted steps: cases worked out by hand, and the parts they are made of."""
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch.nn.functional import mse_loss
+
+from microddp.allreduce import AllReduceCost, estimate_communication_time
+from microddp.bucketing import BucketedDDPHooks
+from microddp.model import FullMLP
+from microddp.performance import (
+    Bucket,
+    ComputeTimes,
+    cores_for_each_rank,
+    measure_all_reduce,
+    measure_compute,
+    plan_by_name,
+    predict_step,
+)
+from microddp.report import MIB
+
+
+def test_communication_time_is_the_models():
+    assert estimate_communication_time(4e9, 4, bandwidth=1e9) == 6
+    assert estimate_communication_time(4e9, 4, 1e9, latency=1, algorithm="ring") == 12
+    assert estimate_communication_time(1e9, 2, 1e9, algorithm="naive") == 2
+    assert estimate_communication_time(1e9, 1, 1e9) == 0
+    with pytest.raises(ValueError, match="bandwidth above 0"):
+        estimate_communication_time(1, 2, 0)
+
+
+# Backward takes 10 s; its gradients come after 4 s and 10 s.
+COMPUTE = ComputeTimes(forward=5, backward=10, ready={"b": 4, "a": 10}, optimizer=1, copy=0)
+BOTH = [Bucket(("b",), 3), Bucket(("a",), 2)]
+ONE = [Bucket(("b", "a"), 5)]
+NETWORK = AllReduceCost(alpha=0, beta=1, cores=0)  # that needs no processor
+
+
+@pytest.mark.parametrize(
+    ("buckets", "cost", "overlap", "step", "exposed", "hidden"),
+    [
+        (BOTH, NETWORK, True, 18, 2, 3),  # b travels from 4 to 7, a from 10 to 12
+        (ONE, NETWORK, True, 21, 5, 0),
+        (BOTH, NETWORK, False, 21, 5, 0),
+        (BOTH, AllReduceCost(1, 1, 0), True, 19, 3, 4),  # each starts up for a second
+        (BOTH, AllReduceCost(0, 3, 0), True, 5 + 4 + 15 + 1, 9, 6),  # a waits for b: 4 to 13 to 19
+    ],
+)
+def test_buckets_travel_one_after_the_other_behind_backward(
+    buckets, cost, overlap, step, exposed, hidden
+):
+    predicted = predict_step(COMPUTE, buckets, cost, overlap=overlap)
+    assert (predicted.step, predicted.exposed, predicted.hidden) == (step, exposed, hidden)
+
+
+def test_what_moves_bytes_takes_cores_from_backward(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    half = AllReduceCost(0, 1, cores=0.5)
+    # b travels from 4 to 7, and backward does 1.5 of 3 seconds' work: it ends at 11.5.
+    predicted = predict_step(COMPUTE, BOTH, half, cores=1)
+    assert (predicted.step, predicted.exposed) == (5 + 11.5 + 2 + 1, 2)
+    assert predict_step(COMPUTE, BOTH, half, cores=2).step == 18  # enough cores for both
+    # With none left over, nothing is gained over sending after backward.
+    full = AllReduceCost(0, 1, cores=1)
+    assert predict_step(COMPUTE, BOTH, full, cores=1).step == 21
+
+
+def test_copies_into_buckets_lengthen_backward():
+    compute = ComputeTimes(5, 10, {"b": 4, "a": 10}, 1, copy=0.5)
+    predicted = predict_step(compute, BOTH, NETWORK)
+    assert predicted.step == 5 + 10 + 2.5 + 2 + 1
+
+
+@on_ranks(2)
+def test_the_plan_is_that_of_the_hooks(comms):
+    model = FullMLP(64, 6)
+    order = [name for name, _ in reversed(list(model.named_parameters()))]
+    for cap in (0.01, 0.05, 25.0):
+        hooks = BucketedDDPHooks(model, comms, cap)
+        plan = plan_by_name(model, order, cap)
+        assert [list(bucket.names) for bucket in plan] == [
+            [hooks.names[i] for i in bucket] for bucket in hooks.plan
+        ]
+        assert [bucket.nbytes for bucket in plan] == [b.buffer().nbytes for b in hooks.buckets]
+        hooks.remove()
+    assert len(plan_by_name(model, order, 0)) == len(order)
+
+
+@on_ranks(2)
+def test_an_all_reduce_costs_time_and_cores(comms):
+    cost = measure_all_reduce(comms, sizes=(MIB // 4, 16 * MIB), repeat=5)
+    assert cost.seconds(16 * MIB) > cost.seconds(MIB // 4) > 0
+    assert cost.alpha >= 0
+    assert 0 < cost.cores < 16
+    everyone = comms.all_gather_data([cost.alpha, cost.beta, cost.cores])
+    assert everyone[0] == everyone[1], "ranks must predict alike"
+
+
+@on_ranks(1, 2)
+def test_the_parts_of_a_step(comms):
+    model = FullMLP(64, 4)
+    batch = (torch.randn(8, 64), torch.randn(8, 64))
+    compute = measure_compute(
+        model, mse_loss, batch, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), comms, repeat=5
+    )
+    names = [name for name, _ in model.named_parameters()]
+    assert sorted(compute.ready) == sorted(names)
+    assert next(iter(compute.ready)).startswith("layers.3"), "the last layer's gradients are first"
+    assert 0 < max(compute.ready.values()) <= compute.backward * 1.5
+    assert min(compute.forward, compute.optimizer, compute.copy) > 0
+    assert all(p.grad is None for p in model.parameters()), "it works on a copy"
+
+
+@on_ranks(2)
+def test_cores_are_shared(comms):
+    assert cores_for_each_rank(comms) > 0
+    comms.device = torch.device("cuda")
+    assert cores_for_each_rank(comms) is None

@@ -1,0 +1,325 @@
+"""Where the time of a step goes, by what the profiler saw."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import on_ranks
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from microddp.ddp import DDP
+from microddp.model import SimpleCNN, Transformer
+from microddp.performance import ProfileSummary, profile_steps
+from microddp.performance.profiler_events import Event, summarize
+from microddp.schedule import naive_data_parallel_step
+from microddp.timing import covered, in_both
+
+# ---- kinds and interval arithmetic, on events made by hand
+
+
+def op(name, start, end, alone=None, within=(), device=False):
+    return Event(name, start, end, end - start if alone is None else alone, within, device)
+
+
+KERNEL = "void at::native::vectorized_elementwise_kernel<4, at::native::AddFunctor>"
+NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+@pytest.mark.parametrize(
+    ("name", "within", "kind"),
+    [
+        ("aten::mm", (), "matrix multiplication"),
+        ("aten::addmm", ("aten::linear",), "matrix multiplication"),
+        ("aten::t", ("aten::linear", "AddmmBackward0"), "matrix multiplication"),
+        ("aten::bmm", ("aten::scaled_dot_product_attention",), "attention"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", (), "attention"),
+        ("aten::mkldnn_convolution", ("aten::conv2d",), "convolution"),
+        ("aten::silu", (), "elementwise"),
+        ("aten::_log_softmax_backward_data", (), "elementwise"),
+        ("aten::native_layer_norm_backward", (), "elementwise"),
+        ("aten::addcdiv_", (), "elementwise"),
+        ("aten::copy_", ("aten::_to_copy", "aten::to"), "copy"),
+        ("aten::mul_", ("Optimizer.step#AdamW.step",), "optimizer"),
+        ("aten::embedding", (), "other"),
+        ("aten::view", (), "other"),
+        ("gloo:all_reduce", (), "all-reduce"),
+        ("gloo:broadcast", (), "other collectives"),
+    ],
+)
+def test_operations_have_kinds(name, within, kind):
+    assert op(name, 0, 1, within=within).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "within", "kind"),
+    [
+        (NCCL, ("c10d::allreduce_",), "all-reduce"),
+        ("ncclDevKernel_Broadcast_RING_LL", (), "other collectives"),
+        ("sm90_xmma_gemm_f32f32_tf32f32_f32_tn", (), "matrix multiplication"),
+        (KERNEL, ("cudaLaunchKernel", "aten::add"), "elementwise"),
+        (KERNEL, ("aten::add_", "Optimizer.step#SGD.step"), "optimizer"),
+        (KERNEL, ("aten::mul", "aten::_flash_attention_forward"), "attention"),
+        (KERNEL, (), "elementwise"),
+        ("Memcpy HtoD (Pageable -> Device)", (), "copy"),
+    ],
+)
+def test_kernels_have_the_kind_of_what_launched_them(name, within, kind):
+    event = op(name, 0, 1, within=within, device=True)
+    assert event.kind == kind
+    assert event.operation
+
+
+def test_a_call_is_counted_where_its_kind_begins():
+    assert op("aten::addmm", 0, 1, within=("AddmmBackward0",)).outermost
+    assert not op("aten::t", 0, 1, within=("aten::linear",)).outermost
+    assert op("aten::copy_", 0, 1, within=("aten::linear",)).outermost
+    assert op("aten::mul_", 0, 1, within=("Optimizer.step#AdamW.step",)).outermost
+
+
+@pytest.mark.parametrize(
+    "name", ["step 0", "AddmmBackward0", "torch::autograd::AccumulateGrad", "c10d::allreduce_"]
+)
+def test_ranges_nodes_and_calls_of_collectives_are_no_computation(name):
+    assert not op(name, 0, 1).operation
+
+
+RANGES = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)), max_size=8)
+
+
+@given(RANGES, RANGES)
+def test_intervals_are_counted_once_and_intersected_exactly(first, second):
+    a, b = ([op("aten::mm", start, start + length) for start, length in r] for r in (first, second))
+    seconds = range(26)
+    of_a, of_b = ({s for s in seconds for e in r if e.start <= s < e.end} for r in (a, b))
+    assert covered(a) == len(of_a)
+    assert in_both(a, b) == len(of_a & of_b)
+
+
+BACKWARD = [
+    op("aten::linear", 0, 4, alone=1),
+    op("aten::addmm", 1, 4, alone=3, within=("aten::linear",)),
+    op("AddmmBackward0", 4, 9, alone=2),
+    op("aten::mm", 5, 8, within=("AddmmBackward0",)),
+    op("c10d::allreduce_", 4, 5),
+]
+
+
+def test_a_ranks_time_is_computing_waiting_and_idle():
+    ranges = [op("gloo:all_reduce", 5, 9), op("gloo:all_reduce", 7, 11)]
+    mine = summarize([*BACKWARD, *ranges, op("gloo:broadcast", 11, 12)], 14, steps=2)
+    assert mine.wall == 7
+    assert mine.kinds["matrix multiplication"] == (7 / 2, 1)
+    assert mine.kinds["all-reduce"] == (6 / 2, 1)
+    assert mine.kinds["other collectives"] == (1 / 2, 1 / 2)
+    assert mine.computing == mine.host == 7 / 2
+    assert mine.hidden == 3 / 2
+    assert mine.idle == (14 - 7 - 6 + 3 - 1) / 2  # what is hidden is in both
+
+
+def test_on_cuda_kernels_compute_and_the_host_launches():
+    kernels = [
+        op("sm90_xmma_gemm_f32f32", 6, 10, within=("aten::mm",), device=True),
+        op(NCCL, 8, 14, within=("c10d::allreduce_",), device=True),
+    ]
+    mine = summarize([*BACKWARD, *kernels], 16, kernels=True)
+    assert (mine.computing, mine.host, mine.hidden, mine.idle) == (4, 7, 2, 8)
+    assert mine.busy == 4 + 6
+    assert mine.kinds["matrix multiplication"] == (4, 1)
+    nccl = ProfileSummary((mine,), of="kernel time")
+    assert nccl.all_reduce_share == nccl.busy_share == 0.6
+    assert ProfileSummary((mine,), of="wall time").all_reduce_share == 6 / 16
+    assert nccl.overlap == 2 / 6
+    assert math.isclose(sum(row.share for row in nccl.rows), 1)
+
+
+def test_the_rank_that_comes_last_to_an_all_reduce_shows_the_transfer():
+    early = summarize([op("gloo:all_reduce", 4, 9), op("gloo:all_reduce", 1, 4)], 10, steps=2)
+    late = summarize([op("gloo:all_reduce", 3, 4), op("gloo:all_reduce", 4, 9)], 10, steps=2)
+    assert early.ranges == (3 / 2, 5 / 2)
+    assert ProfileSummary((early, late), of="wall time").transfer == (1 + 5) / 2
+
+
+def test_a_summary_is_the_mean_over_the_ranks_and_prints_as_tables():
+    quick = summarize(BACKWARD, 10)
+    slow = summarize([*BACKWARD, op("gloo:all_reduce", 9, 19)], 20)
+    summary = ProfileSummary((quick, slow), of="wall time")
+    assert summary.all_reduce_share == 5 / 15
+    assert summary.overlap == 0
+    assert [row.kind for row in summary.rows] == ["matrix multiplication", "all-reduce"]
+    assert summary.seconds("convolution") == 0
+    assert summary.seconds("all-reduce") == 5
+    text = str(summary)
+    assert "share of wall time" in text
+    assert "33.3%" in text
+    assert len(text.split("\n\n")[1].splitlines()) == 2 + 2
+    page = summary._repr_html_()
+    assert page.count("<table>") == 2
+    assert "33.3%" in page
+
+
+# ---- real steps of real ranks
+
+
+@contextmanager
+def shared_folder(comms):
+    """A new folder, the same on all ranks, until all have left."""
+    folder = Path(comms.all_gather_data(tempfile.mkdtemp() if comms.rank == 0 else "")[0])
+    yield folder
+    comms.barrier()
+    if comms.rank == 0:
+        shutil.rmtree(folder)
+
+
+def transformer():
+    torch.manual_seed(0)
+    return Transformer(vocabulary=256, dim=64, depth=2, heads=4, context=32)
+
+
+def loss_fn(logits, targets):
+    return cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def wrapped_step(model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(0, 256, (4, 32))
+
+    def step():
+        optimizer.zero_grad()
+        loss_fn(model(tokens), tokens).backward()
+        optimizer.step()
+
+    step()
+    step()  # until buckets are those of all later steps
+    return step
+
+
+def naive_step(model, comms):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = (torch.randint(0, 256, (4, 32)),) * 2
+    return lambda: naive_data_parallel_step(model, loss_fn, optimizer, batch, comms)
+
+
+@on_ranks(1, 2)
+def test_a_naive_step_hides_nothing_and_sends_each_gradient(comms):
+    model = transformer()
+    summary = profile_steps(naive_step(model, comms), comms, steps=2)
+    assert summary.of == "wall time"
+    assert len(summary.ranks) == comms.world_size
+    calls = {row.kind: row.calls for row in summary.rows}
+    assert calls["all-reduce"] == len(list(model.parameters()))
+    assert summary.overlap < 0.05
+    assert 0 < summary.all_reduce_share < 1
+    # Two blocks of four linear layers and the output, forward and two in backward each.
+    assert calls["matrix multiplication"] == 27
+    assert calls["attention"] == 4
+    for rank in summary.ranks:
+        parts = rank.computing + rank.all_reduce - rank.hidden + rank.idle
+        assert math.isclose(parts, rank.wall, rel_tol=1e-6)
+        assert rank.host == rank.computing
+        compute = rank.busy - rank.all_reduce
+        assert math.isclose(compute, rank.computing, rel_tol=0.02)
+    everyone = comms.all_gather_data([str(summary), summary.all_reduce_share])
+    assert all(theirs == everyone[0] for theirs in everyone)
+
+
+@on_ranks(2)
+def test_both_wrappers_are_profiled_alike(comms):
+    ours = DDP(transformer(), comms, bucket_cap_mb=0.1)
+    for model in (ours, TorchDDP(transformer(), bucket_cap_mb=0.1)):
+        summary = profile_steps(wrapped_step(model), comms, steps=2)
+        calls = {row.kind: row.calls for row in summary.rows}
+        assert calls["all-reduce"] == len(ours.reducer.buckets) > 1
+        assert calls["matrix multiplication"] == 27
+        assert calls["optimizer"] > 28
+        assert 0 <= summary.overlap <= 1
+
+
+@on_ranks(2)
+def test_work_during_an_all_reduce_is_overlap(comms):
+    large, matrix = torch.ones(1 << 22), torch.ones(600, 600)
+
+    def step():
+        pending = comms.all_reduce(large, async_op=True)
+        while not done():
+            matrix @ matrix
+        pending.wait()
+
+    turns = iter(range(1000))
+
+    def done():
+        return next(turns) % 20 == 19
+
+    summary = profile_steps(step, comms, steps=1)
+    assert summary.overlap > 0.3
+
+
+@on_ranks(2)
+def test_convolutions_and_buffers_are_seen(comms):
+    model = DDP(SimpleCNN(), comms)
+    images, classes = torch.randn(8, 64), torch.arange(8)
+    summary = profile_steps(
+        lambda: cross_entropy(model(images), classes).backward(), comms, warmup=2
+    )
+    calls = {row.kind: row.calls for row in summary.rows}
+    assert calls["convolution"] == 6  # three, forward and backward
+    assert calls["other collectives"] == 2  # the buffers of two dtypes
+    assert "copy" in calls
+
+
+@on_ranks(2)
+def test_every_rank_writes_its_trace_whole(comms):
+    with shared_folder(comms) as folder:
+        profile_steps(naive_step(transformer(), comms), comms, folder=folder / "traces")
+        files = sorted(file.name for file in (folder / "traces").iterdir())
+        assert files == ["rank0.json", "rank1.json"], "nothing else is left"
+        trace = json.loads((folder / "traces" / f"rank{comms.rank}.json").read_text())
+    names = {event.get("name") for event in trace["traceEvents"]}
+    assert {"profiled steps", "step 0", "step 2", "aten::addmm", "gloo:all_reduce"} <= names
+    assert trace["distributedInfo"]["rank"] == comms.rank
+
+
+@on_ranks(2)
+def test_every_rank_hears_of_a_trace_that_could_not_be_written(comms):
+    with shared_folder(comms) as folder:
+        if comms.rank == 1:
+            (folder / "rank1.json").mkdir()  # a file cannot replace it
+        with pytest.raises(RuntimeError, match=r"a trace of each rank in .* got rank 1: "):
+            profile_steps(lambda: torch.ones(3) + 1, comms, folder=folder)
+        comms.barrier()
+        assert not list(folder.glob("*.part"))
+
+
+@on_ranks(1)
+def test_profiling_nothing_is_refused(comms):
+    with pytest.raises(ValueError, match="rank 0: expected at least one step, got 0"):
+        profile_steps(lambda: None, comms, steps=0)
+
+
+QUIET = """
+import torch, microddp
+from microddp.performance import profile_steps
+with microddp.init() as comms:
+    profile_steps(lambda: torch.ones(3) + 1, comms)
+"""
+
+
+def test_the_profiler_is_quiet():
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", QUIET],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    lines = (done.stdout + done.stderr).splitlines()
+    assert [line for line in lines if not line.startswith("microddp: one rank")] == []

@@ -1,0 +1,396 @@
+"""Training: one result for any ranks and schedule, resumed runs, and the command line."""
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from ranks import on_ranks, run
+
+from microddp.averaging import SCHEDULES
+from microddp.replicas import check_replicas
+from microddp.timing import Span
+from microddp.train import Trainer, TrainingConfig, mean_step, parse, train
+from microddp.train import __main__ as command
+from microddp.train.task import LEVELS, SURPRISES, synthetic_tokens
+
+SMALL = TrainingConfig(
+    data="synthetic", channels=(8, 16), hidden=32, depth=2, width=16, epochs=1, batch_size=768
+)
+STEPS = 5  # of an epoch of those
+# Relative, of losses and of the norms of gradients and weights, in fp32. On this data no ReLU's
+# input is so near to zero that rounding could move it across: then it would be 1e-3.
+TOLERANCE = 1e-5
+
+
+def small(**options):
+    return dataclasses.replace(SMALL, **options)
+
+
+def flat(tensors):
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def trained(comms, config):
+    """The last losses, gradients and weights of a run."""
+    gradients = {}
+
+    def keep(_, model):
+        gradients["last"] = flat(p.grad for p in model.parameters())
+
+    result = train(config, comms, keep)
+    check_replicas(result.model, comms)
+    assert all(not p._post_accumulate_grad_hooks for p in result.model.parameters())
+    last = result.epochs[-1]
+    return (
+        (last.loss, last.test_loss),
+        gradients["last"].numpy(),
+        flat(result.model.parameters()).numpy(),
+    )
+
+
+def distances(mine, right):
+    """Relative, between what two runs brought."""
+    return [
+        ((a - b) ** 2).sum() ** 0.5 / (b**2).sum() ** 0.5
+        for a, b in zip(map(np.asarray, mine), map(np.asarray, right), strict=True)
+    ]
+
+
+# ---- the same result for any ranks, schedule and accumulation
+
+
+def all_cases(comms):
+    cases = [small(), small(schedule="naive")]
+    cases += [small(schedule=name, accumulate=2) for name in SCHEDULES]
+    cases += [small(model="mlp", schedule=name, accumulate=3) for name in ("naive", "ddp")]
+    others = [small(seed=1), small(lr=1.1e-3)] if comms.world_size == 1 else []
+    return [trained(comms, config) for config in cases + others]
+
+
+def test_ranks_schedules_and_accumulation_change_no_more_than_rounding():
+    alone, *others = (run(all_cases, n)[0] for n in (1, 2, 4))
+    *alone, seed, rate = alone
+    cnn, mlp = alone[0], alone[-1]
+    for cases in (alone, *others):
+        for case in cases[:-2]:
+            assert max(distances(case, cnn)) < TOLERANCE
+        for case in cases[-2:]:
+            assert max(distances(case, mlp)) < TOLERANCE
+    for other in (seed, rate):
+        assert min(distances(other, cnn)) > 10 * TOLERANCE, "the comparison sees what matters"
+
+
+@on_ranks(2)
+def test_the_defaults_learn_the_digits(comms):
+    result = train(TrainingConfig(epochs=5), comms)
+    assert result.epochs[-1].test_accuracy > 0.95
+    assert result.steps == 5 * 14
+
+
+@on_ranks(2)
+def test_every_model_learns_something_of_every_data_set(comms):
+    for model, data in itertools.product(("mlp", "cnn", "transformer"), ("digits", "synthetic")):
+        sequences = model == "transformer"
+        config = small(model=model, data=data, batch_size=192, lr=1e-2)
+        start, end = train(dataclasses.replace(config, lr=1e-9), comms), train(config, comms)
+        start, end = start.epochs[-1], end.epochs[-1]
+        assert end.loss < start.loss
+        assert end.test_loss < 0.95 * start.test_loss
+        assert (end.test_accuracy is None) == (data == "synthetic" and not sequences)
+        assert end.test_accuracy is None or end.test_accuracy > start.test_accuracy + 0.1
+
+
+def test_a_token_decides_the_next_one_but_for_surprises():
+    data = synthetic_tokens(seed=3)
+    before, after = data.train.tensors
+    assert torch.equal(before[:, 1:], after[:, :-1])
+    followers = [after[before == token].mode().values.item() for token in range(LEVELS)]
+    assert sorted(followers) == list(range(LEVELS))
+    as_ruled = (torch.tensor(followers)[before] == after).double().mean().item()
+    assert as_ruled == pytest.approx(1 - SURPRISES * (1 - 1 / LEVELS), abs=0.005)
+
+
+# ---- precision
+
+
+@on_ranks(2)
+def test_lower_precision_learns_about_the_same(comms):
+    for schedule in ("ddp", "naive"):
+        config = small(schedule=schedule, epochs=3)
+        full = train(config, comms).epochs[-1]
+        for precision in ("bf16", "fp16"):
+            result = train(dataclasses.replace(config, precision=precision), comms)
+            check_replicas(result.model, comms)
+            assert all(p.dtype == torch.float32 for p in result.model.parameters())
+            half = result.epochs[-1]
+            assert half.loss != full.loss, "it was not computed in fp32"
+            assert half.loss == pytest.approx(full.loss, rel=0.05)
+
+
+@on_ranks(2)
+def test_all_ranks_skip_a_step_that_overflows_on_one(comms):
+    weights = {}
+
+    def after(step, model):
+        weights[step] = flat(model.parameters())
+        check_replicas(model, comms)
+        if step == 3 and comms.rank == 1:
+            parameter = next(model.parameters())
+            handle = parameter.register_hook(
+                lambda grad: handle.remove() or torch.full_like(grad, torch.inf)
+            )
+
+    trainer = Trainer(small(precision="fp16"), comms, after)
+    scale = trainer.scaler.get_scale()
+    trainer.run()
+    assert trainer.scaler.get_scale() == scale / 2
+    unchanged = [a for a, b in itertools.pairwise(weights) if torch.equal(weights[a], weights[b])]
+    assert unchanged == [3], "the fourth step was skipped, and no other"
+
+
+# ---- checkpoints
+
+
+def resumed_in_parts(comms, folder):
+    for name in SCHEDULES:
+        # Small buckets: where a gradient lies decides how three ranks round.
+        config = small(schedule=name, precision="fp16", bucket_mb=0.005, accumulate=2)
+        config = dataclasses.replace(config, epochs=2)
+        whole = train(config, comms)
+        config = dataclasses.replace(config, checkpoint=Path(folder, name), resume=True)
+        for epochs in (1, 2, 2):
+            result = train(dataclasses.replace(config, epochs=epochs), comms)
+        assert torch.equal(flat(whole.model.parameters()), flat(result.model.parameters())), name
+        assert [e.loss for e in whole.epochs] == [e.loss for e in result.epochs]
+        assert whole.steps == result.steps == 2 * STEPS
+
+
+def test_a_run_in_parts_is_bitwise_the_run_as_a_whole(tmp_path):
+    run(resumed_in_parts, 3, str(tmp_path))
+
+
+def first_epoch(comms, folder):
+    train(small(checkpoint=Path(folder)), comms)
+
+
+def second_epoch(comms, folder):
+    options = {"resume": True, "checkpoint": Path(folder)}
+    resumed = trained(comms, small(epochs=2, schedule="naive", accumulate=2, **options))
+    whole = trained(comms, small(epochs=2))
+    assert max(distances(resumed, whole)) < TOLERANCE
+    for name, value in (("seed", 1), ("batch_size", 48), ("model", "mlp"), ("channels", (8,))):
+        message = (
+            rf"^rank {comms.rank}: --{name.replace('_', '-')}: the checkpoint in .* was trained "
+            rf"with .*, expected the same, got .*{str(value)[:4].strip('(),')}"
+        )
+        with pytest.raises(ValueError, match=message):
+            train(small(**options | {name: value}), comms)
+
+
+def test_other_ranks_and_schedules_may_resume_and_other_seeds_may_not(tmp_path):
+    run(first_epoch, 2, str(tmp_path))
+    run(second_epoch, 1, str(tmp_path))
+
+
+def killed_in_a_random_step(comms, folder, step):
+    def kill(now, _):
+        if now == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train(small(epochs=3, checkpoint=Path(folder)), comms, kill)
+
+
+def resumed_and_whole(comms, folder):
+    whole = train(small(epochs=3), comms)
+    result = train(small(epochs=3, checkpoint=Path(folder), resume=True), comms)
+    assert torch.equal(flat(whole.model.parameters()), flat(result.model.parameters()))
+
+
+def test_killed_on_all_ranks_in_a_random_step_and_resumed_it_is_the_same_run(tmp_path):
+    step = random.randrange(1, 3 * STEPS + 1)
+    print("killed after step", step)
+    codes = run(killed_in_a_random_step, 2, str(tmp_path), step, dies=[0, 1])
+    assert codes == [-signal.SIGKILL] * 2
+    run(resumed_and_whole, 2, str(tmp_path))
+
+
+def state_in(folder):
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)
+    return len(state["history"]), flat(state["model"].values())
+
+
+def test_a_job_of_torchrun_that_loses_a_rank_can_be_resumed(tmp_path):
+    options = ["--model", "mlp", "--data", "synthetic", "--epochs", "60", "--width", "16"]
+    folder, reference = tmp_path / "killed", tmp_path / "whole"
+    job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    job += ["-m", "microddp.train", *options, "--resume", "--checkpoint", str(folder)]
+    with subprocess.Popen(job, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as torchrun:
+        try:
+            deadline = time.monotonic() + 60
+            while not (folder / "checkpoint.pt").exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            time.sleep(random.uniform(0, 0.5))
+            random.choice(psutil.Process(torchrun.pid).children()).kill()
+            output, _ = torchrun.communicate(timeout=60)
+        finally:
+            torchrun.kill()
+    assert torchrun.returncode != 0, output
+    epochs, _ = state_in(folder)
+    assert 1 <= epochs < 60, output
+    done = subprocess.run(job, capture_output=True, text=True, timeout=120, check=True)
+    assert f"Resuming after epoch {epochs}, from {folder}" in done.stdout
+    assert f"epoch {epochs + 1}/60" in done.stdout
+    assert f"epoch {epochs}/60" not in done.stdout
+    run(main, 2, *options, "--checkpoint", str(reference), join=False)
+    assert torch.equal(state_in(folder)[1], state_in(reference)[1])
+
+
+# ---- debugging
+
+
+def perturb_rank_1(comms):
+    def perturb(step, model):
+        if step == 2 and comms.rank == 1:
+            with torch.no_grad():
+                model.hidden.bias[3] += 1e-6
+
+    with pytest.raises(
+        RuntimeError,
+        match=rf"^after step 2: rank {comms.rank}: parameter hidden\.bias .* on rank 1",
+    ):
+        train(small(), comms, perturb)
+
+
+def test_a_rank_that_drifts_is_named_with_the_step_where_asked_for():
+    run(perturb_rank_1, 2, environment={"MICRODDP_DEBUG": "1"})
+
+
+# ---- the command line
+
+
+def main(*arguments):
+    """Run the command line on this rank: status, what it printed, and its errors."""
+    status, out, err = 0, io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            command.main(arguments)
+        except SystemExit as end:
+            status = end.code
+    return status, out.getvalue(), err.getvalue()
+
+
+OPTIONS = ("--channels", "8", "--hidden", "16", "--epochs", "2", "--schedule", "bucketed")
+
+
+def test_the_command_line_prints_and_writes_what_it_measured(tmp_path):
+    report, trace = tmp_path / "report.json", tmp_path / "trace.json"
+    files = ("--json", str(report), "--profile", str(trace))
+    (_, out, err), (_, silence, _) = run(main, 2, *OPTIONS, *files, join=False)
+    assert not silence, "rank 0 speaks"
+    assert not err.strip("\r"), "no progress bar where nobody looks"
+    lines = out.splitlines()
+    assert lines[0].startswith("gloo, 2 ranks on ")
+    # Convolution 1 x 8 x 9, norm 2 x 8, linear layers (8 x 16 + 1) x 16 and (16 + 1) x 10.
+    count = 72 + 16 + (128 + 1) * 16 + 170
+    assert lines[1] == f"cnn of {count:,} parameters, 9.07 KiB of gradients a step"
+    assert [line.split(":")[0] for line in lines[2:4]] == ["epoch 1/2", "epoch 2/2"]
+    assert lines[4].startswith("2 epochs of 14 steps")
+    assert all(word in lines[5] for word in ("computing", "waiting", "overhead", "hidden"))
+    written = json.loads(report.read_text())
+    assert (written["parameters"], written["gradient_bytes"]) == (count, 4 * count)
+    assert written["config"] | {"schedule": "bucketed", "epochs": 2} == written["config"]
+    assert written["run"] == lines[0]
+    for epoch, line in zip(written["epochs"], lines[2:4], strict=True):
+        assert f"loss {epoch['loss']:.4f}, test loss {epoch['test_loss']:.4f}" in line
+        step = epoch["step"]
+        parts = step["forward"] + step["backward"] + step["exposed"] + step["optimizer"]
+        assert 0 < parts <= step["total"] * 1.001
+        assert 14 * step["total"] <= epoch["seconds"] * 1.001
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    named = [event["name"] for event in events]
+    assert named.count("optimizer") == named.count("bucket 0") == 2 * 14
+
+
+def test_a_mean_step_is_over_steps_and_ranks():
+    spans = []
+    for rank, start in itertools.product((0, 1), (0.0, 10.0)):
+        spans.append(Span(rank, "compute", "forward", start, start + 1 + rank))
+        spans.append(Span(rank, "communication", "bucket 0", start + 1, start + 4))
+        spans.append(Span(rank, "wait", "wait for bucket 0", start + 3, start + 4))
+    step = mean_step(spans, 2, 2)
+    assert (step.forward, step.exposed, step.hidden, step.total) == (1.5, 1, 2, 14 / 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ("--epochs 0", "--epochs: expected at least 1, got 0"),
+        ("--epochs many", "argument --epochs: invalid int value: 'many'"),
+        ("--schedule best", "argument --schedule: invalid choice: 'best'"),
+        ("--channels 8 0", r"--channels: expected numbers of at least 1, got \(8, 0\)"),
+        ("--bucket-mb nan", "--bucket-mb: expected a positive number, got nan"),
+        ("--lr -1", "--lr: expected a positive number, got -1.0"),
+        ("--seed -1", "--seed: expected a number in 0..2147483647, got -1"),
+        ("--json no/such/folder/file", "--json: expected a file in a folder that exists"),
+        ("--resume", "--resume: expected --checkpoint DIR with it"),
+        (f"--checkpoint {__file__}", "--checkpoint: expected a folder, got the file"),
+        ("--no-such-option", "unrecognized arguments: --no-such-option"),
+    ],
+)
+def test_bad_options_are_refused(options, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        parse(options.split())
+
+
+def test_a_configuration_checks_its_choices_too():
+    with pytest.raises(ValueError, match=r"--data: expected one of synthetic, .*, got cifar"):
+        TrainingConfig(data="cifar")
+    assert parse([]) == TrainingConfig()
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ("--epochs 0", "--epochs: expected at least 1, got 0"),
+        (
+            "--accumulate 5",
+            "rank 0: --batch-size: expected a multiple of 2 ranks x 5 accumulated parts, got 96",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_said_once_in_a_line_and_every_rank_ends(options, complaint):
+    ranks = run(main, 2, *options.split(), join=False)
+    assert [status for status, *_ in ranks] == [2, 2]
+    assert [err for *_, err in ranks] == [f"microddp.train: error: {complaint}\n", ""]
+
+
+@on_ranks(1)
+def test_what_does_not_fit_the_model_or_the_data_is_refused(comms):
+    with pytest.raises(ValueError, match=r"a batch size in 1\.\.4096, got 5000"):
+        Trainer(small(batch_size=5000), comms)
+    with pytest.raises(ValueError, match="heads that divides dim 30, got 4"):
+        Trainer(small(model="transformer", width=30), comms)
+
+
+def without_torchvision(comms):
+    sys.modules["torchvision.datasets"] = None
+    with pytest.raises(ValueError, match=rf"rank {comms.rank}: MNIST needs torchvision.* digits"):
+        train(small(data="mnist"), comms)
+
+
+def test_missing_data_is_an_error_on_every_rank():
+    run(without_torchvision, 2)

@@ -1,0 +1,260 @@
+"""The case study's model and pairs: real ones from a local folder, and made-up ones."""
+
+import json
+import os
+import shutil
+import socket
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import on_ranks
+
+from microddp.model import gradient_bytes, parameter_count
+from microddp.replicas import check_replicas
+from microddp.workloads import (
+    Case,
+    Source,
+    batches,
+    load_case,
+    made_up_pairs,
+    new_model,
+    paraphrases,
+)
+from microddp.workloads.paraphrases import FULL, SMALL
+from microddp.workloads.sentence_pairs import LIMITS, PAD, SEPARATOR, TOKENS_PER_WORD
+
+NOWHERE = {"HF_ENDPOINT": "http://127.0.0.1:9"}  # where nobody listens
+
+# ---- the model
+
+
+def test_the_full_size_has_the_published_number_of_parameters():
+    with torch.device("meta"):
+        count = parameter_count(new_model("full", pad=0))
+    assert 361e6 < count < 363e6
+    assert count == 361_821_120 + 2 * FULL["hidden_size"]  # the decoder, and a head of two classes
+
+
+def test_the_small_size_keeps_the_ratios():
+    for numerator, denominator in (
+        ("num_attention_heads", "num_key_value_heads"),
+        ("intermediate_size", "hidden_size"),
+    ):
+        assert SMALL[numerator] / SMALL[denominator] == FULL[numerator] / FULL[denominator]
+    assert gradient_bytes(new_model("small", pad=0)) < 16 << 20
+
+
+def test_a_model_is_the_same_on_each_call_and_leaves_the_generator_alone():
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first, second = (new_model("small", pad=0).state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_padding_does_not_change_an_answer():
+    tokens, mask, _ = made_up_pairs(8, SMALL["vocab_size"], seed=0).tensors
+    model = new_model("small", PAD)
+    with torch.no_grad():
+        together = model(tokens, mask).logits
+        for row, length in enumerate(mask.sum(1).tolist()):
+            cut = slice(row, row + 1), slice(0, length)
+            torch.testing.assert_close(model(tokens[cut], mask[cut]).logits[0], together[row])
+
+
+# ---- made-up pairs
+
+
+def test_made_up_pairs_have_the_lengths_and_labels_of_mrpc():
+    tokens, mask, labels = made_up_pairs(3668, 4096, seed=0).tensors
+    assert tokens.shape == mask.shape
+    assert labels.sum() == round(0.675 * 3668)
+    words = (mask.sum(1) - 1) / 2 / TOKENS_PER_WORD
+    assert abs(words.mean() - 22) < 0.5
+    assert LIMITS[0] <= words.min()
+    assert words.max() <= LIMITS[1] + 1
+    assert torch.equal(tokens != PAD, mask.bool()), "padding is at the end, and nowhere else"
+    assert (mask.diff(dim=1) <= 0).all()
+    assert ((tokens == SEPARATOR).sum(1) == 1).all()
+    assert tokens.max() < 4096
+
+
+def test_a_paraphrase_has_the_same_words_and_another_sentence_none_of_them():
+    tokens, _, labels = made_up_pairs(200, 500, seed=1).tensors
+    for row, label in zip(tokens.tolist(), labels.tolist(), strict=True):
+        middle = row.index(SEPARATOR)
+        first = row[:middle]
+        second = [token for token in row[middle + 1 :] if token != PAD]
+        if label:
+            shorter, longer = sorted((sorted(first), sorted(second)), key=len)
+            assert len(second) < len(first) or set(shorter) <= set(longer)
+            assert set(second) & set(first)
+        else:
+            assert not set(second) & set(first)
+        assert max(first) < 251 <= 500
+
+
+def test_made_up_pairs_depend_on_their_seed_only():
+    first, again, other = (made_up_pairs(50, 500, seed).tensors[0] for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert first.shape != other.shape or not torch.equal(first, other)
+
+
+@on_ranks(1, 2, 3)
+def test_the_shards_of_a_batch_are_the_batch(comms):
+    pairs = made_up_pairs(50, 500, seed=0)
+    whole = list(batches(pairs, 12, comms, epoch=1, whole=True))
+    mine = list(batches(pairs, 12, comms, epoch=1))
+    assert len(whole) == len(mine) == 4
+    for all_rows, shard in zip(whole, mine, strict=True):
+        assert set(shard) == {"input_ids", "attention_mask", "labels"}
+        assert all_rows["attention_mask"].sum(1).max() == all_rows["input_ids"].shape[1]
+        for name in shard:
+            assert torch.equal(
+                comms.all_gather(shard[name].contiguous()).flatten(0, 1), all_rows[name]
+            )
+    assert mine[0]["labels"].shape == (12 // comms.world_size,)
+
+
+@on_ranks(3)
+def test_a_batch_that_does_not_divide_is_refused(comms):
+    with pytest.raises(ValueError, match="a multiple of 3 ranks, got 16"):
+        next(batches(made_up_pairs(50, 500, seed=0), 16, comms))
+
+
+# ---- the hub, which is not there
+
+
+@on_ranks(2, environment=NOWHERE)
+def test_without_the_hub_all_ranks_make_up_the_same_case(comms):
+    case = load_case("small", comms)
+    assert case.made_up
+    assert case.origin.startswith("random weights (small size) and made-up pairs, because the hub")
+    assert "refused" in case.origin
+    same_on_all_ranks(case, comms)
+    numbers = dict(case.statistics())
+    assert numbers["training pairs"] == "3668"
+    assert numbers["paraphrases"] == "67.5%"
+
+
+def test_offline_only_the_cache_is_asked(monkeypatch):
+    def empty_cache(*_):
+        raise OSError("not in the cache\nand more")
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(paraphrases, "_unreachable", lambda: pytest.fail("the network was asked"))
+    monkeypatch.setattr(paraphrases, "_load", empty_cache)
+    one = SimpleNamespace(rank=0, device=torch.device("cpu"), all_gather_data=lambda v: [v])
+    case = load_case("small", one)
+    assert case.made_up
+    assert case.origin.endswith("because loading failed (OSError: not in the cache)")
+
+
+def test_a_server_that_never_answers_is_given_up(monkeypatch):
+    monkeypatch.setattr(paraphrases, "HUB_TIMEOUT", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        start = time.monotonic()
+        assert paraphrases._unreachable()
+        assert time.monotonic() - start < 20
+
+
+@on_ranks(1)
+def test_an_unknown_size_is_refused(comms):
+    with pytest.raises(ValueError, match=r"expected size in \['full', 'small'\], got 'huge'"):
+        load_case("huge", comms)
+
+
+# ---- the same code path, from a local folder
+
+
+def save_tiny(folder):
+    """A checkpoint of a decoder, its tokenizer and two splits of pairs, as the hub has them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = ["<|endoftext|>", "\n", "a", "cat", "dog", "sat", "on", "the", "mat", "ran"]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="\n"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+    wrapped.save_pretrained(folder / "model")
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=16,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "model")
+    rows = [("a cat sat", "the cat sat on the mat", 1), ("a dog ran", "the mat", 0)]
+    (folder / "data").mkdir()
+    for split, count in (("train", 6), ("validation", 2)):
+        lines = [
+            json.dumps({"sentence1": a, "sentence2": b, "label": label, "idx": i})
+            for i, (a, b, label) in enumerate(rows * (count // 2))
+        ]
+        (folder / "data" / f"{split}.jsonl").write_text("\n".join(lines))
+    return Source(str(folder / "model"), (str(folder / "data"),))
+
+
+def same_on_all_ranks(case: Case, comms):
+    check_replicas(case.model, comms)
+    told = comms.all_gather_data(
+        [case.origin, case.pad, case.train.tensors[0].tolist(), case.validation.tensors[2].tolist()]
+    )
+    assert all(theirs == told[0] for theirs in told)
+
+
+def shared_source(comms):
+    folder = comms.all_gather_data(tempfile.mkdtemp() if comms.rank == 0 else "")[0]
+    os.environ["HF_HOME"] = f"{folder}/cache"  # before the first import of datasets
+    if comms.rank == 0:
+        save_tiny(Path(folder))
+    comms.barrier()
+    return Source(f"{folder}/model", (f"{folder}/data",))
+
+
+@on_ranks(2)
+def test_weights_tokenizer_and_pairs_load_from_a_folder(comms):
+    source = shared_source(comms)
+    case = load_case("full", comms, source)
+    assert not case.made_up
+    assert case.origin.startswith(f"the weights of {source.model}, and the pairs of ")
+    same_on_all_ranks(case, comms)
+    tokens, mask, labels = case.train.tensors
+    assert tokens.shape == (6, 8)
+    assert labels.tolist() == [1, 0] * 3
+    assert mask[:2].sum(1).tolist() == [8, 4]
+    assert len(case.validation) == 2
+    assert case.pad == 0 == case.model.config.pad_token_id, "the end of text pads"
+    parameters = dict(case.model.named_parameters())
+    assert {p.dtype for p in parameters.values()} == {torch.float32}
+    assert parameters["score.weight"].shape == (2, 16)
+    loss = case.model(**next(batches(case.train, 6, comms))).loss
+    loss.backward()
+    assert all(p.grad is not None for p in parameters.values())
+
+    # The small size takes the tokenizer, and random weights.
+    case = load_case("small", comms, source)
+    assert case.origin.startswith("random weights (small size) with the tokenizer of ")
+    assert case.model.config.vocab_size == 10
+    same_on_all_ranks(case, comms)
+
+    # Every rank hears of a folder that cannot be loaded.
+    comms.barrier()
+    if comms.rank == 0:
+        shutil.rmtree(source.data[0])
+    comms.barrier()
+    with pytest.raises(RuntimeError, match=rf"rank {comms.rank}: expected a model and pairs, got"):
+        load_case("full", comms, source)
+    comms.barrier()
+    if comms.rank == 0:
+        shutil.rmtree(Path(source.model).parent)
