@@ -130,10 +130,13 @@ def ring(tensor):
     for s in range(n - 1):  # all-gather
         comms.sendrecv(chunks[(rank - s) % n], right, chunks[(rank - 1 - s) % n], left)
 
- # %% [markdown] """ **Measure.** First: are they right? They must agree with the backend's
-all-reduce. The values are whole numbers, whose sums are exact in any order, so the comparison can
-be exact. The number of values is odd, so that chunks differ in size. A
-{class}`~microddp.comms.counter.MessageCounter` records every message:
+
+# %% [markdown]
+"""
+**Measure.** First: are they right? They must agree with the backend's all-reduce. The values are
+whole numbers, whose sums are exact in any order, so the comparison can be exact. The number of
+values is odd, so that chunks differ in size. A {class}`~microddp.comms.counter.MessageCounter`
+records every message:
 """
 
 # %%
@@ -544,7 +547,8 @@ copied.
    </details>
 
 3. A ring of 2 ranks reduces 64 MiB. How many messages does each rank send if `PIECE_BYTES` in
-   `microddp/allreduce/ring.py` is 16 KiB, 1.5 MiB, or 1 GiB? Predict which of them is slowest by far.
+   `microddp/allreduce/ring.py` is 16 KiB, 1.5 MiB, or 1 GiB? Predict which of them is slowest by
+   far.
    Then change it and run `torchrun --nproc-per-node=2 -m microddp.bench allreduce --algorithm ring
    --size-mb 64`.
 

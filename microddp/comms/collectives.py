@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from microddp.comms.agreement import describe
+from microddp.comms.machine import cpu_cores
 from microddp.comms.point_to_point import Pending, PointToPoint
 
 DEFAULT_TIMEOUT = 300.0  # seconds; a rank may compile or evaluate while the others wait
@@ -103,6 +105,31 @@ class Comms(PointToPoint):
         if self.rank not in ranks:
             return None
         return Comms(group, self.device, self.local_rank, self.local_world_size, seconds)
+
+    def timed(self) -> Comms:
+        """The ranks that are worth timing: each has a core or a GPU of its own. A collective.
+
+        Where a machine has more ranks than that, their times would tell how they take turns. Those
+        beyond have nothing left to do: they leave the job, and their process ends here. At least
+        two stay on each machine, since one alone sends nothing. With NCCL all stay.
+
+        Returns:
+            The group of those that stay: this one, if all do.
+
+        Raises:
+            SystemExit: on the ranks that leave, with status 0.
+        """
+        devices = torch.cuda.device_count() if self.device.type == "cuda" else cpu_cores()
+        place = torch.tensor([self.local_rank], device=self.device)
+        places = self.all_gather(place).flatten().tolist()
+        staying = [rank for rank, place in enumerate(places) if place < max(2, devices)]
+        if len(staying) == self.world_size:
+            return self
+        group = self.subgroup(staying)
+        if group is None:
+            self.close()
+            sys.exit()
+        return group
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""

@@ -1,5 +1,7 @@
 """The collectives: against torch.distributed's own, and against results computed by hand."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -418,3 +420,19 @@ def test_debug_names_the_odd_rank_and_its_call_on_every_rank(comms):
         assert str(caught.value).startswith(start), caught.value
     assert x.tolist() == [1, 1, 1], "nothing should have been reduced"
     assert still_works(comms)
+
+
+@on_ranks(1, 4)
+def test_ranks_without_a_core_leave_when_it_comes_to_timing(comms):
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])  # at least two stay all the same
+    if comms.rank >= 2:
+        with pytest.raises(SystemExit) as left:
+            comms.timed()
+        assert left.value.code is None
+        return
+    few = comms.timed()
+    assert (few is comms) == (comms.world_size == 1)
+    assert few.world_size == min(2, comms.world_size)
+    assert few.all_gather(torch.tensor([few.rank])).flatten().tolist() == list(
+        range(few.world_size)
+    )
