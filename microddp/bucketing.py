@@ -6,24 +6,39 @@ about the same time travel together, in one flat buffer, as soon as the last of 
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._utils import _flatten_dense_tensors
 
 from microddp.comms import Comms
-from microddp.hooks import AllReduceHooks, Switchable
+from microddp.hooks import Switchable
 from microddp.report import MIB
-from microddp.timing import Timeline, Timing, measure
+from microddp.timing import NOT_RECORDED, Launched, Recorder
 
 BUCKET_CAP_MB = 25.0
 # A small first bucket, so that communication begins early in backward. PyTorch's own default; its
 # developers disagree on what it gains (PyTorch issue 118421), and chapter 05 measures it.
-FIRST_BUCKET_MB = 1.0
+FIRST_BUCKET_CAP_MB = 1.0
+# A gradient below this size is brought into its bucket with the others, in one call for all. Above,
+# a call costs less than the bytes, and those are still in the cache when the gradient comes.
+LARGE_BYTES = 1 << 16
+
+
+def bucket_caps(bucket_cap_mb: float | None) -> list[int]:
+    """The caps of the first bucket and of all others, in bytes, from a cap in MiB.
+
+    Who sets a cap sets that of the first bucket, too, as with PyTorch's DDP; ``None`` stands for
+    25 MiB after a first bucket of 1.
+    """
+    if bucket_cap_mb is None:
+        return [int(FIRST_BUCKET_CAP_MB * MIB), int(BUCKET_CAP_MB * MIB)]
+    return [int(bucket_cap_mb * MIB)]
 
 
 def plan_buckets(
@@ -46,17 +61,18 @@ def plan_buckets(
     """
     plan: list[list[int]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    held: dict[tuple[torch.dtype, torch.device], int] = {}  # bytes of those
     filled: dict[tuple[torch.dtype, torch.device], int] = {}
     for i, tensor in enumerate(tensors):
         if sparse and sparse[i]:
             plan.append([i])
             continue
         kind = (tensor.dtype, tensor.device)
-        bucket = filling.setdefault(kind, [])
-        bucket.append(i)
-        cap = caps[min(filled.get(kind, 0), len(caps) - 1)]
-        if sum(tensors[j].nbytes for j in bucket) >= cap:
+        filling.setdefault(kind, []).append(i)
+        held[kind] = held.get(kind, 0) + tensor.nbytes
+        if held[kind] >= caps[min(filled.get(kind, 0), len(caps) - 1)]:
             plan.append(filling.pop(kind))
+            held[kind] = 0
             filled[kind] = filled.get(kind, 0) + 1
     return plan + sorted(filling.values(), key=lambda bucket: bucket[-1])
 
@@ -68,8 +84,8 @@ class GradientBucket:
     given either.
 
     Attributes:
-        missing: how many of its gradients have not come yet.
-        work: the all-reduce under way, or a communication hook's future.
+        views: of the buffer, one for each parameter in its shape; none if the gradient is sparse.
+        large: the slots of gradients that are brought in as soon as they come.
     """
 
     def __init__(
@@ -82,9 +98,6 @@ class GradientBucket:
         self._parameters = list(parameters)
         self._index, self._is_last = index, is_last
         self.sparse = sparse
-        self.missing = len(self._parameters)
-        self._here = [False] * self.missing
-        self.work: Any = None
         self.views: list[torch.Tensor] = []
         first = self._parameters[0]
         size = 0 if sparse else sum(p.numel() for p in self._parameters)
@@ -95,6 +108,11 @@ class GradientBucket:
             # A gradient is laid out like its parameter: channels last, say.
             self.views.append(part.as_strided(p.shape, torch.empty_like(p, device="meta").stride()))
             start += p.numel()
+        self._plain = all(view.is_contiguous() for view in self.views)
+        sizes = enumerate(p.nbytes for p in self._parameters)
+        self.large = {slot for slot, nbytes in sizes if nbytes >= LARGE_BYTES}
+        self._small = [slot for slot in range(len(self._parameters)) if slot not in self.large]
+        self._absent: list[int] = []  # the slots whose gradients did not come
 
     def index(self) -> int:
         """Its place in the order in which buckets are sent."""
@@ -112,6 +130,60 @@ class GradientBucket:
         """Let ``tensor``, of as many values, travel instead of the buffer."""
         self._flat = tensor
 
+    def gradients(self) -> list[torch.Tensor]:
+        """Views into the buffer, one for each parameter, in its shape."""
+        return self.views or [self._flat]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters whose gradients it holds."""
+        return self._parameters
+
+    def bring_in(self, divisor: int, as_view: bool, slot: int | None = None) -> None:
+        """Bring gradients in, divided by ``divisor``; one that did not come counts as zero.
+
+        With ``as_view`` the buffer becomes the gradients' home: ``.grad`` is a view of it.
+
+        Args:
+            divisor: the number of ranks that average.
+            as_view: see above.
+            slot: of a large gradient; ``None`` for all others.
+        """
+        if self.sparse:
+            self._flat = _sparse_gradient(self._parameters[0]) / divisor
+            return
+        at_home, grads, views = [], [], []
+        for i in self._small if slot is None else (slot,):
+            parameter, view = self._parameters[i], self.views[i]
+            grad = parameter.grad
+            if grad is view:
+                at_home.append(view)
+            elif grad is None:
+                view.zero_()
+                self._absent.append(i)
+            else:
+                grads.append(grad)
+                views.append(view)
+                if as_view:
+                    parameter.grad = view
+        if torch.is_grad_enabled() and any(g.requires_grad for g in grads):  # create_graph=True
+            warnings.warn("gradients are averaged, but not gradients of gradients", stacklevel=2)
+        with torch.no_grad():
+            # Multiplied here, divided below: as PyTorch does, so that not a bit differs from its
+            # DDP. For many one call: each alone costs more than its bytes.
+            if len(grads) == 1:
+                torch.mul(grads[0], 1 / divisor, out=views[0])
+            elif len(grads) == len(self.views) and self._plain:
+                flat: torch.Tensor = _flatten_dense_tensors(grads)  # type: ignore[no-untyped-call]
+                torch.mul(flat, 1 / divisor, out=self._home)
+            elif grads:
+                torch._foreach_copy_(views, grads)
+                # Not as a number, which would be rounded to bf16 before it is multiplied by.
+                torch._foreach_mul_(views, torch.tensor(1 / divisor, dtype=torch.float64))
+            if len(at_home) == len(self.views):
+                self._home.div_(divisor)
+            elif at_home:
+                torch._foreach_div_(at_home, divisor)
+
     def accept(self, reduced: torch.Tensor) -> None:
         """Take a communication hook's result as what the buffer is to hold."""
         if self.sparse:
@@ -121,73 +193,153 @@ class GradientBucket:
             self._home.copy_(reduced.view_as(self._home))
         self._flat = self._home
 
-    def gradients(self) -> list[torch.Tensor]:
-        """Views into the buffer, one for each parameter, in its shape."""
-        return self.views or [self._flat]
-
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters whose gradients it holds."""
-        return self._parameters
-
-    def has(self, slot: int) -> bool:
-        """Whether one parameter's gradient has come."""
-        return self._here[slot]
-
-    def take(self, slot: int, divisor: int, as_view: bool) -> None:
-        """Bring one parameter's gradient in, divided by ``divisor``; none counts as zero.
-
-        With ``as_view`` the buffer becomes the gradient's home: ``.grad`` is a view of it.
-        """
-        self._here[slot] = True
-        self.missing -= 1
-        parameter = self._parameters[slot]
-        grad = parameter.grad
-        if self.sparse:
-            if grad is None:
-                nothing = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-                rows = parameter.detach()[:0]
-                grad = torch.sparse_coo_tensor(nothing, rows, parameter.shape)
-            self._flat = grad.detach() / divisor
-            return
-        view = self.views[slot]
-        if grad is None:
-            view.zero_()
-            return
-        if grad is view:
-            view.div_(divisor)
-            return
-        if grad.requires_grad:  # create_graph=True
-            warnings.warn("gradients are averaged, but not gradients of gradients", stacklevel=2)
-            grad = grad.detach()
-        # Multiplied here, divided above: as PyTorch does, so that not a bit differs from its DDP.
-        torch.mul(grad, 1 / divisor, out=view)
-        if as_view:
-            parameter.grad = view
-
     def give_back(self, as_view: bool, unused: Sequence[int] = ()) -> None:
         """Hand the reduced gradients to their parameters, but not to the slots ``unused``."""
         grads, views = [], []
-        for slot, (parameter, view) in enumerate(
-            zip(self._parameters, self.gradients(), strict=True)
-        ):
+        averages = self.gradients()
+        # As views, all others are where they belong.
+        everywhere = self.sparse or not as_view
+        for slot in range(len(averages)) if everywhere else self._absent:
+            parameter, average = self._parameters[slot], averages[slot]
             if slot in unused:
                 continue
-            grad = parameter.grad
-            if self.sparse or (as_view and grad is None):
-                parameter.grad = view
-            elif grad is None:
-                parameter.grad = view.clone()
-            elif not as_view:
-                grads.append(grad)
-                views.append(view)
+            if self.sparse or as_view:
+                parameter.grad = average
+            elif parameter.grad is None:
+                parameter.grad = average.clone()
+            else:
+                grads.append(parameter.grad)
+                views.append(average)
+        self._absent = []
         if grads:
             torch._foreach_copy_(grads, views)  # one call: each would cost more than a small copy
 
-    def reset(self) -> None:
-        """Be ready for the next step's gradients."""
-        self.missing = len(self._parameters)
-        self._here = [False] * self.missing
-        self.work = None
+
+def _sparse_gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """What came, or zero."""
+    if parameter.grad is not None:
+        return parameter.grad.detach()
+    nothing = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+    return torch.sparse_coo_tensor(nothing, parameter.detach()[:0], parameter.shape)
+
+
+class Buckets:
+    """The buckets of a model's gradients, which travel in one order, the same on every rank.
+
+    Args:
+        model: its parameters that require gradients are meant by number, in their order.
+        comms: the ranks that average.
+        as_view: keep gradients in the buckets, instead of copying them back.
+
+    Attributes:
+        all: the buckets.
+        plan: the numbers of the parameters of each.
+        places: for each parameter its bucket's index, and its slot there if its gradient is large.
+        divisor: of the gradients; at first the number of ranks.
+        send: begins what becomes of a full bucket; at first its all-reduce.
+        timeline: records gradients, collectives and the wait for them.
+    """
+
+    def __init__(self, model: nn.Module, comms: Comms, *, as_view: bool) -> None:
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.sparse = sparse_gradients(model)
+        self.comms = comms
+        self.as_view = as_view
+        self.divisor = comms.world_size
+        self.send: Callable[[GradientBucket], Launched] = self.all_reduce
+        self.timeline: Recorder = NOT_RECORDED
+        self.places: list[tuple[int, int | None]] = []
+
+    def follow(self, plan: Sequence[Sequence[int]]) -> None:
+        """Make the buckets of a plan, in the order of sending, in the place of those before."""
+        self.plan = [list(members) for members in plan]
+        self.all = [
+            GradientBucket(
+                [self.parameters[i] for i in members],
+                index,
+                is_last=index == len(plan) - 1,
+                sparse=self.sparse[members[0]],
+            )
+            for index, members in enumerate(plan)
+        ]
+        self.places = [(0, None)] * len(self.parameters)
+        for bucket, members in zip(self.all, plan, strict=True):
+            for slot, i in enumerate(members):
+                self.places[i] = (bucket.index(), slot if slot in bucket.large else None)
+                p = self.parameters[i]
+                if self.as_view and p.grad is not None and not bucket.sparse:
+                    p.grad = bucket.views[slot].copy_(p.grad)
+
+    def __iter__(self) -> Iterator[GradientBucket]:
+        return iter(self.all)
+
+    def __len__(self) -> int:
+        return len(self.all)
+
+    def all_reduce(self, bucket: GradientBucket) -> dist.Work:
+        """Begin to add a bucket up over the ranks."""
+        self.comms.agree(f"all-reduce of gradient bucket {bucket.index()}: {len(bucket.views)}")
+        return self.comms.group.allreduce([bucket.buffer()])
+
+
+class Backward:
+    """The gradients of one backward on their way: come, sent, waited for. Made new for each.
+
+    Attributes:
+        arrived: the parameters whose gradients have come, in that order.
+        missing: by bucket, how many gradients have not come.
+        works: what is under way, of the buckets that were sent, in order.
+    """
+
+    def __init__(self, buckets: Buckets) -> None:
+        self.buckets = buckets
+        self.arrived: dict[int, None] = {}
+        self.missing = [len(members) for members in buckets.plan]
+        self.works: list[Any] = []
+
+    def come(self, i: int) -> None:
+        """The gradient of parameter ``i`` has come, or none will: send what is full now."""
+        self.arrived[i] = None
+        buckets = self.buckets
+        index, large = buckets.places[i]
+        if large is not None:
+            buckets.all[index].bring_in(buckets.divisor, buckets.as_view, large)
+        self.missing[index] -= 1
+        if not self.missing[index]:
+            buckets.all[index].bring_in(buckets.divisor, buckets.as_view)
+            self.send_full()
+
+    def send_full(self) -> None:
+        """Send the next buckets that are full: in order, or ranks would pair different ones."""
+        for bucket in self.buckets.all[len(self.works) :]:
+            if self.missing[bucket.index()]:
+                return
+            work = self.buckets.send(bucket)
+            self.buckets.timeline.launched(f"bucket {bucket.index()}", work)
+            self.works.append(work)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every bucket was sent."""
+        return len(self.works) == len(self.missing)
+
+    def waited(self) -> Iterator[tuple[GradientBucket, Any]]:
+        """Each bucket that was sent, once it is back, with what its ``wait()`` returned.
+
+        Raises:
+            RuntimeError: another rank failed, or the time-out passed.
+        """
+        for bucket, work in zip(self.buckets, self.works, strict=False):
+            try:
+                with self.buckets.timeline.span(f"wait for bucket {bucket.index()}", lane="wait"):
+                    result = work.wait()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"rank {self.buckets.comms.rank}: the all-reduce of gradient bucket "
+                    f"{bucket.index()} of {len(self.missing)} failed; another rank has left, or "
+                    f"lacks a gradient: {error}"
+                ) from error
+            yield bucket, result
 
 
 class BucketedDDPHooks(Switchable):
@@ -200,8 +352,7 @@ class BucketedDDPHooks(Switchable):
     Args:
         model: the same on every rank; its parameters at this moment that require gradients.
         comms: the ranks that share the gradients.
-        bucket_size_mb: cap of a bucket in MiB.
-        first_bucket_mb: cap of the first bucket, if that is less.
+        bucket_cap_mb: size of a bucket in MiB; ``None``: 25, after a first one of 1.
         gradient_as_bucket_view: keep gradients in the buckets, instead of copying them back.
         timeline: records gradients, collectives and the wait for them.
 
@@ -213,68 +364,44 @@ class BucketedDDPHooks(Switchable):
         self,
         model: nn.Module,
         comms: Comms,
-        bucket_size_mb: float = BUCKET_CAP_MB,
+        bucket_cap_mb: float | None = None,
         *,
-        first_bucket_mb: float = FIRST_BUCKET_MB,
         gradient_as_bucket_view: bool = True,
-        timeline: Timeline | None = None,
+        timeline: Recorder = NOT_RECORDED,
     ) -> None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        if not named or bucket_size_mb <= 0:
+        if not named or (bucket_cap_mb is not None and bucket_cap_mb <= 0):
             raise ValueError(
-                f"rank {comms.rank}: expected parameters that require gradients and a bucket size "
-                f"above 0 MiB, got {len(named)} parameters and {bucket_size_mb} MiB"
+                f"rank {comms.rank}: expected parameters that require gradients and a bucket cap "
+                f"above 0 MiB, got {len(named)} parameters and {bucket_cap_mb} MiB"
             )
-        self.comms = comms
         self.names = [name for name, _ in named]
-        self.parameters = [p for _, p in named]
-        self.as_view = gradient_as_bucket_view
-        self.timeline = timeline
-        self.divisor = comms.world_size
-        self.caps = [int(min(first_bucket_mb, bucket_size_mb) * MIB), int(bucket_size_mb * MIB)]
-        sparse = {
-            id(module.weight)
-            for module in model.modules()
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
-        }
-        self.sparse = [id(p) in sparse for p in self.parameters]
-        self.set_buckets(self.first_plan())
+        self.comms = comms
+        self.buckets = Buckets(model, comms, as_view=gradient_as_bucket_view)
+        # Last parameters first, as backward comes to them.
+        order = range(len(named))[::-1]
+        self.buckets.follow(plan_in_order(model, order, bucket_caps(bucket_cap_mb)))
+        self.record(timeline)
+        self.backward = Backward(self.buckets)
         self._handles = [
             p.register_post_accumulate_grad_hook(partial(self._ready, i))  # type: ignore[no-untyped-call]
-            for i, p in enumerate(self.parameters)
+            for i, p in enumerate(self.buckets.parameters)
         ]
 
-    def first_plan(self) -> list[list[int]]:
-        """The buckets of the first step: last parameters first, as backward comes to them."""
-        return self.plan_in(list(reversed(range(len(self.parameters)))))
+    def record(self, timeline: Recorder) -> None:
+        """Record gradients, collectives and the wait for them from now on."""
+        self.buckets.timeline = timeline
 
-    def plan_in(self, order: Sequence[int]) -> list[list[int]]:
-        """The buckets for gradients that come in a given order of the parameters."""
-        plan = plan_buckets(
-            [self.parameters[i] for i in order], self.caps, [self.sparse[i] for i in order]
-        )
-        return [[order[j] for j in bucket] for bucket in plan]
-
-    def set_buckets(self, plan: Sequence[Sequence[int]]) -> None:
-        """Make the buckets of a plan: the indices of the parameters of each."""
-        self.plan = [list(bucket) for bucket in plan]
-        self.buckets = [
-            GradientBucket(
-                [self.parameters[i] for i in bucket],
-                index,
-                is_last=index == len(plan) - 1,
-                sparse=self.sparse[bucket[0]],
+    def _ready(self, i: int, _parameter: torch.Tensor) -> None:
+        if not self.armed:
+            return
+        if i in self.backward.arrived:
+            raise RuntimeError(
+                f"rank {self.comms.rank}: the gradient of {self.names[i]} came again "
+                "before finish() was called for the last backward"
             )
-            for index, bucket in enumerate(plan)
-        ]
-        places = {i: (index, slot) for index, b in enumerate(plan) for slot, i in enumerate(b)}
-        self._places = [
-            (self.buckets[places[i][0]], places[i][1]) for i in range(len(self.parameters))
-        ]
-        self._sent = 0
-        for p, (bucket, slot) in zip(self.parameters, self._places, strict=True):
-            if self.as_view and bucket.views and p.grad is not None:
-                p.grad = bucket.views[slot].copy_(p.grad)
+        self.buckets.timeline.mark(self.names[i])
+        self.backward.come(i)
 
     def finish(self) -> None:
         """Wait until every gradient is averaged.
@@ -282,119 +409,53 @@ class BucketedDDPHooks(Switchable):
         Raises:
             RuntimeError: parameters got no gradient in this backward; they are named.
         """
-        if self._sent < len(self.buckets):
+        if not self.backward.complete:
             missing = self.missing()
             self.abandon()
             raise RuntimeError(f"rank {self.comms.rank}: no gradient for {', '.join(missing)}")
-        for bucket in self.buckets:
-            self.wait(bucket)
-            bucket.give_back(self.as_view)  # while the buckets after it still travel
-        self.reset()
+        for bucket, _ in self.backward.waited():
+            bucket.give_back(self.buckets.as_view)  # while the buckets after it still travel
+        self.forget()
 
     def missing(self) -> list[str]:
         """The names of the parameters whose gradients have not come since the last step."""
-        return [
-            name
-            for name, (bucket, slot) in zip(self.names, self._places, strict=True)
-            if not bucket.has(slot)
-        ]
+        arrived = self.backward.arrived
+        return [name for i, name in enumerate(self.names) if i not in arrived]
 
     def abandon(self) -> None:
-        """Forget a backward that did not complete, once what was sent has come to rest."""
-        for bucket in self.buckets[: self._sent]:
-            self.wait(bucket)
-        self.reset()
+        """Give a backward up that did not complete, once what was sent has come to rest."""
+        list(self.backward.waited())
+        self.forget()
 
-    def reset(self) -> None:
-        """Empty the buckets. Without it, they would grow, or be sent too early, the next time."""
-        for bucket in self.buckets:
-            bucket.reset()
-        self._sent = 0
+    def forget(self) -> None:
+        """Be ready for the next backward, whose first gradient would else count as a second."""
+        self.backward = Backward(self.buckets)
 
     def remove(self) -> None:
         """Take the hooks off the model."""
         for handle in self._handles:
             handle.remove()
 
-    def _ready(self, i: int, _parameter: torch.Tensor) -> None:
-        if not self.armed:
-            return
-        bucket, slot = self._places[i]
-        if bucket.has(slot):
-            raise RuntimeError(
-                f"rank {self.comms.rank}: the gradient of {self.names[i]} came again before "
-                "finish() was called for the last backward"
-            )
-        self.bring(i)
 
-    def bring(self, i: int) -> None:
-        """Bring the gradient of parameter ``i`` into its bucket, and send that if it is full."""
-        if self.timeline:
-            self.timeline.mark(self.names[i])
-        bucket, slot = self._places[i]
-        bucket.take(slot, self.divisor, self.as_view)
-        if not bucket.missing:
-            self.send_full_buckets()
-
-    def send_full_buckets(self) -> None:
-        """Send the next buckets that are full: in order, or ranks would pair different ones."""
-        while self._sent < len(self.buckets) and not self.buckets[self._sent].missing:
-            bucket = self.buckets[self._sent]
-            bucket.work = self.start(bucket)
-            if self.timeline:
-                self.timeline.launched(f"bucket {bucket.index()}", bucket.work)
-            self._sent += 1
-
-    def start(self, bucket: GradientBucket) -> Any:
-        """Begin the all-reduce of one bucket; what it returns has a ``wait()``."""
-        self.comms.agree(f"all-reduce of gradient bucket {bucket.index()}: {len(bucket.views)}")
-        return self.comms.group.allreduce([bucket.buffer()])
-
-    def wait(self, bucket: GradientBucket) -> Any:
-        """Wait for one bucket's all-reduce; return what its ``wait()`` returns."""
-        try:
-            if not self.timeline:
-                return bucket.work.wait()
-            with self.timeline.span(f"wait for bucket {bucket.index()}", lane="wait"):
-                return bucket.work.wait()
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {self.comms.rank}: the all-reduce of gradient bucket {bucket.index()} of "
-                f"{len(self.buckets)} failed; another rank has left, or lacks a gradient: {error}"
-            ) from error
-
-
-def compare_bucketed_vs_unbucketed(
-    model: nn.Module,
-    comms: Comms,
-    batch: tuple[torch.Tensor, torch.Tensor],
-    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    bucket_size_mb: float = BUCKET_CAP_MB,
-    repeat: int = 15,
-) -> dict[str, Timing]:
-    """Time backward with the gradients averaged one by one against bucket by bucket.
+def plan_in_order(model: nn.Module, order: Sequence[int], caps: Sequence[int]) -> list[list[int]]:
+    """The bucket plan of a model whose gradients come in a given order.
 
     Args:
-        model: the same on every rank; it is copied, and left as it is.
-        comms: the ranks that share the gradients.
-        batch: inputs and targets of this rank's shard.
-        loss_fn: from outputs and targets to a scalar.
-        bucket_size_mb: cap of a bucket in MiB.
-        repeat: measurements of each.
-
-    Returns:
-        The times of forward, backward and averaging, under ``"one by one"`` and ``"bucketed"``.
+        model: its parameters that require gradients, in their order, are meant by number.
+        order: of their gradients.
+        caps: as for :func:`plan_buckets`.
     """
-    inputs, targets = batch
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    sparse = sparse_gradients(model)
+    plan = plan_buckets([parameters[i] for i in order], caps, [sparse[i] for i in order])
+    return [[order[j] for j in members] for members in plan]
 
-    def step(replica: nn.Module, hooks: AllReduceHooks | BucketedDDPHooks) -> None:
-        replica.zero_grad()
-        loss_fn(replica(inputs), targets).backward()  # type: ignore[no-untyped-call]
-        hooks.finish()
 
-    single, bucketed = copy.deepcopy(model), copy.deepcopy(model)
-    calls = {
-        "one by one": partial(step, single, AllReduceHooks(single, comms)),
-        "bucketed": partial(step, bucketed, BucketedDDPHooks(bucketed, comms, bucket_size_mb)),
+def sparse_gradients(model: nn.Module) -> list[bool]:
+    """For each parameter that requires a gradient whether that holds but a few rows."""
+    sparse = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
     }
-    return measure(calls, comms, repeat=repeat)
+    return [id(p) in sparse for p in model.parameters() if p.requires_grad]

@@ -19,7 +19,7 @@ from tabulate import tabulate
 from torch import nn
 
 from microddp.comms import Comms
-from microddp.timing import Instant, Timeline, Timing, measure
+from microddp.timing import NOT_RECORDED, Instant, Recorder
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class AllReduceHooks(Switchable):
         timeline: records gradients, collectives and the wait for them.
     """
 
-    def __init__(self, model: nn.Module, comms: Comms, timeline: Timeline | None = None) -> None:
+    def __init__(self, model: nn.Module, comms: Comms, timeline: Recorder = NOT_RECORDED) -> None:
         self.comms = comms
         self.timeline = timeline
         self._works: dict[str, dist.Work] = {}
@@ -182,6 +182,10 @@ class AllReduceHooks(Switchable):
             for name, p in model.named_parameters()
             if p.requires_grad
         ]
+
+    def record(self, timeline: Recorder) -> None:
+        """Record gradients, collectives and the wait for them from now on."""
+        self.timeline = timeline
 
     def finish(self) -> None:
         """Wait until every gradient is averaged, and be ready for the next backward.
@@ -192,10 +196,7 @@ class AllReduceHooks(Switchable):
         works, self._works = self._works, {}
         self.comms.agree("finish()")
         for name, work in works.items():
-            if self.timeline:
-                with self.timeline.span(f"wait for {name}", lane="wait"):
-                    work.wait()
-            else:
+            with self.timeline.span(f"wait for {name}", lane="wait"):
                 work.wait()
 
     def remove(self) -> None:
@@ -212,13 +213,11 @@ class AllReduceHooks(Switchable):
                 f"rank {self.comms.rank}: {name} got another gradient while its last one is being "
                 "averaged: expected finish() after each backward and before the next"
             )
-        if self.timeline:
-            self.timeline.mark(name)
+        self.timeline.mark(name)
         self.comms.agree(f"all-reduce of the gradient of {name}")
         gradient.div_(self.comms.world_size)
         work = self.comms.group.allreduce([gradient])
-        if self.timeline:
-            self.timeline.launched(f"all-reduce {name}", work)
+        self.timeline.launched(f"all-reduce {name}", work)
         self._works[name] = work
 
 
@@ -269,49 +268,3 @@ def demonstrate_hook_order(
             f"{', '.join(orders[int(odd[0])])}; on the others {', '.join(usual)}"
         )
     return rows
-
-
-def compare_hooks_with_manual(
-    model: nn.Module,
-    comms: Comms,
-    batch: tuple[torch.Tensor, torch.Tensor],
-    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    repeat: int = 15,
-) -> dict[str, Timing]:
-    """Time gradients averaged one by one after backward, during backward, and not at all.
-
-    Args:
-        model: the same on every rank; it is copied, and left as it is.
-        comms: the ranks that share the gradients.
-        batch: inputs and targets of this rank's shard.
-        loss_fn: from outputs and targets to a scalar.
-        repeat: measurements of each.
-
-    Returns:
-        The times of forward, backward and averaging, under ``"manual"`` and ``"hooks"``; without
-        averaging, under ``"compute"``.
-    """
-    inputs, targets = batch
-    alone, manual, hooked = (copy.deepcopy(model) for _ in range(3))
-    hooks = AllReduceHooks(hooked, comms)
-
-    def backward(replica: nn.Module) -> None:
-        replica.zero_grad()
-        loss_fn(replica(inputs), targets).backward()  # type: ignore[no-untyped-call]
-
-    def after_backward() -> None:
-        backward(manual)
-        for parameter in manual.parameters():
-            if parameter.grad is not None:
-                comms.all_reduce_mean(parameter.grad)
-
-    def during_backward() -> None:
-        backward(hooked)
-        hooks.finish()
-
-    calls: dict[str, Callable[[], object]] = {
-        "compute": partial(backward, alone),
-        "manual": after_backward,
-        "hooks": during_backward,
-    }
-    return measure(calls, comms, repeat=repeat)

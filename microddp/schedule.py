@@ -1,26 +1,305 @@
-"""One training step, from the least that is right to the fastest."""
+"""One training step, and the ways in which its gradients are averaged: the table ``STRATEGIES``.
+
+A step is the same whatever averages: forget the gradients, forward, backward, have the averages,
+update. What differs is behind :class:`Strategy`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from microddp.bucketing import BucketedDDPHooks
+from microddp.bucketing import BucketedDDPHooks, bucket_caps, plan_in_order
 from microddp.comms import Comms
+from microddp.ddp import DDP
 from microddp.hooks import AllReduceHooks
-from microddp.timing import Timeline
+from microddp.timing import NOT_RECORDED, Recorder, TorchDDPWatch
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Hooks = AllReduceHooks | BucketedDDPHooks
+
+
+def take_step(
+    strategy: Strategy,
+    loss_fn: Loss,
+    optimizer: torch.optim.Optimizer,
+    batch: Sequence[torch.Tensor],
+    timeline: Recorder = NOT_RECORDED,
+    *,
+    parts: int = 1,
+    autocast: AbstractContextManager[object] | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+) -> torch.Tensor:
+    """Train one step.
+
+    Args:
+        strategy: holds this rank's replica, and averages its gradients.
+        loss_fn: from outputs and targets to a scalar, the mean over the samples.
+        optimizer: of the replica's parameters.
+        batch: inputs and targets of this rank's shard, on its device.
+        timeline: records the phases as spans.
+        parts: equal parts in which the shard is computed, one by one, with one average.
+        autocast: the precision of forward.
+        scaler: of the loss, where the precision needs it.
+
+    Returns:
+        The loss on this rank's shard, a detached scalar, taken before the step.
+
+    Raises:
+        RuntimeError: a parameter got no gradient, another rank failed, or the time-out passed.
+    """
+    optimizer.zero_grad()
+    loss = compute_gradients(
+        strategy, loss_fn, batch, timeline, parts=parts, autocast=autocast, scaler=scaler
+    )
+    with timeline.span("optimizer"):
+        if scaler is None:
+            optimizer.step()
+        else:  # the gradients are averages, so all ranks see the same overflow and skip together
+            scaler.step(optimizer)
+            scaler.update()
+    return loss
+
+
+def compute_gradients(
+    strategy: Strategy,
+    loss_fn: Loss,
+    batch: Sequence[torch.Tensor],
+    timeline: Recorder = NOT_RECORDED,
+    *,
+    parts: int = 1,
+    autocast: AbstractContextManager[object] | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+) -> torch.Tensor:
+    """Forward and backward, until the gradients are averages; they add to those there are.
+
+    Arguments, result and errors are those of :func:`take_step`. The gradients are those of the
+    loss as the scaler scales it.
+    """
+    losses = []
+    micro_batches = zip(*(tensor.chunk(parts) for tensor in batch), strict=True)
+    for i, (inputs, targets) in enumerate(micro_batches, start=1):
+        with nullcontext() if i == parts else strategy.no_sync():
+            with timeline.span("forward"), autocast or nullcontext():
+                loss = loss_fn(strategy.module(inputs), targets)
+                loss = loss / parts if parts > 1 else loss
+            with timeline.span("backward"):
+                (scaler.scale(loss) if scaler else loss).backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.detach())
+    strategy.finish()
+    return functools.reduce(torch.add, losses)
+
+
+class Strategy:
+    """How the gradients of one model become averages over the ranks: here, not at all.
+
+    A step runs each forward pass through ``module``, all but the last within :meth:`no_sync`, calls
+    ``backward()`` on each loss, and then :meth:`finish`.
+
+    Args:
+        model: this rank's replica.
+        comms: the ranks that share the gradients.
+        bucket_cap_mb: size of a bucket in MiB, where there are any; equal caps make equal buckets
+            whatever the strategy. ``None``: 25, after a first one of 1.
+
+    Attributes:
+        module: the model, or the wrapper around it.
+        averages: whether anything is sent at all.
+        overlaps: whether gradients are sent while backward goes on.
+        buckets: whether they travel together.
+        timeline: records collectives, and the wait for them.
+    """
+
+    averages: ClassVar[bool] = False
+    overlaps: ClassVar[bool] = False
+    buckets: ClassVar[bool] = False
+
+    def __init__(self, model: nn.Module, comms: Comms, bucket_cap_mb: float | None = None) -> None:
+        del bucket_cap_mb
+        self.module = model
+        self.comms = comms
+        self.timeline: Recorder = NOT_RECORDED
+
+    def record(self, timeline: Recorder) -> None:
+        """Record collectives, and the wait for them, from now on."""
+        self.timeline = timeline
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let the forward and backward passes of the block add to this rank's own gradients."""
+        return nullcontext()
+
+    def finish(self) -> None:
+        """Return when all gradients are averaged."""
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+
+    @classmethod
+    def plan(cls, model: nn.Module, arrival: list[int], cap_mb: float | None) -> list[list[int]]:
+        """Which gradients travel together, in the order of sending.
+
+        Args:
+            model: its parameters that require gradients, in their order, are meant by number.
+            arrival: the order in which their gradients come.
+            cap_mb: as ``bucket_cap_mb`` above.
+        """
+        if not cls.averages:
+            return []
+        order = arrival if cls.overlaps else sorted(arrival)
+        if cls.buckets:
+            return plan_in_order(model, order, bucket_caps(cap_mb))
+        return [[i] for i in order]
+
+
+class Naive(Strategy):
+    """One by one, after backward."""
+
+    averages = True
+
+    def finish(self) -> None:
+        average_gradients(self.module, self.comms, self.timeline)
+
+
+class Hooked(Strategy):
+    """One by one during backward, each as soon as it is ready."""
+
+    averages = overlaps = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comms: Comms,
+        bucket_cap_mb: float | None = None,
+        hooks: Hooks | None = None,
+    ) -> None:
+        super().__init__(model, comms)
+        self.hooks = hooks or self._hooks(bucket_cap_mb)
+
+    def _hooks(self, bucket_cap_mb: float | None) -> Hooks:
+        del bucket_cap_mb
+        return AllReduceHooks(self.module, self.comms)
+
+    def record(self, timeline: Recorder) -> None:
+        super().record(timeline)
+        self.hooks.record(timeline)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.hooks.no_sync()
+
+    def finish(self) -> None:
+        self.hooks.finish()
+
+    def remove(self) -> None:
+        self.hooks.remove()
+
+
+class Bucketed(Hooked):
+    """In buckets during backward, from the last parameter to the first."""
+
+    buckets = True
+
+    def _hooks(self, bucket_cap_mb: float | None) -> Hooks:
+        return BucketedDDPHooks(self.module, self.comms, bucket_cap_mb)
+
+    @classmethod
+    def plan(cls, model: nn.Module, arrival: list[int], cap_mb: float | None) -> list[list[int]]:
+        return super().plan(model, sorted(arrival, reverse=True), cap_mb)
+
+
+class Wrapped(Strategy):
+    """In buckets during backward, by the book's own wrapper.
+
+    The end of backward waits. The model may be wrapped already.
+    """
+
+    averages = overlaps = buckets = True
+
+    def __init__(self, model: nn.Module, comms: Comms, bucket_cap_mb: float | None = None) -> None:
+        super().__init__(model, comms)
+        ddp = model if isinstance(model, DDP) else DDP(model, comms, bucket_cap_mb=bucket_cap_mb)
+        self.ddp = self.module = ddp
+        self.timeline = ddp.reducer.buckets.timeline
+
+    def record(self, timeline: Recorder) -> None:
+        super().record(timeline)
+        self.ddp.reducer.record(timeline)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.ddp.no_sync()
+
+    def remove(self) -> None:
+        self.ddp.reducer.remove()
+
+
+class WrappedByTorch(Strategy):
+    """In buckets during backward, by PyTorch's DDP, with gradients that are views of its buckets.
+
+    The end of backward waits. The model may be wrapped already.
+    """
+
+    averages = overlaps = buckets = True
+
+    def __init__(self, model: nn.Module, comms: Comms, bucket_cap_mb: float | None = None) -> None:
+        super().__init__(model, comms)
+        if not isinstance(model, TorchDDP):
+            model = TorchDDP(
+                model,
+                process_group=comms.group,
+                bucket_cap_mb=bucket_cap_mb,
+                gradient_as_bucket_view=True,
+            )
+        self.ddp = self.module = model
+        self._watch: TorchDDPWatch | None = None
+
+    def record(self, timeline: Recorder) -> None:
+        super().record(timeline)
+        if self._watch:
+            self._watch.remove()
+        # A watch takes time of its own: only while somebody looks.
+        self._watch = None if timeline is NOT_RECORDED else TorchDDPWatch(self.ddp, timeline)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.ddp.no_sync()
+
+    def finish(self) -> None:
+        if self._watch:
+            self._watch.finish()
+
+
+STRATEGIES: dict[str, type[Strategy]] = {
+    "none": Strategy,
+    "naive": Naive,
+    "hooks": Hooked,
+    "bucketed": Bucketed,
+    "ddp": Wrapped,
+    "torch": WrappedByTorch,
+}
+
+
+def strategy_of(model: nn.Module | Strategy, comms: Comms) -> Strategy:
+    """The strategy that a model has: a wrapper's own, or none."""
+    if isinstance(model, Strategy):
+        return model
+    kind = Wrapped if isinstance(model, DDP) else Strategy
+    return (WrappedByTorch if isinstance(model, TorchDDP) else kind)(model, comms)
+
+
+# ---- the steps of the book's chapters, by the names of what they do
 
 
 def naive_data_parallel_step(
     model: nn.Module,
-    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    loss_fn: Loss,
     optimizer: torch.optim.Optimizer,
     batch: tuple[torch.Tensor, torch.Tensor],
     comms: Comms,
-    timeline: Timeline | None = None,
+    timeline: Recorder = NOT_RECORDED,
 ) -> torch.Tensor:
     """Train one step: forward and backward on this rank's shard, then average every gradient.
 
@@ -28,34 +307,14 @@ def naive_data_parallel_step(
     shards, a ``loss_fn`` that takes the mean and equal parameters at the start, the step is the
     one that a single process would take on the whole batch.
 
-    Args:
-        model: this rank's replica.
-        loss_fn: from outputs and targets to a scalar, the mean over the samples.
-        optimizer: of the replica's parameters.
-        batch: inputs and targets of this rank's shard, on its device.
-        comms: the ranks that share the step.
-        timeline: records the phases as spans.
-
-    Returns:
-        The loss on this rank's shard, a detached scalar, taken before the step.
-
-    Raises:
-        RuntimeError: another rank failed, or the time-out passed.
+    Arguments, result and errors are those of :func:`take_step`, with the ranks that share the step.
     """
-    span = timeline.span if timeline else _unrecorded
-    inputs, targets = batch
-    optimizer.zero_grad()
-    with span("forward"):
-        loss = loss_fn(model(inputs), targets)
-    with span("backward"):
-        loss.backward()  # type: ignore[no-untyped-call]
-    average_gradients(model, comms, timeline)
-    with span("optimizer"):
-        optimizer.step()
-    return loss.detach()
+    strategy = Naive(model, comms)
+    strategy.record(timeline)
+    return take_step(strategy, loss_fn, optimizer, batch, timeline)
 
 
-def average_gradients(model: nn.Module, comms: Comms, timeline: Timeline | None = None) -> None:
+def average_gradients(model: nn.Module, comms: Comms, timeline: Recorder = NOT_RECORDED) -> None:
     """Average every gradient of ``model`` over all ranks, one by one.
 
     The rank computes nothing meanwhile: the timeline shows each all-reduce, and all of them
@@ -70,65 +329,46 @@ def average_gradients(model: nn.Module, comms: Comms, timeline: Timeline | None 
     Raises:
         RuntimeError: another rank failed, or the time-out passed.
     """
-    span = timeline.span if timeline else _unrecorded
-    with span("wait for gradients", lane="wait"):
+    with timeline.span("wait for gradients", lane="wait"):
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                with span(f"all-reduce {name}", lane="communication"):
+                with timeline.span(f"all-reduce {name}", lane="communication"):
                     comms.all_reduce_mean(parameter.grad)
 
 
 def register_ddp_hooks(
     model: nn.Module,
     comms: Comms,
-    bucket_size_mb: float | None = None,
-    timeline: Timeline | None = None,
-) -> AllReduceHooks | BucketedDDPHooks:
+    bucket_cap_mb: float | None = None,
+    timeline: Recorder = NOT_RECORDED,
+) -> Hooks:
     """Have every backward of ``model`` average its gradients over all ranks while it runs.
 
     Args:
         model: this rank's replica.
         comms: the ranks that share the step.
-        bucket_size_mb: MiB of gradients that travel together; ``None``: each travels alone.
+        bucket_cap_mb: MiB of gradients that travel together; ``None``: each travels alone.
         timeline: records gradients, collectives and the wait for them.
 
     Returns:
         The hooks, for :func:`ddp_step`; their ``remove()`` takes them off again.
     """
-    if bucket_size_mb is None:
+    if bucket_cap_mb is None:
         return AllReduceHooks(model, comms, timeline=timeline)
-    return BucketedDDPHooks(model, comms, bucket_size_mb, timeline=timeline)
+    return BucketedDDPHooks(model, comms, bucket_cap_mb, timeline=timeline)
 
 
 def ddp_step(
     model: nn.Module,
-    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    loss_fn: Loss,
     optimizer: torch.optim.Optimizer,
     batch: tuple[torch.Tensor, torch.Tensor],
-    hooks: AllReduceHooks | BucketedDDPHooks,
-    timeline: Timeline | None = None,
+    hooks: Hooks,
+    timeline: Recorder = NOT_RECORDED,
 ) -> torch.Tensor:
     """Train one step with gradients that are averaged during backward.
 
-    Args and result are those of :func:`naive_data_parallel_step`, with the ``hooks`` that
-    :func:`register_ddp_hooks` returned in the place of ``comms``.
-
-    Raises:
-        RuntimeError: a parameter got no gradient, another rank failed, or the time-out passed.
+    Arguments, result and errors are those of :func:`take_step`, with the ``hooks`` that
+    :func:`register_ddp_hooks` returned.
     """
-    span = timeline.span if timeline else _unrecorded
-    inputs, targets = batch
-    optimizer.zero_grad()
-    with span("forward"):
-        loss = loss_fn(model(inputs), targets)
-    with span("backward"):
-        loss.backward()  # type: ignore[no-untyped-call]
-    hooks.finish()
-    with span("optimizer"):
-        optimizer.step()
-    return loss.detach()
-
-
-def _unrecorded(name: str, lane: str = "compute") -> AbstractContextManager[None]:
-    del name, lane
-    return nullcontext()
+    return take_step(Hooked(model, hooks.comms, hooks=hooks), loss_fn, optimizer, batch, timeline)

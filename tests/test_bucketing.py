@@ -15,7 +15,6 @@ from torch.nn.functional import mse_loss
 from microddp.bucketing import (
     BucketedDDPHooks,
     GradientBucket,
-    compare_bucketed_vs_unbucketed,
     plan_buckets,
 )
 from microddp.model import FullMLP
@@ -131,36 +130,29 @@ def parameters_of(*shapes, dtype=torch.float32):
 def test_a_bucket_holds_gradients_side_by_side():
     parameters = parameters_of((2, 3), (), (0,), (4,))
     bucket = GradientBucket(parameters, index=3, is_last=False)
-    assert (bucket.index(), bucket.is_last(), bucket.missing) == (3, False, 4)
+    assert (bucket.index(), bucket.is_last()) == (3, False)
     assert bucket.parameters() == parameters
     for i, p in enumerate(parameters):
         p.grad = torch.full_like(p, i + 1.0)
-        assert not bucket.has(i)
-        bucket.take(i, 2, as_view=False)
-        assert bucket.has(i)
-    assert bucket.missing == 0
+    bucket.bring_in(2, as_view=False)
     assert bucket.buffer().tolist() == [0.5] * 6 + [1] + [2] * 4
     assert [g.shape for g in bucket.gradients()] == [p.shape for p in parameters]
     bucket.buffer().mul_(10)
     assert parameters[0].grad.eq(1).all(), "copied, not shared"
     bucket.give_back(as_view=False)
     assert [p.grad.unique().tolist() for p in parameters] == [[5], [10], [], [20]]
-    bucket.reset()
-    assert bucket.missing == 4
-    assert not any(bucket.has(i) for i in range(4))
 
 
 def test_as_views_gradients_live_in_the_bucket():
     (p,) = parameters_of((2, 2))
     bucket = GradientBucket([p])
     p.grad = torch.ones(2, 2)
-    bucket.take(0, 4, as_view=True)
+    bucket.bring_in(4, as_view=True)
     assert p.grad.data_ptr() == bucket.buffer().data_ptr()
     bucket.buffer().fill_(8)
     bucket.give_back(as_view=True)
     assert p.grad.eq(8).all()
-    bucket.reset()
-    bucket.take(0, 4, as_view=True)
+    bucket.bring_in(4, as_view=True)
     assert bucket.buffer().eq(2).all(), "divided in place, not copied over itself"
 
 
@@ -169,8 +161,7 @@ def test_a_gradient_that_did_not_come_counts_as_zero_and_is_made():
         parameters = parameters_of((3,), (2,))
         bucket = GradientBucket(parameters)
         bucket.buffer().fill_(7)
-        for slot in (0, 1):
-            bucket.take(slot, 2, as_view)
+        bucket.bring_in(2, as_view)
         assert bucket.buffer().eq(0).all()
         bucket.buffer().fill_(3)
         bucket.give_back(as_view, unused=[1])
@@ -187,11 +178,12 @@ def test_gradients_are_laid_out_like_their_parameters():
     bucket = GradientBucket([weight, sliced, turned])
     for view, p in zip(bucket.gradients(), (weight, sliced, turned), strict=True):
         assert view.stride() == torch.empty_like(p).stride()
-    for i, p in enumerate((weight, sliced, turned)):
+    for p in (weight, sliced, turned):
         p.grad = torch.randn_like(p)
-        kept = p.grad.clone()
-        bucket.take(i, 1, as_view=True)
-        assert torch.equal(p.grad, kept)
+    kept = [p.grad.clone() for p in (weight, sliced, turned)]
+    bucket.bring_in(1, as_view=True)
+    for p, grad in zip((weight, sliced, turned), kept, strict=True):
+        assert torch.equal(p.grad, grad)
     assert bucket.buffer().numel() == 48 + 12 + 24
 
 
@@ -243,7 +235,7 @@ def test_bucketed_hooks_train_as_one_process_and_as_averaging_one_by_one(comms):
                 torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
                 if comms.world_size <= 2:
                     assert torch.equal(p, q), "a sum of two has one order"
-            inside = hooks.buckets[-1].buffer().untyped_storage().data_ptr()
+            inside = hooks.buckets.all[-1].buffer().untyped_storage().data_ptr()
             grad = replica.layers[0].weight.grad
             assert (grad.untyped_storage().data_ptr() == inside) == as_view
 
@@ -261,7 +253,7 @@ def test_the_order_of_definition_is_filled_from_the_end(comms):
     caps = [int(0.002 * MIB)] * 2
     backwards = list(model.parameters())[::-1]
     expected = pytorchs_plan(backwards, caps)
-    names = [[hooks.names[i] for i in bucket] for bucket in hooks.plan]
+    names = [[hooks.names[i] for i in bucket] for bucket in hooks.buckets.plan]
     of = [name for name, _ in model.named_parameters()][::-1]
     assert names == [[of[i] for i in bucket] for bucket in expected]
     assert len(names) > 2
@@ -271,10 +263,10 @@ def test_the_order_of_definition_is_filled_from_the_end(comms):
 def test_messages_do_not_grow_from_step_to_step(comms):
     def sizes(model, reset):
         hooks = BucketedDDPHooks(model, comms, 0.002)
-        sent, start = [], hooks.start
-        hooks.start = lambda bucket: sent.append(bucket.buffer().nbytes) or start(bucket)
+        sent, send = [], hooks.buckets.send
+        hooks.buckets.send = lambda bucket: sent.append(bucket.buffer().nbytes) or send(bucket)
         if not reset:
-            hooks.reset = lambda: None
+            hooks.forget = lambda: None
         steps = []
         for step in range(4):
             sent.clear()
@@ -390,16 +382,3 @@ def test_bad_arguments_are_refused(comms):
             ValueError, match=rf"rank {comms.rank}: expected parameters .* {cap} MiB"
         ):
             BucketedDDPHooks(model, comms, cap)
-
-
-@on_ranks(1, 2)
-def test_the_comparison_of_buckets_leaves_the_model_alone(comms):
-    model = FullMLP(8, depth=4)
-    before = copy.deepcopy(model.state_dict())
-    batch = torch.randn(4, 8), torch.randn(4, 8)
-    timings = compare_bucketed_vs_unbucketed(model, comms, batch, mse_loss, repeat=3)
-    assert list(timings) == ["one by one", "bucketed"]
-    assert all(len(t.seconds) == 3 and min(t.seconds) > 0 for t in timings.values())
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert all(p.grad is None for p in model.parameters())
-    assert all(not p._post_accumulate_grad_hooks for p in model.parameters())

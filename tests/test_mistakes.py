@@ -12,7 +12,7 @@ from ranks import on_ranks
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from microddp.bucketing import BucketedDDPHooks
+from microddp.bucketing import BucketedDDPHooks, Buckets
 from microddp.ddp import DDP
 from microddp.replicas import broadcast_parameters, check_replicas
 
@@ -105,11 +105,12 @@ def test_no_sync_around_backward_only_saves_nothing(comms):
         sent.clear()
 
         def train(module):
-            start = DDP(module, comms).reducer.__class__.start
+            send = Buckets.all_reduce
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(
-                    "microddp.ddp.reducer.Reducer.start",
-                    lambda reducer, bucket: sent.append(bucket.index()) or start(reducer, bucket),
+                    Buckets,
+                    "all_reduce",
+                    lambda buckets, bucket: sent.append(bucket.index()) or send(buckets, bucket),
                 )
                 accumulate(comms, around=around)(module)
 
@@ -183,7 +184,7 @@ def with_buckets(comms, reset):
     def train(module):
         hooks = BucketedDDPHooks(module, comms, 0.0001)
         if not reset:
-            hooks.reset = lambda: None
+            hooks.forget = lambda: None
         optimizer = sgd(module)
         for i in range(STEPS):
             optimizer.zero_grad()

@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import torch
 
+from microddp.allreduce.comm_hook import all_reduce_hook
 from microddp.allreduce.cost import (
     AllReduceCost,
     Cost,
@@ -47,6 +48,7 @@ __all__ = [
     "AllReduceCost",
     "Cost",
     "all_reduce_cost",
+    "all_reduce_hook",
     "bus_bandwidth",
     "direct_all_reduce",
     "estimate_communication_time",

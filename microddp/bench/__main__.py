@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(required=True, metavar="BENCHMARK")
     allreduce = commands.add_parser("allreduce", help="microddp's algorithms against the backend's")
     _add_allreduce_options(allreduce)
-    ddp = commands.add_parser("ddp", help="training steps, from no synchronisation to torch DDP")
+    ddp = commands.add_parser("ddp", help="training steps, from no averaging to PyTorch's DDP")
     _add_ddp_options(ddp)
     options = parser.parse_args(arguments)
     with init() as comms:
@@ -52,7 +52,7 @@ def _add_ddp_options(parser: argparse.ArgumentParser) -> None:
         help=f"default: {', '.join(models(torch.device('cpu')))}",
     )
     parser.add_argument(
-        "--caps",
+        "--bucket-cap-mb",
         nargs="+",
         type=_positive(float),
         default=[1.0, 25.0],

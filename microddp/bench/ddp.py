@@ -1,4 +1,4 @@
-"""One training step, from no synchronisation at all to PyTorch's own DDP, timed in turns."""
+"""One training step of each strategy, from none to PyTorch's own DDP, timed in turns."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from microddp.comms import Comms, cpu_cores
 from microddp.ddp import DDP
 from microddp.model import FullMLP, ModelConfig, SimpleCNN, Transformer
 from microddp.report import MIB, whole_file
-from microddp.schedule import ddp_step, naive_data_parallel_step, register_ddp_hooks
+from microddp.schedule import STRATEGIES, Loss, take_step
 from microddp.timing import Timing, measure
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-REFERENCE, FREE = "torch DDP", "no synchronisation"
+FREE, OURS, THEIRS = "none", "ddp", "torch"
+COPIES = ", copies"
+# Like for like: gradients that are views of their buckets, or copies of what is in them.
+REFERENCES = {OURS: THEIRS, OURS + COPIES: THEIRS + COPIES}
 
 
 @dataclass(frozen=True)
@@ -37,19 +39,19 @@ class Row:
 
     Attributes:
         model: its name.
-        cap_mb: size of a bucket, MiB.
-        schedule: how gradients are averaged.
+        bucket_cap_mb: size of a bucket, MiB.
+        strategy: how gradients are averaged.
         median_ms: time of a step; ``low_ms`` and ``high_ms`` are its quartiles.
-        ratio: median over the rounds of its time by torch DDP's in the same round, and its
-            quartiles ``ratio_low`` and ``ratio_high``.
+        ratio: median over the rounds of its time by that of PyTorch's DDP in the same round, like
+            for like, and its quartiles ``ratio_low`` and ``ratio_high``.
         exposed_ms: by how much the median exceeds that without synchronisation.
         collectives: all-reduces of a step.
         nbytes: bytes they reduce.
     """
 
     model: str
-    cap_mb: float
-    schedule: str
+    bucket_cap_mb: float
+    strategy: str
     median_ms: float
     low_ms: float
     high_ms: float
@@ -68,6 +70,10 @@ def models(device: torch.device) -> dict[str, Callable[[], tuple[nn.Module, Loss
         x, y = torch.randn(32, dim, device=device), torch.randn(32, dim, device=device)
         return FullMLP(dim).to(device), nn.functional.mse_loss, (x, y)
 
+    def many_small() -> tuple[nn.Module, Loss, Batch]:
+        x, y = torch.randn(32, 16, device=device), torch.randn(32, 16, device=device)
+        return FullMLP(16, depth=100).to(device), nn.functional.mse_loss, (x, y)
+
     def cnn() -> tuple[nn.Module, Loss, Batch]:
         config = ModelConfig()
         shape = (16, config.inputs, config.size, config.size)
@@ -85,51 +91,33 @@ def models(device: torch.device) -> dict[str, Callable[[], tuple[nn.Module, Loss
         return net, loss, (x, x.roll(-1, dims=1))
 
     widths = {f"MLP {dim}": partial(mlp, dim) for dim in (128, 512, 1024)}
-    return {**widths, "CNN": cnn, "transformer": transformer}
+    return {**widths, "100 small layers": many_small, "CNN": cnn, "transformer": transformer}
 
 
-def schedules(
-    model: nn.Module, loss_fn: Loss, batch: Batch, comms: Comms, cap_mb: float
+def steps_of(
+    model: nn.Module, loss_fn: Loss, batch: Batch, comms: Comms, bucket_cap_mb: float
 ) -> dict[str, Callable[[], object]]:
-    """A step of each schedule, by name, each with a replica and an optimizer of its own."""
-    inputs, targets = batch
-
-    def sgd(replica: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(replica.parameters(), lr=1e-4)
-
-    def plain(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], object]:
-        wrapped = wrap(copy.deepcopy(model))
-        optimizer = sgd(wrapped)
-
-        def step() -> None:
-            optimizer.zero_grad()
-            loss_fn(wrapped(inputs), targets).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-
-        return step
-
-    def hooked(bucket_size_mb: float | None) -> Callable[[], object]:
-        replica = copy.deepcopy(model)
-        hooks = register_ddp_hooks(replica, comms, bucket_size_mb)
-        return partial(ddp_step, replica, loss_fn, sgd(replica), batch, hooks)
-
-    naive = copy.deepcopy(model)
-    group, cap = comms.group, cap_mb
+    """A step of each strategy, by name, each with a replica and an optimizer of its own."""
+    strategies = {
+        name: make(copy.deepcopy(model), comms, bucket_cap_mb) for name, make in STRATEGIES.items()
+    }
+    ours = DDP(
+        copy.deepcopy(model), comms, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=False
+    )
+    theirs = TorchDDP(copy.deepcopy(model), process_group=comms.group, bucket_cap_mb=bucket_cap_mb)
+    strategies |= {
+        OURS + COPIES: STRATEGIES[OURS](ours, comms),
+        THEIRS + COPIES: STRATEGIES[THEIRS](theirs, comms),
+    }
     return {
-        FREE: plain(lambda m: m),
-        "naive": partial(naive_data_parallel_step, naive, loss_fn, sgd(naive), batch, comms),
-        "hooks": hooked(None),
-        "bucketed": hooked(cap_mb),
-        "microddp.DDP": plain(lambda m: DDP(m, comms, bucket_cap_mb=cap)),
-        REFERENCE: plain(lambda m: TorchDDP(m, process_group=group, bucket_cap_mb=cap)),
-        "microddp.DDP, copies": plain(
-            lambda m: DDP(m, comms, bucket_cap_mb=cap, gradient_as_bucket_view=False)
-        ),
-        "torch DDP, views": plain(
-            lambda m: TorchDDP(
-                m, process_group=group, bucket_cap_mb=cap, gradient_as_bucket_view=True
-            )
-        ),
+        name: partial(
+            take_step,
+            strategy,
+            loss_fn,
+            torch.optim.SGD(strategy.module.parameters(), lr=1e-4),
+            batch,
+        )
+        for name, strategy in strategies.items()
     }
 
 
@@ -152,16 +140,16 @@ def bench_ddp(options: argparse.Namespace, comms: Comms) -> None:
     available = models(comms.device)
     chosen = options.models or list(available)
     rows: list[Row] = []
-    rounds = len(chosen) * len(options.caps) * (options.warmup + options.iters)
+    rounds = len(chosen) * len(options.bucket_cap_mb) * (options.warmup + options.iters)
     with tqdm(
         total=rounds, disable=None if comms.rank == 0 else True, unit="round", leave=False
     ) as bar:
         for name in chosen:
             torch.manual_seed(comms.rank)
             model, loss_fn, batch = available[name]()
-            for cap in options.caps:
+            for cap in options.bucket_cap_mb:
                 bar.set_description(f"{name}, {cap:g} MiB")
-                steps = schedules(model, loss_fn, batch, comms, cap)
+                steps = steps_of(model, loss_fn, batch, comms, cap)
                 timings = measure(
                     steps,
                     comms,
@@ -169,7 +157,7 @@ def bench_ddp(options: argparse.Namespace, comms: Comms) -> None:
                     repeat=options.iters,
                     progress=bar.update,
                 )
-                counted = {schedule: collectives(step) for schedule, step in steps.items()}
+                counted = {name: collectives(step) for name, step in steps.items()}
                 rows += compare(name, cap, timings, counted)
     if comms.rank == 0:
         report(rows, options, comms)
@@ -177,21 +165,21 @@ def bench_ddp(options: argparse.Namespace, comms: Comms) -> None:
 
 def compare(
     model: str,
-    cap_mb: float,
+    bucket_cap_mb: float,
     timings: Mapping[str, Timing],
     counted: Mapping[str, tuple[int, int]],
 ) -> list[Row]:
     """The rows of one model at one bucket size."""
     rows = []
-    for schedule, timing in timings.items():
-        ratio = timing.ratio(timings[REFERENCE])
+    for strategy, timing in timings.items():
+        ratio = timing.ratio(timings[REFERENCES.get(strategy, THEIRS)])
         (low, high), (ratio_low, ratio_high) = timing.spread, ratio.spread
-        number, nbytes = counted[schedule]
+        number, nbytes = counted[strategy]
         rows.append(
             Row(
                 model=model,
-                cap_mb=cap_mb,
-                schedule=schedule,
+                bucket_cap_mb=bucket_cap_mb,
+                strategy=strategy,
                 median_ms=timing.median * 1e3,
                 low_ms=low * 1e3,
                 high_ms=high * 1e3,
@@ -211,11 +199,11 @@ def report(rows: Sequence[Row], options: argparse.Namespace, comms: Comms) -> No
     cells = [
         {
             "model": row.model,
-            "cap MiB": f"{row.cap_mb:g}",
-            "schedule": row.schedule,
+            "cap MiB": f"{row.bucket_cap_mb:g}",
+            "strategy": row.strategy,
             "median ms": f"{row.median_ms:.3g}",
             "quartiles": f"{row.low_ms:.3g} to {row.high_ms:.3g}",
-            "/ torch DDP": f"{row.ratio:.2f}",
+            "/ torch": f"{row.ratio:.2f}",
             "its quartiles": f"{row.ratio_low:.2f} to {row.ratio_high:.2f}",
             "exposed ms": f"{row.exposed_ms:.3g}",
             "all-reduces": row.collectives,
@@ -225,13 +213,14 @@ def report(rows: Sequence[Row], options: argparse.Namespace, comms: Comms) -> No
     ]
     align = ("left", "right", "left", *["right"] * 7)
     print(tabulate(cells, headers="keys", colalign=align))
-    for name in ("microddp.DDP", "microddp.DDP, copies", "torch DDP, views"):
-        ratios = {f"{r.model} at {r.cap_mb:g} MiB": r.ratio for r in rows if r.schedule == name}
-        slowest = max(ratios, key=lambda case: ratios[case])
+    for name, reference in REFERENCES.items():
+        mine = [row for row in rows if row.strategy == name]
+        slowest = max(mine, key=lambda row: row.ratio)
         print(
-            f"{name} takes {statistics.geometric_mean(ratios.values()):.3f} times as long as "
-            f"{REFERENCE} (geometric mean of {len(ratios)} cases); at most {ratios[slowest]:.2f} "
-            f"times, for {slowest}."
+            f"{name} takes {statistics.geometric_mean(row.ratio for row in mine):.3f} times as "
+            f"long as {reference} (geometric mean of {len(mine)} cases); at most "
+            f"{slowest.ratio:.2f} times ({slowest.ratio_low:.2f} to {slowest.ratio_high:.2f}), for "
+            f"{slowest.model} at {slowest.bucket_cap_mb:g} MiB."
         )
     if comms.world_size > cpu_cores() and comms.device.type == "cpu":
         print("More ranks than cores: the ranks wait for each other's turn on a core.")

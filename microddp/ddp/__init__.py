@@ -1,5 +1,5 @@
 """A wrapper that makes any module data-parallel, with the meaning of PyTorch's own."""
 
-from microddp.ddp.wrapper import DDP, DistributedDataParallel, all_reduce_hook
+from microddp.ddp.wrapper import DDP, DistributedDataParallel
 
-__all__ = ["DDP", "DistributedDataParallel", "all_reduce_hook"]
+__all__ = ["DDP", "DistributedDataParallel"]

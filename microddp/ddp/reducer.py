@@ -1,8 +1,8 @@
-"""Bucketed hooks for every kind of backward: incomplete, nested, failed, or of another rank.
+"""How the wrapper averages: one backward, from a gradient that is ready to the average handed back.
 
-:class:`~microddp.bucketing.BucketedDDPHooks` need a ``finish()`` after each backward, and a
-gradient for each parameter. The reducer is told where forward passes begin and end, and finds out
-by itself when a backward is over and what it left out.
+The file follows a gradient's way: what a forward pass expects, the hook that is called when the
+gradient is ready, its bucket (:class:`~microddp.bucketing.Backward` fills and sends it), the end of
+backward, the wait, and the average in ``.grad``. What only some models need comes after that.
 """
 
 from __future__ import annotations
@@ -16,60 +16,101 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from microddp.bucketing import BucketedDDPHooks, GradientBucket, plan_buckets
+from microddp.bucketing import (
+    Backward,
+    Buckets,
+    GradientBucket,
+    bucket_caps,
+    plan_in_order,
+)
 from microddp.comms import Comms
+from microddp.timing import Recorder
 
 Hook = Callable[[Any, GradientBucket], "torch.futures.Future[torch.Tensor]"]
+NO_CAP = [1 << 62]
 
 
-class Reducer(BucketedDDPHooks):
-    """Bucketed hooks that know when a backward begins and ends, and what to expect of it."""
+class ExpectedBackward(Backward):
+    """What is known of one backward: its gradients on their way, and what is still to come.
+
+    Attributes:
+        left: for each parameter, how often its hook is still to be called.
+        unused: the parameters that it does not reach.
+        begun: whether anything of it was seen.
+        end_is_told: whether autograd has been asked to call at its end.
+    """
+
+    def __init__(self, buckets: Buckets, calls: list[int], unused: list[int]) -> None:
+        super().__init__(buckets)
+        self.left = list(calls)
+        self.unused = unused
+        self.begun = False
+        self.end_is_told = False
+
+
+class Reducer:
+    """Averages a module's gradients during each backward that a forward pass has announced.
+
+    Attributes:
+        backward: the one that is expected or under way; ``None`` if gradients stay this rank's.
+        buckets: that gradients travel in.
+        order: the parameters in the order in which their gradients came, once that is known.
+        planned: whether the buckets follow that order.
+    """
 
     def __init__(
         self,
         module: nn.Module,
         comms: Comms,
         *,
-        bucket_cap_mb: float,
-        first_bucket_mb: float,
+        bucket_cap_mb: float | None,
         find_unused: bool,
         as_view: bool,
         static_graph: bool,
     ) -> None:
+        self.module, self.comms = module, comms
+        self.names = [name for name, p in module.named_parameters() if p.requires_grad]
+        self.caps = bucket_caps(bucket_cap_mb)
         self.find_unused = find_unused and not static_graph
-        self.static_graph = static_graph
-        super().__init__(
-            module,
-            comms,
-            bucket_cap_mb,
-            first_bucket_mb=first_bucket_mb,
-            gradient_as_bucket_view=as_view,
-        )
+        self.buckets = Buckets(module, comms, as_view=as_view)
+        self.parameters = self.buckets.parameters
+        # One bucket until the order of backward is known: that is right in any order. Where
+        # parameters may be left out, they come in no order, and the plan stays that of the
+        # definition. Reversed: what is defined first is needed first, and comes last in backward.
+        caps = self.caps if self.find_unused else NO_CAP
+        plan = plan_in_order(module, range(len(self.names)), caps)
+        self.buckets.follow(sorted(plan, reverse=True))
+        self.planned = self.find_unused
+        self.order: list[int] | None = None
+        self.backward: ExpectedBackward | None = None
         self.hook: tuple[Hook, Any] | None = None
-        self.armed = False
         # How often each parameter's hook is called in a backward: in a static graph, counted.
-        self._calls = [1] * len(self.parameters)
+        self._calls = [1] * len(self.names)
         self._counting = static_graph
-        self._left = list(self._calls)
-        self._arrived: list[int] = []
-        self._order: list[int] | None = None  # of arrival, once it is known
-        self.rebuilt = self.find_unused
+        self._unused: list[int] = []
         self._used: set[int] = set()  # since the last averages, without synchronisation too
         self._used_nowhere: set[int] | None = None if static_graph else set()
-        self._unused: list[int] = []
-        self._left_out: list[int] = []  # the unused that are not in their buckets yet
-        self._callback_due = False
-        self._incomplete: list[str] = []
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._hook_of(i))  # type: ignore[no-untyped-call]
+            for i, p in enumerate(self.parameters)
+        ]
 
-    def first_plan(self) -> list[list[int]]:
-        """One bucket until the order of backward is known, since it is right in any order.
+    def record(self, timeline: Recorder) -> None:
+        """Record gradients, collectives and the wait for them from now on."""
+        self.buckets.timeline = timeline
 
-        Where parameters may be left out, they come in no order: then the plan is made from the
-        order of definition, and stays.
-        """
-        caps = self.caps if self.find_unused else [2**62]
-        # Reversed: what is defined first is needed first in forward, and comes last in backward.
-        return sorted(plan_buckets(self.parameters, caps, self.sparse), reverse=True)
+    def reduce_by(self, hook: Hook, state: Any) -> None:
+        """Let ``hook(state, bucket)`` reduce each bucket, instead of an all-reduce mean."""
+        self.hook = hook, state
+        self.buckets.send = lambda bucket: hook(state, bucket)
+        self.buckets.divisor = 1
+
+    def remove(self) -> None:
+        """Take the hooks off the module."""
+        for handle in self._handles:
+            handle.remove()
+
+    # ---- a forward pass: what is left of the last backward, and what to expect of the next
 
     def begin_forward(self) -> None:
         """Check that the last backward completed, and plan the buckets anew when it is time.
@@ -77,37 +118,38 @@ class Reducer(BucketedDDPHooks):
         Raises:
             RuntimeError: it did not: parameters got no gradient.
         """
-        if self._incomplete:
-            names, self._incomplete = self._incomplete, []
-            raise RuntimeError(
-                f"rank {self.comms.rank}: expected a gradient for every parameter, but the last "
-                f"backward brought none for {', '.join(names)} ({len(names)} of "
-                f"{len(self.names)}); if the forward pass may leave parameters out, pass "
-                "find_unused_parameters=True"
-            )
-        if self._sent or self._arrived or self._callback_due:  # a backward that raised half-way
-            self.abandon()
-        if not self.rebuilt and self._order is not None:
-            self.rebuild()
+        last = self.backward
+        if last is not None and last.begun:
+            self.backward = None
+            list(last.waited())  # what was sent comes to rest
+            if not last.end_is_told:  # it ended, and did not raise half-way
+                names = [name for i, name in enumerate(self.names) if i not in last.arrived]
+                raise RuntimeError(
+                    f"rank {self.comms.rank}: expected a gradient for every parameter, but the "
+                    f"last backward brought none for {', '.join(names)} ({len(names)} of "
+                    f"{len(self.names)}); if the forward pass may leave parameters out, pass "
+                    "find_unused_parameters=True"
+                )
+        if not self.planned and self.order is not None:
+            self.plan_anew(self.order)
 
-    def rebuild(self) -> None:
+    def plan_anew(self, order: list[int]) -> None:
         """Plan the buckets in the order in which rank 0's gradients came. A collective."""
-        order = torch.tensor(self._order, device=self.comms.device)
-        self.comms.broadcast(order)
-        self.set_buckets(self.plan_in(order.tolist()))
-        self.rebuilt = True
+        wire = torch.tensor(order, device=self.comms.device)
+        self.comms.broadcast(wire)
+        self.buckets.follow(plan_in_order(self.module, wire.tolist(), self.caps))
+        self.planned = True
 
-    def watch(self, output: Any) -> Any:
+    def expect(self, output: Any) -> Any:
         """Reduce in the next backward, through what a forward pass returned.
 
         With ``find_unused``, what it needs is seen from its graph. Where parameters may be left
         out, the output is copied, so that the end of a backward that reaches none is seen too.
         """
-        self.armed = True
         if self.find_unused:
             needed = _parameters_behind(_tensors_in(output))
             self._unused = [i for i, p in enumerate(self.parameters) if id(p) not in needed]
-        self._left_out = list(self._unused)
+        self.backward = ExpectedBackward(self.buckets, self._calls, self._unused)
         if not (self.find_unused or self._counting):
             return output
         leaves, structure = tree_flatten(output)
@@ -117,84 +159,90 @@ class Reducer(BucketedDDPHooks):
             leaves[i] = tensor
         return tree_unflatten(leaves, structure)
 
-    def reset(self) -> None:
-        super().reset()
-        self._arrived = []
-        self._left = list(self._calls)
-        self._callback_due = False
+    # ---- backward: a gradient is ready, its bucket full, and sent
 
-    def _ready(self, i: int, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            self._used.add(i)
-        if not self.armed:
-            return
-        if not self._callback_due:
-            self.call_at_end()
-        while self._left_out:
-            unused = self._left_out.pop()
-            self._left[unused] = 0
-            self.bring(unused)
-        if parameter.grad is None:  # an output that the loss does not use leads here
-            return
-        self._left[i] -= 1
-        if self._counting:
-            self._arrived.append(i)
-        if self._counting or self._left[i] > 0:
-            return
-        if self._left[i] < 0:
-            raise RuntimeError(
-                f"rank {self.comms.rank}: the gradient of {self.names[i]} came twice in one "
-                "backward, as it does where reentrant checkpoints share a parameter; if every "
-                "step does the same, pass static_graph=True"
-            )
-        self._arrived.append(i)
-        self.bring(i)
+    def _hook_of(self, i: int) -> Callable[[torch.Tensor], None]:
+        """What autograd calls when the gradient of parameter ``i`` is in its ``.grad``."""
+        name, used = self.names[i], self._used
 
-    def call_at_end(self) -> None:
-        """Be told when this backward, or a nested one, has ended."""
-        if not self._callback_due:
-            self._callback_due = True
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._end_of_backward)
+        def ready(parameter: torch.Tensor) -> None:
+            now = self.backward
+            if now is not None and not now.end_is_told:
+                self.begin(now)
+            if parameter.grad is None:  # an output that the loss does not use leads here
+                return
+            used.add(i)
+            if now is None:
+                return
+            now.left[i] -= 1
+            if self._counting or now.left[i] > 0:
+                return
+            if now.left[i] < 0:
+                raise RuntimeError(
+                    f"rank {self.comms.rank}: the gradient of {name} came twice in one backward, "
+                    "as it does where reentrant checkpoints share a parameter; if every step does "
+                    "the same, pass static_graph=True"
+                )
+            self.buckets.timeline.mark(name)
+            now.come(i)
+
+        return ready
+
+    def begin(self, now: ExpectedBackward) -> None:
+        """Be told when this backward, or a nested one, has ended; what it leaves out is zero."""
+        now.end_is_told = True
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._end_of_backward)
+        if not now.begun:
+            now.begun = True
+            for i in now.unused:
+                now.left[i] = 0
+                now.come(i)
+
+    # ---- the end of backward: what was sent is waited for, and handed back
 
     def _end_of_backward(self) -> None:
-        self._callback_due = False
-        if not self.armed:
+        now = self.backward
+        if now is None:
             return
+        now.end_is_told = False
         if self._counting:
-            self._end_of_counting()
+            self._end_of_counting(now)
         elif self.find_unused:
-            for i, (bucket, slot) in enumerate(self._places):
-                if not bucket.has(slot):
-                    self.bring(i)
-        if self._sent < len(self.buckets):
-            # Of a nested backward, or of one that left parameters out: the next forward tells.
-            self._incomplete = self.missing()
-            return
-        self._incomplete = []
-        self.finish()
+            for i in range(len(self.parameters)):
+                if i not in now.arrived:
+                    now.come(i)
+        # If not, it was a nested backward, or left parameters out: the next forward tells.
+        if now.complete:
+            self._finish(now)
 
-    def _end_of_counting(self) -> None:
+    def _finish(self, now: ExpectedBackward) -> None:
+        """Wait for the buckets, and hand the averages to the parameters."""
+        in_order = self._used_nowhere is not None  # not in the first backward of a static graph
+        back = now.waited()
+        if self.hook is not None:
+            back = iter(list(back))  # a hook may use the ranks' connections itself, one by one
+        with torch.no_grad():
+            nowhere = self._find_used_nowhere()
+            for bucket, result in back:
+                if self.hook is not None:
+                    bucket.accept(result[0] if isinstance(result, list) else result)
+                members = self.buckets.plan[bucket.index()]
+                unused = [slot for slot, i in enumerate(members) if i in nowhere] if nowhere else ()
+                bucket.give_back(self.buckets.as_view, unused)
+        if self.order is None and in_order:
+            self.order = [i for i in now.arrived if i not in now.unused] + now.unused
+        self.backward = None
+
+    # ---- parameters that are not used everywhere, or several times
+
+    def _end_of_counting(self, now: ExpectedBackward) -> None:
         """A static graph's first backward: all that came is reduced now, as it came."""
-        self._calls = [-left + 1 for left in self._left]
+        self._calls = [1 - left for left in now.left]
         self._counting = False
         self._unused = [i for i, calls in enumerate(self._calls) if not calls]
         for i in range(len(self.parameters)):
-            self.bring(i)
-
-    def finish(self) -> None:
-        """Wait for the buckets, and hand the averages to the parameters."""
-        in_order = self._used_nowhere is not None  # not in the first backward of a static graph
-        with torch.no_grad():
-            nowhere = self._find_used_nowhere()
-            for bucket, plan in zip(self.buckets, self.plan, strict=True):
-                self.wait(bucket)
-                unused = [slot for slot, i in enumerate(plan) if i in nowhere] if nowhere else ()
-                bucket.give_back(self.as_view, unused)
-        if self._order is None and in_order:
-            self._order = self._arrived + self._unused
-        self.reset()
-        self.armed = False
+            now.come(i)
 
     def _find_used_nowhere(self) -> set[int]:
         """The parameters that no rank used. A collective, unless that is known."""
@@ -207,32 +255,23 @@ class Reducer(BucketedDDPHooks):
         self._used_nowhere = {i for i, count in enumerate(used.tolist()) if not count}
         return self._used_nowhere
 
-    def start(self, bucket: GradientBucket) -> Any:
-        if self.hook is None:
-            return super().start(bucket)
-        hook, state = self.hook
-        return hook(state, bucket)
-
-    def wait(self, bucket: GradientBucket) -> Any:
-        result = super().wait(bucket)
-        if self.hook is not None:
-            bucket.accept(result[0] if isinstance(result, list) else result)
-        return result
+    # ---- a rank that has run out of batches
 
     def shadow(self) -> None:
         """Take part in a backward of the other ranks, with gradients of zero and none kept."""
+        in_order = self._used_nowhere is not None
         homes = [bucket.buffer() for bucket in self.buckets]
+        now = Backward(self.buckets)
+        now.missing = [0] * len(homes)
         for bucket, home in zip(self.buckets, homes, strict=True):
             bucket.set_buffer(torch.zeros_like(home))
-            bucket.work = self.start(bucket)
-        in_order = self._used_nowhere is not None
+        now.send_full()
+        list(now.waited())
         self._find_used_nowhere()
         for bucket, home in zip(self.buckets, homes, strict=True):
-            bucket.work.wait()
             bucket.set_buffer(home)
-        if self._order is None and in_order:
-            self._order = list(range(len(self.parameters)))
-        self.reset()
+        if self.order is None and in_order:
+            self.order = list(range(len(self.parameters)))
 
 
 class _Watch(torch.autograd.Function):
@@ -247,8 +286,9 @@ class _Watch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if (reducer := ctx.reducer()) is not None and reducer.armed:
-            reducer.call_at_end()
+        reducer = ctx.reducer()
+        if reducer is not None and (now := reducer.backward) is not None and not now.end_is_told:
+            reducer.begin(now)
         return (None, *grads)
 
 

@@ -11,10 +11,8 @@ The steps of one iteration, in the order of the calls:
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +22,6 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
-from microddp.bucketing import BUCKET_CAP_MB, FIRST_BUCKET_MB, GradientBucket
 from microddp.comms import Comms
 from microddp.ddp.reducer import Hook, Reducer
 from microddp.replicas import broadcast_tensors, check_replicas, check_structure
@@ -127,13 +124,10 @@ class DistributedDataParallel(nn.Module, Joinable):
             raise RuntimeError(f"{who} initialised parameters: run a lazy module's forward first")
         if len(kinds) > 1:
             raise ValueError(f"{who} parameters on one kind of device, got {kinds}")
-        cap = BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
-        if cap <= 0:
+        if bucket_cap_mb is not None and bucket_cap_mb <= 0:
             raise ValueError(f"{who} bucket_cap_mb above 0, got {bucket_cap_mb}")
         self.module = module
-        self.bucket_cap_mb = cap
-        # As with PyTorch's: who sets the size of buckets sets that of the first one too.
-        self.first_bucket_mb = FIRST_BUCKET_MB if bucket_cap_mb is None else cap
+        self.bucket_cap_mb = bucket_cap_mb
         self.broadcast_buffers = broadcast_buffers
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -157,7 +151,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.module,
             self.comms,
             bucket_cap_mb=self.bucket_cap_mb,
-            first_bucket_mb=self.first_bucket_mb,
             find_unused=self.find_unused_parameters,
             as_view=self.gradient_as_bucket_view,
             static_graph=self.static_graph,
@@ -176,7 +169,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         syncing = grad_enabled and self.require_backward_grad_sync
         joined = Join.notify_join_context(self)
         if self.reducer.hook is None:
-            self.reducer.divisor = self._divisor(joined)
+            self.reducer.buckets.divisor = self._divisor(joined)
         if grad_enabled:
             self.reducer.begin_forward()
         if self._sync_buffers_next and self._has_buffers:
@@ -185,7 +178,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._any_rank(syncing)
         output = self.module(*inputs, **kwargs)
         self._sync_buffers_next = syncing
-        return self.reducer.watch(output) if syncing else output
+        return self.reducer.expect(output) if syncing else output
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -215,8 +208,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         if self.reducer.hook is not None:
             raise RuntimeError(f"rank {self.comms.rank}: expected one hook, got a second")
-        self.reducer.hook = hook, state
-        self.reducer.divisor = 1
+        self.reducer.reduce_by(hook, state)
 
     def _sync_buffers(self, candidate: bool) -> None:
         buffers = list(self.module.buffers())  # anew: a module may replace them
@@ -294,40 +286,3 @@ class DistributedDataParallel(nn.Module, Joinable):
 
 
 DDP = DistributedDataParallel
-
-
-def all_reduce_hook(
-    state: tuple[Comms, Callable[[torch.Tensor, Comms, str], None]], bucket: GradientBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook that averages with one of :mod:`microddp.allreduce`'s algorithms.
-
-    The algorithm runs on a thread of its own, one bucket after the other, while backward goes on.
-
-    Args:
-        state: the ranks, and for example :func:`~microddp.allreduce.ring_all_reduce`.
-        bucket: whose buffer is averaged in place.
-
-    Example:
-        >>> model.register_comm_hook((comms, ring_all_reduce), all_reduce_hook)
-    """
-    comms, algorithm = state
-    buffer = bucket.buffer()
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-        devices=[buffer.device] if buffer.is_cuda else None
-    )
-
-    def reduce() -> None:
-        try:
-            algorithm(buffer, comms, "mean")
-            future.set_result(buffer)
-        except Exception as error:  # raised again where the bucket is waited for
-            future.set_exception(error)  # type: ignore[arg-type]
-
-    _transport().submit(reduce)
-    return future
-
-
-@functools.cache
-def _transport() -> ThreadPoolExecutor:
-    """One thread, so that buckets travel in the order in which they were sent."""
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="all-reduce")

@@ -6,6 +6,7 @@ from microddp.performance.analyzer import (
     StepSummary,
     StepTimes,
     break_down,
+    compare_strategies,
     median_step,
 )
 from microddp.performance.prediction import (
@@ -16,6 +17,7 @@ from microddp.performance.prediction import (
     measure_all_reduce,
     measure_compute,
     plan_by_name,
+    predict_plan,
     predict_step,
 )
 from microddp.performance.profiler import ProfileSummary, profile_steps
@@ -36,6 +38,7 @@ __all__ = [
     "StepTimes",
     "WorkCounter",
     "break_down",
+    "compare_strategies",
     "cores_for_each_rank",
     "find_bottleneck",
     "measure_all_reduce",
@@ -44,6 +47,7 @@ __all__ = [
     "measure_scaling",
     "median_step",
     "plan_by_name",
+    "predict_plan",
     "predict_step",
     "profile_steps",
 ]

@@ -10,30 +10,19 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from tabulate import tabulate
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from microddp.bucketing import BUCKET_CAP_MB, BucketedDDPHooks
 from microddp.comms import Comms
-from microddp.ddp import DDP
-from microddp.hooks import AllReduceHooks
 from microddp.model import gradient_bytes
-from microddp.schedule import average_gradients
-from microddp.timing import Instant, Span, Timeline, Timing, covered, in_both, measure
-
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Hooks = AllReduceHooks | BucketedDDPHooks
+from microddp.schedule import STRATEGIES, Loss, Strategy, strategy_of, take_step
+from microddp.timing import Span, Timeline, Timing, covered, in_both, measure
 
 
 @dataclass(frozen=True)
@@ -46,7 +35,7 @@ class StepTimes:
         backward: without waiting for communication.
         exposed: waiting for communication.
         hidden: communication under way behind something else; not a part of the total.
-        optimizer: the update, and forgetting the gradients.
+        optimizer: the update.
         total: of the step. What it exceeds the parts by went into the gaps between them.
     """
 
@@ -119,7 +108,6 @@ class DDPPerformanceAnalyzer:
         self.device = device or comms.device
         self.steps: list[StepTimes] = []
         self._timeline = _QuietTimeline(comms)
-        self._watches: WeakKeyDictionary[TorchDDP, _TorchWatch] = WeakKeyDictionary()
         self._fetching = 0.0
 
     def batches(
@@ -138,77 +126,43 @@ class DDPPerformanceAnalyzer:
 
     def time_step(
         self,
-        model: nn.Module,
+        model: nn.Module | Strategy,
         inputs: torch.Tensor,
         targets: torch.Tensor,
         optimizer: torch.optim.Optimizer,
         *,
         loss_fn: Loss = cross_entropy,
-        hooks: Hooks | None = None,
-        naive: bool = False,
     ) -> StepTimes:
         """Train one step and time its phases.
 
         Args:
-            model: a bare module, :class:`~microddp.ddp.wrapper.DistributedDataParallel` or
-                PyTorch's. With PyTorch's the buckets cannot be watched: communication counts as
-                under way from the first collective to the end of backward.
+            model: a strategy with its model, :class:`~microddp.ddp.wrapper.DistributedDataParallel`
+                or PyTorch's, or a bare module, whose gradients nobody averages. With PyTorch's the
+                buckets cannot be watched: communication counts as under way from the first
+                collective to the end of backward.
             inputs: of this rank's shard.
             targets: of this rank's shard.
             optimizer: of the model's parameters.
             loss_fn: from outputs and targets to a scalar.
-            hooks: on a bare module, those that average its gradients.
-            naive: on a bare module, average its gradients one by one after backward.
 
         Returns:
             This rank's times, which also go to :attr:`steps`.
         """
-        timeline = self._timeline
+        timeline, strategy = self._timeline, strategy_of(model, self.comms)
         timeline.take()  # what is left of a step that raised
-        watch = self._watch(model) if isinstance(model, TorchDDP) else None
-        with self._recording(model.reducer if isinstance(model, DDP) else hooks):
+        before = strategy.timeline
+        strategy.record(timeline)
+        try:
             with timeline.span("data", lane="data"):
-                inputs = inputs.to(self.device, non_blocking=True)
-                targets = targets.to(self.device, non_blocking=True)
-            with timeline.span("optimizer"):
-                optimizer.zero_grad()
-            with timeline.span("forward"):
-                loss = loss_fn(model(inputs), targets)
-            with timeline.span("backward"):
-                loss.backward()  # type: ignore[no-untyped-call]
-            if naive:
-                average_gradients(model, self.comms, timeline)
-            if hooks:
-                hooks.finish()
-            with timeline.span("optimizer"):
-                optimizer.step()
-        spans = timeline.take()
-        if watch:
-            spans += watch.spans(timeline, spans)
-        times = break_down(spans)
+                batch = [part.to(self.device, non_blocking=True) for part in (inputs, targets)]
+            take_step(strategy, loss_fn, optimizer, batch, timeline)
+        finally:
+            strategy.record(before)
+        times = break_down(timeline.take())
         fetching, self._fetching = self._fetching, 0.0
         times = replace(times, data=times.data + fetching, total=times.total + fetching)
         self.steps.append(times)
         return times
-
-    def _watch(self, model: TorchDDP) -> _TorchWatch:
-        """The hooks on a model; they stay as long as the analyzer, since making them takes time."""
-        if model not in self._watches:
-            self._watches[model] = _TorchWatch(model)
-            weakref.finalize(self, self._watches[model].remove)
-        return self._watches[model]
-
-    @contextmanager
-    def _recording(self, hooks: Hooks | None) -> Iterator[None]:
-        """Have hooks that average gradients record on this analyzer's timeline."""
-        if hooks is None:
-            yield
-            return
-        before, hooks.timeline = hooks.timeline, self._timeline
-        try:
-            yield
-        finally:
-            hooks.timeline = before
 
     def summary(self) -> StepSummary:
         """The median step of every rank so far. A collective.
@@ -228,7 +182,7 @@ class DDPPerformanceAnalyzer:
         targets: torch.Tensor,
         *,
         loss_fn: Loss = cross_entropy,
-        bucket_cap_mb: float = BUCKET_CAP_MB,
+        bucket_cap_mb: float | None = None,
         repeat: int = 15,
     ) -> Overhead:
         """Time a step with the model in the book's DDP against one without. A collective.
@@ -241,20 +195,45 @@ class DDPPerformanceAnalyzer:
             bucket_cap_mb: size of a bucket in MiB.
             repeat: measurements of each.
         """
-        alone, wrapped = copy.deepcopy(model), copy.deepcopy(model)
-        replica = DDP(wrapped, self.comms, bucket_cap_mb=bucket_cap_mb)
+        times = compare_strategies(
+            ("none", "ddp"),
+            model,
+            self.comms,
+            (inputs, targets),
+            loss_fn,
+            bucket_cap_mb=bucket_cap_mb,
+            repeat=repeat,
+        )
+        return Overhead(gradient_bytes(model), times["none"], times["ddp"])
 
-        def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-            optimizer.zero_grad()
-            loss_fn(net(inputs), targets).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
 
-        calls: dict[str, Callable[[], object]] = {
-            name: partial(step, net, torch.optim.SGD(net.parameters(), lr=1e-4))
-            for name, net in (("alone", alone), ("together", replica))
-        }
-        times = measure(calls, self.comms, repeat=repeat)
-        return Overhead(gradient_bytes(model), times["alone"], times["together"])
+def compare_strategies(
+    names: Iterable[str],
+    model: nn.Module,
+    comms: Comms,
+    batch: Sequence[torch.Tensor],
+    loss_fn: Loss,
+    *,
+    bucket_cap_mb: float | None = None,
+    repeat: int = 15,
+) -> dict[str, Timing]:
+    """Time a step of several strategies, in turns. A collective.
+
+    Args:
+        names: keys of :data:`~microddp.schedule.STRATEGIES`.
+        model: is copied, and left as it is.
+        comms: the ranks that share the gradients.
+        batch: inputs and targets of this rank's shard.
+        loss_fn: from outputs and targets to a scalar.
+        bucket_cap_mb: size of a bucket in MiB, as for a strategy.
+        repeat: measurements of each.
+    """
+    steps: dict[str, Callable[[], object]] = {}
+    for name in names:
+        strategy = STRATEGIES[name](copy.deepcopy(model), comms, bucket_cap_mb)
+        optimizer = torch.optim.SGD(strategy.module.parameters(), lr=1e-4)
+        steps[name] = partial(take_step, strategy, loss_fn, optimizer, batch)
+    return measure(steps, comms, repeat=repeat)
 
 
 class _QuietTimeline(Timeline):
@@ -262,57 +241,6 @@ class _QuietTimeline(Timeline):
 
     def mark(self, name: str, lane: str = "gradients") -> None:
         pass
-
-
-class _TorchWatch:
-    """Sees from outside when PyTorch's DDP sends its first bucket, and gets its last gradient.
-
-    The group numbers its collectives. PyTorch's hooks run after these: a bucket is sent right after
-    the gradient that fills it, and the next hook finds a higher number.
-    """
-
-    def __init__(self, model: TorchDDP) -> None:
-        group: Any = model.process_group  # whose stub lacks the method
-        self._number: Callable[[], int] = group._get_sequence_number_for_group
-        self._before = 0
-        self._first: Instant | None = None
-        self._last: Instant | None = None
-        self._device = next(model.parameters()).device
-        self._handles = [model.register_forward_hook(self._forwarded)]
-        self._handles += [
-            p.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
-            for p in model.parameters()
-            if p.requires_grad
-        ]
-
-    def spans(self, timeline: Timeline, step: Sequence[Span]) -> list[Span]:
-        """The communication of a step whose phases are in ``step``.
-
-        The rank waits from the last gradient to the end of backward. Communication is taken to be
-        under way from the first bucket to the end of backward; the gaps in it cannot be seen.
-        """
-        if self._last is None:
-            return []
-        end = max(span.end for span in step if span.name == "backward")
-        rank, last = timeline.comms.rank, timeline.at(self._last)
-        first = timeline.at(self._first or self._last)
-        return [
-            Span(rank, "communication", "all-reduce", first, end),
-            Span(rank, "wait", "wait for all-reduce", last, end),
-        ]
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _forwarded(self, *_: object) -> None:
-        self._before = self._number()  # with those that broadcast buffers
-        self._first = self._last = None
-
-    def _ready(self, _parameter: torch.Tensor) -> None:
-        if self._last and not self._first and self._number() > self._before:
-            self._first = self._last
-        self._last = Instant(self._device)
 
 
 @dataclass(frozen=True)

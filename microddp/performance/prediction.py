@@ -10,18 +10,20 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
 from microddp.allreduce import AllReduceCost, fit_alpha_beta
-from microddp.bucketing import BUCKET_CAP_MB, FIRST_BUCKET_MB, plan_buckets
 from microddp.comms import Comms, cpu_cores
 from microddp.hooks import HookTracker
+from microddp.performance.analyzer import break_down
 from microddp.report import MIB
-from microddp.timing import measure, seconds_now
+from microddp.schedule import STRATEGIES, Loss, Strategy, take_step
+from microddp.timing import Timeline, measure, slowest_rank, timed_together
 
 SWEEP = tuple(MIB >> 4 << shift for shift in range(0, 11, 2))  # 64 KiB to 64 MiB
 
@@ -75,7 +77,7 @@ class ComputeTimes:
 
 def measure_compute(
     model: nn.Module,
-    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    loss_fn: Loss,
     batch: tuple[torch.Tensor, torch.Tensor],
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     comms: Comms,
@@ -93,34 +95,29 @@ def measure_compute(
         comms: the ranks.
         repeat: measurements, after a few that are not counted.
     """
-    model = copy.deepcopy(model)
-    optimizer = make_optimizer(model)
-    inputs, targets = batch
+    strategy = Strategy(copy.deepcopy(model), comms)
+    optimizer = make_optimizer(strategy.module)
+    timeline = Timeline(comms)
     parts: list[list[float]] = []
     names: list[str] = []
-    with HookTracker(model) as tracker:
+    with HookTracker(strategy.module) as tracker:
+
+        def watched(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return tracker.start(loss_fn(outputs, targets))
+
+        step = partial(take_step, strategy, watched, optimizer, batch, timeline)
         for i in range(-3, repeat):
-            comms.barrier()
-            start = seconds_now(comms.device)
-            optimizer.zero_grad()
-            zeroed = seconds_now(comms.device)
-            loss = tracker.start(loss_fn(model(inputs), targets))
-            forwarded = seconds_now(comms.device)
-            loss.backward()  # type: ignore[no-untyped-call]
-            backwarded = seconds_now(comms.device)
-            optimizer.step()
-            stepped = seconds_now(comms.device)
-            rows = [row for row in tracker.rows if row.seconds is not None]
-            names = [row.name for row in rows]
+            elapsed = timed_together(step, comms)
+            times = break_down(timeline.take())
+            update = elapsed - times.forward - times.backward
+            ready = {row.name: row.seconds for row in tracker.rows if row.seconds is not None}
+            names = list(ready)
             if i >= 0:
-                update = zeroed - start + stepped - backwarded
-                phases = [forwarded - zeroed, backwarded - forwarded, update]
-                parts.append(phases + [row.seconds for row in rows if row.seconds is not None])
-    slowest = torch.tensor(parts, dtype=torch.float64, device=comms.device)
-    comms.all_reduce(slowest, "max")
-    forward, backward, update, *ready = (statistics.median(c) for c in slowest.T.tolist())
+                parts.append([times.forward, times.backward, update, *ready.values()])
+    columns = slowest_rank(torch.tensor(parts, dtype=torch.float64), comms).T.tolist()
+    forward, backward, update, *moments = map(statistics.median, columns)
     return ComputeTimes(
-        forward, backward, dict(zip(names, ready, strict=True)), update, _copy(comms)
+        forward, backward, dict(zip(names, moments, strict=True)), update, _copy(comms)
     )
 
 
@@ -144,24 +141,23 @@ class Bucket:
 
 
 def plan_by_name(
-    model: nn.Module,
-    order: Sequence[str],
-    bucket_cap_mb: float = BUCKET_CAP_MB,
-    first_bucket_mb: float = FIRST_BUCKET_MB,
+    strategy: str, model: nn.Module, arrival: Iterable[str], bucket_cap_mb: float | None = None
 ) -> list[Bucket]:
-    """The buckets that hooks make of a model's gradients.
+    """What a strategy sends of a model's gradients, in the order of sending.
 
     Args:
+        strategy: a key of :data:`~microddp.schedule.STRATEGIES`.
         model: names and sizes.
-        order: the parameters' names in the order in which gradients come.
-        bucket_cap_mb: cap in MiB; 0: a bucket for each parameter.
-        first_bucket_mb: cap of the first, if that is less.
+        arrival: the parameters' names in the order in which gradients come.
+        bucket_cap_mb: as for the strategy.
     """
-    parameters = dict(model.named_parameters())
-    caps = [int(min(first_bucket_mb, bucket_cap_mb) * MIB), int(bucket_cap_mb * MIB)]
-    plan = plan_buckets([parameters[name] for name in order], caps)
-    named = [tuple(order[i] for i in bucket) for bucket in plan]
-    return [Bucket(names, sum(parameters[name].nbytes for name in names)) for names in named]
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    numbers = {name: i for i, (name, _) in enumerate(named)}
+    plan = STRATEGIES[strategy].plan(model, [numbers[name] for name in arrival], bucket_cap_mb)
+    return [
+        Bucket(tuple(named[i][0] for i in members), sum(named[i][1].nbytes for i in members))
+        for members in plan
+    ]
 
 
 @dataclass(frozen=True)
@@ -180,6 +176,29 @@ class Prediction:
 
 
 def predict_step(
+    strategy: str,
+    model: nn.Module,
+    compute: ComputeTimes,
+    cost: AllReduceCost,
+    cores: float | None = None,
+    bucket_cap_mb: float | None = None,
+) -> Prediction:
+    """The time of a step of a strategy, from its parts.
+
+    Args:
+        strategy: a key of :data:`~microddp.schedule.STRATEGIES`.
+        model: that is trained.
+        compute: of that model, from :func:`measure_compute`.
+        cost: from :func:`measure_all_reduce`.
+        cores: processor cores for each rank, from :func:`cores_for_each_rank`; ``None``: moving
+            bytes takes nothing from computing.
+        bucket_cap_mb: as for the strategy.
+    """
+    buckets = plan_by_name(strategy, model, compute.ready, bucket_cap_mb)
+    return predict_plan(compute, buckets, cost, cores, overlap=STRATEGIES[strategy].overlaps)
+
+
+def predict_plan(
     compute: ComputeTimes,
     buckets: Sequence[Bucket],
     cost: AllReduceCost,
@@ -187,17 +206,16 @@ def predict_step(
     *,
     overlap: bool = True,
 ) -> Prediction:
-    """The time of a data-parallel step, from its parts.
+    """The time of a data-parallel step that sends given buckets.
 
     Buckets travel one after the other, each from when its last gradient is ready and copied. While
     one travels, backward goes on with the cores that are left over.
 
     Args:
-        compute: from :func:`measure_compute`.
-        buckets: in the order of sending, from :func:`plan_by_name`.
-        cost: from :func:`measure_all_reduce`.
-        cores: processor cores for each rank, from :func:`cores_for_each_rank`; ``None``: moving
-            bytes takes nothing from computing.
+        compute: as for :func:`predict_step`, like ``cost`` and ``cores``.
+        buckets: in the order of sending.
+        cost: of an all-reduce.
+        cores: for each rank.
         overlap: whether a bucket is sent as soon as it is full, or only after backward.
     """
     ready = [

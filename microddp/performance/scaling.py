@@ -9,7 +9,7 @@ import torch
 from tabulate import tabulate
 
 from microddp.comms import Comms, cpu_cores
-from microddp.timing import Timing, seconds_now
+from microddp.timing import Timing, measure
 
 Step = Callable[[], object]
 
@@ -120,30 +120,23 @@ def measure_scaling(
         for count, group in groups.items()
         if group is not None
     }
-    seconds = torch.zeros(len(counts), 2, repeat, dtype=torch.float64)
-    for i in range(-warmup, repeat):
-        for j, count in enumerate(counts):
-            for k in range(2):
-                comms.barrier()
-                if count not in steps:
-                    continue
-                start = seconds_now(comms.device)
-                steps[count][k]()
-                if i >= 0:
-                    seconds[j, k, i] = seconds_now(comms.device) - start
-    slowest = seconds.to(comms.device)
-    comms.all_reduce(slowest, "max")
+    calls: dict[str, Step] = {}
+    for count in counts:
+        # A rank outside the group waits for the others to have been timed.
+        step, alone = steps.get(count, (lambda: None, lambda: None))
+        calls |= {f"step of {count}": step, f"computing of {count}": alone}
+    times = measure(calls, comms, warmup=warmup, repeat=repeat)
     devices = torch.cuda.device_count() if comms.device.type == "cuda" else cpu_cores()
     here = comms.local_world_size
     points = [
         ScalingPoint(
             ranks=count,
             samples=samples * count if weak else samples,
-            step=Timing(tuple(step)),
-            compute=Timing(tuple(compute)),
+            step=times[f"step of {count}"],
+            compute=times[f"computing of {count}"],
             crowded=min(count, here) > devices,
         )
-        for count, (step, compute) in zip(counts, slowest.tolist(), strict=True)
+        for count in counts
     ]
     comms.barrier()
     for group in groups.values():

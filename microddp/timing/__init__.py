@@ -1,15 +1,27 @@
 """How things are timed: calls against each other, and what every rank did when."""
 
 from microddp.timing.chrome_trace import save_chrome_trace
-from microddp.timing.clock import Instant, Timing, measure, seconds_now
+from microddp.timing.clock import (
+    Instant,
+    Timing,
+    measure,
+    seconds_now,
+    slowest_rank,
+    timed_together,
+)
 from microddp.timing.intervals import covered, exposed, in_both, overlapped, tracks
-from microddp.timing.timeline import Span, Timeline
+from microddp.timing.timeline import NOT_RECORDED, Launched, Recorder, Span, Timeline
+from microddp.timing.torch_ddp import TorchDDPWatch
 
 __all__ = [
+    "NOT_RECORDED",
     "Instant",
+    "Launched",
+    "Recorder",
     "Span",
     "Timeline",
     "Timing",
+    "TorchDDPWatch",
     "covered",
     "exposed",
     "in_both",
@@ -17,5 +29,7 @@ __all__ = [
     "overlapped",
     "save_chrome_trace",
     "seconds_now",
+    "slowest_rank",
+    "timed_together",
     "tracks",
 ]

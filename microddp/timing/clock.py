@@ -86,18 +86,31 @@ def measure(
     for i in range(-warmup, repeat):
         for j, call in order.sample(turns, len(turns)):
             prepare()
-            comms.barrier()
-            start = seconds_now(comms.device)
-            call()
-            elapsed = seconds_now(comms.device) - start
+            elapsed = timed_together(call, comms)
             if i >= 0:
                 mine[i, j] = elapsed
         progress()
-    # gloo and NCCL both reduce float64; the maximum is what the job had to wait for.
-    slowest = mine.to(comms.device)
-    comms.all_reduce(slowest, "max")
-    columns = slowest.T.tolist()
+    columns = slowest_rank(mine, comms).T.tolist()
     return {name: Timing(tuple(column)) for name, column in zip(calls, columns, strict=True)}
+
+
+def timed_together(call: Callable[[], object], comms: Comms) -> float:
+    """Seconds that a call takes on this rank, begun when all ranks are ready. A collective."""
+    comms.barrier()
+    start = seconds_now(comms.device)
+    call()
+    return seconds_now(comms.device) - start
+
+
+def slowest_rank(seconds: torch.Tensor, comms: Comms) -> torch.Tensor:
+    """Of each time the longest on any rank: what the job had to wait for. A collective.
+
+    Args:
+        seconds: float64, which gloo and NCCL both reduce; the same shape on every rank.
+    """
+    slowest = seconds.to(comms.device)
+    comms.all_reduce(slowest, "max")
+    return slowest
 
 
 def seconds_now(device: torch.device) -> float:

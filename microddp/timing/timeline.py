@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,37 @@ class Span:
     end: float
 
 
-class Timeline:
+# What says when it is complete: of a collective, or of a communication hook.
+Launched = dist.Work | torch.futures.Future[Any]
+
+
+class Recorder:
+    """What a step tells when things happen; this one forgets it at once.
+
+    It stands in for a :class:`Timeline` where nobody will look, so that no step need ask whether
+    it is recorded.
+    """
+
+    def span(self, name: str, lane: str = "compute") -> AbstractContextManager[None]:
+        """Run the block."""
+        del name, lane
+        return _NOTHING
+
+    def mark(self, name: str, lane: str = "gradients") -> None:
+        """Do nothing, as the other methods."""
+
+    def launched(self, name: str, work: Launched, lane: str = "communication") -> None:
+        """Do nothing."""
+
+    def between(self, name: str, lane: str, start: Instant, end: Instant) -> None:
+        """Do nothing."""
+
+
+_NOTHING = nullcontext()
+NOT_RECORDED = Recorder()
+
+
+class Timeline(Recorder):
     """What began and ended when, on every rank.
 
     On CUDA a span is what the GPU did, by events on the current stream; on CPU it is what the
@@ -74,14 +104,15 @@ class Timeline:
         now = Instant(self.comms.device)
         self._spans.append((lane, name, now, now))
 
-    def launched(self, name: str, work: dist.Work, lane: str = "communication") -> None:
+    def launched(self, name: str, work: Launched, lane: str = "communication") -> None:
         """Record from now until an asynchronous collective is complete, without waiting for it.
 
         Most of the span may be spent in a queue, behind collectives that were launched earlier.
 
         Args:
             name: what is on its way.
-            work: what the call with ``async_op=True`` returned.
+            work: what the call with ``async_op=True`` returned, or a communication hook's future.
+            lane: the row of the picture.
         """
         start = Instant(self.comms.device)
         # NCCL calls back at once, on a stream that waits for the collective; gloo when it is done.
@@ -90,7 +121,12 @@ class Timeline:
         def complete(_: torch.futures.Future[Any]) -> None:
             self._spans.append((lane, name, start, Instant(clock)))
 
-        self._under_way.append(work.get_future().then(complete))
+        future = work.get_future() if isinstance(work, dist.Work) else work
+        self._under_way.append(future.then(complete))
+
+    def between(self, name: str, lane: str, start: Instant, end: Instant) -> None:
+        """Record what went on between two instants that were taken before."""
+        self._spans.append((lane, name, start, end))
 
     def take(self) -> list[Span]:
         """This rank's spans in the order they were recorded; the timeline forgets them.
@@ -104,10 +140,6 @@ class Timeline:
         self._spans.clear()
         self._under_way.clear()
         return spans
-
-    def at(self, instant: Instant) -> float:
-        """When that was, in seconds since the timeline began on this rank."""
-        return self._origin.until(instant)
 
     def gather(self) -> list[Span]:
         """Every rank's spans, rank by rank in the order they were recorded. A collective.

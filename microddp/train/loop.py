@@ -5,20 +5,21 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, astuple, dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
-from microddp.averaging import SCHEDULES
 from microddp.comms import Comms
 from microddp.data import ShardedBatches
 from microddp.performance import StepTimes, break_down
 from microddp.replicas import check_replicas
 from microddp.report import human_seconds
-from microddp.timing import Span, Timeline, save_chrome_trace
+from microddp.schedule import STRATEGIES, compute_gradients, take_step
+from microddp.timing import NOT_RECORDED, Span, Timeline, save_chrome_trace
 from microddp.train.checkpoint import load_checkpoint, save_checkpoint
 from microddp.train.options import TrainingConfig
 from microddp.train.task import evaluate, make_task
@@ -114,7 +115,7 @@ class Trainer:
         self.profiled: list[Span] = []
         if config.resume:
             self._resume()
-        self.averaging = SCHEDULES[config.schedule](self.model, comms, config.bucket_mb)
+        self.strategy = STRATEGIES[config.schedule](self.model, comms, config.bucket_cap_mb)
         self.check = os.environ.get("MICRODDP_DEBUG", "0") == "1"
 
     @property
@@ -128,8 +129,7 @@ class Trainer:
         if self.config.resume:
             done = f"after epoch {len(self.history)}" if self.history else "nothing: starting anew"
             self.comms.print(f"Resuming {done}, from {self.config.checkpoint}")
-        # For bitwise the same results after a resumption.
-        with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+        with _deterministic_convolutions():
             if len(self.history) < self.config.epochs:
                 self._rehearse()
             for epoch in range(len(self.history), self.config.epochs):
@@ -138,7 +138,7 @@ class Trainer:
                 self.comms.print(_in_words(result, self.config.epochs))
                 if self.config.checkpoint:
                     save_checkpoint(self._state(), self.config.checkpoint, self.comms)
-        self.averaging.remove()
+        self.strategy.remove()
         if self.config.profile and self.comms.rank == 0:
             save_chrome_trace(self.profiled, self.config.profile)
         seconds = time.perf_counter() - began
@@ -149,16 +149,21 @@ class Trainer:
 
         Both DDPs plan their buckets anew after their first backward, and where a gradient lies in
         a bucket decides in which order three or more ranks add it up. So the first step after a
-        resumption must not be the first backward, or it would round as no other step does.
+        resumption must not be the first backward, or it would round as no other step does. Nor
+        may it draw the random numbers of the steps that follow.
         """
-        self._gradients(next(self.batches.epoch(0)), None)
+        gpus = [self.comms.device] if self.comms.device.type == "cuda" else []
+        with torch.random.fork_rng(gpus):
+            batch = next(self.batches.epoch(0))
+            compute_gradients(self.strategy, self.task.loss, batch, **self._precision())
+        self.optimizer.zero_grad()
 
     def _epoch(self, epoch: int) -> EpochResult:
         began = time.perf_counter()
         timeline = Timeline(self.comms)
         total = torch.zeros((), dtype=torch.float64, device=self.comms.device)
         first = epoch * len(self.batches) + 1
-        self.averaging.record(timeline)
+        self.strategy.record(timeline)
         with tqdm(
             total=len(self.batches),
             desc=f"epoch {epoch + 1}/{self.config.epochs}",
@@ -167,12 +172,11 @@ class Trainer:
             leave=False,
         ) as bar:
             for step, batch in enumerate(self.batches.epoch(epoch), first):
-                traced = timeline if step < first + TRACED_STEPS else None
-                if traced is None:
-                    self.averaging.record(None)
-                total += self._step(step, batch, traced)
+                if step == first + TRACED_STEPS:
+                    self.strategy.record(NOT_RECORDED)
+                total += self._step(step, batch)
                 bar.update()
-        self.averaging.record(None)
+        self.strategy.record(NOT_RECORDED)
         self.comms.all_reduce_mean(total)
         seconds = time.perf_counter() - began
         spans = timeline.gather()
@@ -185,15 +189,11 @@ class Trainer:
         times = mean_step(spans, steps, self.comms.world_size)
         return EpochResult(epoch, loss, test_loss, test_accuracy, seconds, times)
 
-    def _step(
-        self, step: int, batch: Sequence[torch.Tensor], timeline: Timeline | None
-    ) -> torch.Tensor:
+    def _step(self, step: int, batch: Sequence[torch.Tensor]) -> torch.Tensor:
         """Train one step; the mean loss on this rank's shard, before it."""
-        loss = self._gradients(batch, timeline)
-        with _span(timeline, "optimizer"):
-            # The gradients are averages, so all ranks see the same overflow and skip together.
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+        strategy, loss_fn = self.strategy, self.task.loss
+        timeline, precision = strategy.timeline, self._precision()
+        loss = take_step(strategy, loss_fn, self.optimizer, batch, timeline, **precision)
         if self.on_step:
             self.on_step(step, self.model)
         if self.check:
@@ -203,25 +203,10 @@ class Trainer:
                 raise RuntimeError(f"after step {step}: {error}") from error
         return loss
 
-    def _gradients(self, batch: Sequence[torch.Tensor], timeline: Timeline | None) -> torch.Tensor:
-        """Average the gradients of a batch, of which this is a shard; the mean loss on the shard.
-
-        They are those of the loss as the scaler scales it.
-        """
+    def _precision(self) -> dict[str, Any]:
+        """How a step computes its gradients."""
         parts = self.config.accumulate
-        self.optimizer.zero_grad()
-        total = torch.zeros((), dtype=torch.float64, device=self.comms.device)
-        for i, (inputs, targets) in enumerate(_chunks(batch, parts)):
-            is_last = i == parts - 1
-            with nullcontext() if is_last else self.averaging.no_sync():
-                with _span(timeline, "forward"), self._autocast():
-                    outputs = self.averaging.module(inputs)
-                    loss = self.task.loss(outputs, targets) / parts
-                with _span(timeline, "backward"):
-                    self.averaging.backward(self.scaler.scale(loss))
-            total += loss.detach()
-        self.averaging.finish()
-        return total
+        return {"parts": parts, "autocast": self._autocast(), "scaler": self.scaler}
 
     def _autocast(self) -> AbstractContextManager[object]:
         dtype = DTYPES[self.config.precision]
@@ -264,12 +249,16 @@ class Trainer:
             torch.cuda.set_rng_state(state["cuda_generator"], self.comms.device)
 
 
-def _chunks(batch: Sequence[torch.Tensor], parts: int) -> Iterator[tuple[torch.Tensor, ...]]:
-    return zip(*(tensor.chunk(parts) for tensor in batch), strict=True)
-
-
-def _span(timeline: Timeline | None, name: str) -> AbstractContextManager[None]:
-    return timeline.span(name) if timeline else nullcontext()
+@contextmanager
+def _deterministic_convolutions() -> Iterator[None]:
+    """For bitwise the same results after a resumption; other settings stay the user's."""
+    cudnn: Any = torch.backends.cudnn
+    before = cudnn.deterministic, cudnn.benchmark
+    cudnn.deterministic, cudnn.benchmark = True, False
+    try:
+        yield
+    finally:
+        cudnn.deterministic, cudnn.benchmark = before
 
 
 def mean_step(spans: Sequence[Span], steps: int, world_size: int) -> StepTimes:

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-DESCRIPTION = (
-    "Data-parallel training with any schedule: torchrun --nproc-per-node=2 -m microddp.train"
-)
+from microddp.schedule import STRATEGIES
+
 CHOICES = {
-    "schedule": ("naive", "hooks", "bucketed", "ddp", "torch"),
+    "schedule": tuple(name for name, strategy in STRATEGIES.items() if strategy.averages),
     "model": ("mlp", "cnn", "transformer"),
     "data": ("synthetic", "digits", "mnist"),
     "precision": ("fp32", "bf16", "fp16"),
@@ -46,7 +45,7 @@ class TrainingConfig:
         precision: of the model's operations: ``"fp32"``, or ``"bf16"`` or ``"fp16"`` by
             ``torch.autocast``, the latter with a loss scaled so that small gradients survive.
             Weights and gradients stay fp32.
-        bucket_mb: size of a bucket in MiB, for the schedules that have some.
+        bucket_cap_mb: size of a bucket in MiB, for the schedules that have some.
         lr: learning rate of Adam.
         seed: of the first weights, of the order of the data, and of synthetic data.
         profile: a file for the first steps of the last epoch on all ranks, as a Chrome trace.
@@ -69,7 +68,7 @@ class TrainingConfig:
     batch_size: int = 96
     accumulate: int = 1
     precision: str = "fp32"
-    bucket_mb: float = 25.0
+    bucket_cap_mb: float = 25.0
     lr: float = 1e-3
     seed: int = 0
     profile: Path | None = None
@@ -88,7 +87,7 @@ class TrainingConfig:
                 raise ValueError(f"{_flag(name)}: expected at least 1, got {value}")
         if not self.channels or min(self.channels) < 1:
             raise ValueError(f"--channels: expected numbers of at least 1, got {self.channels}")
-        for name in ("bucket_mb", "lr"):
+        for name in ("bucket_cap_mb", "lr"):
             if not 0 < (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"{_flag(name)}: expected a positive number, got {value}")
         if not 0 <= self.seed < 2**31:
@@ -139,7 +138,7 @@ def parse(arguments: Sequence[str] | None) -> TrainingConfig:
     add("batch_size", "samples of a step, over all ranks", metavar="N")
     add("accumulate", "parts in which each rank computes its share of a batch", metavar="K")
     add("precision", "of operations; weights stay fp32")
-    add("bucket_mb", "size of a bucket in MiB", metavar="MB")
+    add("bucket_cap_mb", "size of a bucket in MiB", metavar="MB")
     add("lr", "learning rate of Adam", metavar="LR")
     add("seed", "of weights and data", metavar="N")
     add(

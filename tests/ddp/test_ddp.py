@@ -35,7 +35,7 @@ def test_twenty_steps_of_every_model_are_equal(comms):
                 pair.train(plain_step(comms), steps, what=(name, view, cap))
                 plan = [
                     sum(pair.ours.reducer.parameters[i].nbytes for i in bucket)
-                    for bucket in pair.ours.reducer.plan
+                    for bucket in pair.ours.reducer.buckets.plan
                 ]
                 theirs = pair.theirs._get_ddp_logging_data()["rebuilt_bucket_sizes"]
                 # In PyTorch the order of the last bucket of each dtype is that of a hash table.
@@ -72,13 +72,13 @@ def test_collectives_are_as_many_and_as_large_as_pytorchs(comms):
     for kwargs in options:
         pair = Pair(comms, MODELS["conv"], **kwargs)
         for step in range(4):
-            rebuilt = pair.ours.reducer.rebuilt
+            rebuilt = pair.ours.reducer.planned
             with errors_from_warnings_of_ours_only():
                 theirs = of_a_step(pair, 1, plain_step(comms), step)
                 ours = of_a_step(pair, 0, plain_step(comms), step)
             reduced = [e for e in ours if e[0] == "gloo:all_reduce"]
             if (
-                pair.ours.reducer.rebuilt and not rebuilt
+                pair.ours.reducer.planned and not rebuilt
             ):  # new buckets are agreed on: in one broadcast, in PyTorch in several
                 ours, theirs = reduced, [e for e in theirs if e[0] == "gloo:all_reduce"]
             assert sorted(ours) == sorted(theirs), (kwargs, step)

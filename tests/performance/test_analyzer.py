@@ -21,8 +21,8 @@ from microddp.performance import (
     break_down,
     median_step,
 )
-from microddp.schedule import register_ddp_hooks
-from microddp.timing import Span, Timing
+from microddp.schedule import STRATEGIES
+from microddp.timing import NOT_RECORDED, Span, Timing
 
 
 def span(name, start, end, lane="compute"):
@@ -113,26 +113,16 @@ SMALL = 64 * 65 * 4 / 2**20  # MiB: one layer is a bucket
 
 
 def ways(comms, model):
-    """Every way to train a model, as the arguments of a timed step."""
+    """Every way to train a model, by name; both DDPs also as a user passes them."""
     sgd = partial(torch.optim.SGD, lr=0.01)
-    bare, naive, hooked, bucketed = (copy.deepcopy(model) for _ in range(4))
-    ours = DDP(copy.deepcopy(model), comms, bucket_cap_mb=SMALL)
-    theirs = TorchDDP(copy.deepcopy(model), process_group=comms.group, bucket_cap_mb=SMALL)
+    ways = {name: make(copy.deepcopy(model), comms, SMALL) for name, make in STRATEGIES.items()}
+    ways["our wrapper"] = DDP(copy.deepcopy(model), comms, bucket_cap_mb=SMALL)
+    ways["PyTorch's wrapper"] = TorchDDP(
+        copy.deepcopy(model), process_group=comms.group, bucket_cap_mb=SMALL
+    )
+    modules = {name: way.module for name, way in ways.items()}  # a strategy's, or a wrapper's
     return {
-        "bare": (bare, sgd(bare.parameters()), {}),
-        "naive": (naive, sgd(naive.parameters()), {"naive": True}),
-        "hooks": (
-            hooked,
-            sgd(hooked.parameters()),
-            {"hooks": register_ddp_hooks(hooked, comms)},
-        ),
-        "bucketed": (
-            bucketed,
-            sgd(bucketed.parameters()),
-            {"hooks": register_ddp_hooks(bucketed, comms, SMALL)},
-        ),
-        "ours": (ours, sgd(ours.parameters()), {}),
-        "torch": (theirs, sgd(theirs.parameters()), {}),
+        name: (way, modules[name], sgd(modules[name].parameters())) for name, way in ways.items()
     }
 
 
@@ -141,16 +131,16 @@ def test_every_way_to_train_is_taken_apart(comms):
     pause = 0.1
     torch.manual_seed(0)
     x, y = torch.randn(2, 8, 64)
-    for name, (model, optimizer, options) in ways(comms, SlowBackward(pause)).items():
+    for name, (way, _, optimizer) in ways(comms, SlowBackward(pause)).items():
         analyzer = DDPPerformanceAnalyzer(comms)
         for _ in range(3):  # DDP's first step has one bucket, and its second makes new ones
             comms.barrier()
-            times = analyzer.time_step(model, x, y, optimizer, loss_fn=mse_loss, **options)
+            times = analyzer.time_step(way, x, y, optimizer, loss_fn=mse_loss)
         assert len(analyzer.steps) == 3
         assert times.backward >= pause, name
         parts = times.data + times.forward + times.backward + times.exposed + times.optimizer
         assert parts <= times.total * 1.001, name
-        if name == "bare":
+        if name == "none":
             assert times.exposed == times.hidden == 0
         elif name == "naive":
             assert times.exposed > 0
@@ -158,9 +148,12 @@ def test_every_way_to_train_is_taken_apart(comms):
         else:  # the last layer's all-reduce goes on while the first layer's gradient is awaited
             assert times.hidden > 0, name
             assert times.exposed > 0, name
-        if name == "torch":  # the gaps cannot be seen: from the first bucket to the last gradient
+        if name in (
+            "torch",
+            "PyTorch's wrapper",
+        ):  # the gaps cannot be seen: from the first bucket to the last gradient
             assert times.hidden >= pause
-        elif name in ("hooks", "bucketed", "ours"):
+        elif name in ("hooks", "bucketed", "ddp", "our wrapper"):
             assert times.hidden < pause, name
 
 
@@ -176,13 +169,13 @@ def test_timed_steps_train_like_any_others(comms):
         optimizer.zero_grad()
         mse_loss(plain(x), y).backward()
         optimizer.step()
-    for name, (timed, optimizer, options) in ways(comms, model).items():
+    for name, (way, timed, optimizer) in ways(comms, model).items():
         analyzer = DDPPerformanceAnalyzer(comms)
         for _ in range(3):
-            analyzer.time_step(timed, x, y, optimizer, loss_fn=mse_loss, **options)
+            analyzer.time_step(way, x, y, optimizer, loss_fn=mse_loss)
         for p, q in zip(timed.parameters(), plain.parameters(), strict=True):
-            assert torch.allclose(p, q, atol=1e-6) == (name != "bare"), name
-    assert plain.reducer.timeline is None
+            assert torch.allclose(p, q, atol=1e-6) == (name != "none"), name
+    assert plain.reducer.buckets.timeline is NOT_RECORDED
 
 
 @on_ranks(2)
@@ -232,7 +225,7 @@ def test_a_step_that_raises_leaves_nothing_behind(comms):
     x, y = torch.randn(2, 4, 16)
     with pytest.raises(RuntimeError):
         analyzer.time_step(model, torch.randn(4, 15), y, optimizer, loss_fn=mse_loss)
-    assert model.reducer.timeline is None
+    assert model.reducer.buckets.timeline is NOT_RECORDED
     assert analyzer.steps == []
     time.sleep(0.5)
     times = analyzer.time_step(model, x, y, optimizer, loss_fn=mse_loss)

@@ -3,10 +3,13 @@
 import pytest
 import torch
 from ranks import on_ranks
+from torch import nn
 from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from microddp.allreduce import AllReduceCost, estimate_communication_time
 from microddp.bucketing import BucketedDDPHooks
+from microddp.ddp import DDP
 from microddp.model import FullMLP
 from microddp.performance import (
     Bucket,
@@ -15,9 +18,11 @@ from microddp.performance import (
     measure_all_reduce,
     measure_compute,
     plan_by_name,
+    predict_plan,
     predict_step,
 )
 from microddp.report import MIB
+from microddp.schedule import STRATEGIES
 
 
 def test_communication_time_is_the_models():
@@ -49,7 +54,7 @@ NETWORK = AllReduceCost(alpha=0, beta=1, cores=0)  # that needs no processor
 def test_buckets_travel_one_after_the_other_behind_backward(
     buckets, cost, overlap, step, exposed, hidden
 ):
-    predicted = predict_step(COMPUTE, buckets, cost, overlap=overlap)
+    predicted = predict_plan(COMPUTE, buckets, cost, overlap=overlap)
     assert (predicted.step, predicted.exposed, predicted.hidden) == (step, exposed, hidden)
 
 
@@ -57,33 +62,63 @@ def test_what_moves_bytes_takes_cores_from_backward(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     half = AllReduceCost(0, 1, cores=0.5)
     # b travels from 4 to 7, and backward does 1.5 of 3 seconds' work: it ends at 11.5.
-    predicted = predict_step(COMPUTE, BOTH, half, cores=1)
+    predicted = predict_plan(COMPUTE, BOTH, half, cores=1)
     assert (predicted.step, predicted.exposed) == (5 + 11.5 + 2 + 1, 2)
-    assert predict_step(COMPUTE, BOTH, half, cores=2).step == 18  # enough cores for both
+    assert predict_plan(COMPUTE, BOTH, half, cores=2).step == 18  # enough cores for both
     # With none left over, nothing is gained over sending after backward.
     full = AllReduceCost(0, 1, cores=1)
-    assert predict_step(COMPUTE, BOTH, full, cores=1).step == 21
+    assert predict_plan(COMPUTE, BOTH, full, cores=1).step == 21
 
 
 def test_copies_into_buckets_lengthen_backward():
     compute = ComputeTimes(5, 10, {"b": 4, "a": 10}, 1, copy=0.5)
-    predicted = predict_step(compute, BOTH, NETWORK)
+    predicted = predict_plan(compute, BOTH, NETWORK)
     assert predicted.step == 5 + 10 + 2.5 + 2 + 1
 
 
 @on_ranks(2)
-def test_the_plan_is_that_of_the_hooks(comms):
-    model = FullMLP(64, 6)
-    order = [name for name, _ in reversed(list(model.named_parameters()))]
-    for cap in (0.01, 0.05, 25.0):
+def test_the_plan_is_that_of_the_strategy(comms):
+    order = [name for name, _ in reversed(list(FullMLP(64, 6).named_parameters()))]
+    for cap in (0.01, 0.05, 25.0, None):
+        model = FullMLP(64, 6)
         hooks = BucketedDDPHooks(model, comms, cap)
-        plan = plan_by_name(model, order, cap)
+        ddp = trained_once(DDP(FullMLP(64, 6), comms, bucket_cap_mb=cap))
+        torchs = trained_once(TorchDDP(FullMLP(64, 6), bucket_cap_mb=cap))
+        plan = plan_by_name("bucketed", model, order, cap)
+        assert (
+            plan
+            == plan_by_name("ddp", model, order, cap)
+            == plan_by_name("torch", model, order, cap)
+        )
         assert [list(bucket.names) for bucket in plan] == [
-            [hooks.names[i] for i in bucket] for bucket in hooks.plan
+            [hooks.names[i] for i in bucket] for bucket in hooks.buckets.plan
         ]
-        assert [bucket.nbytes for bucket in plan] == [b.buffer().nbytes for b in hooks.buckets]
-        hooks.remove()
-    assert len(plan_by_name(model, order, 0)) == len(order)
+        sizes = [bucket.nbytes for bucket in plan]
+        assert sizes == [b.buffer().nbytes for b in hooks.buckets]
+        assert sizes == [b.buffer().nbytes for b in ddp.reducer.buckets]
+        theirs = torchs._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+        assert sizes == [int(size) for size in theirs.split(",")]
+    assert [bucket.names for bucket in plan_by_name("hooks", model, order)] == [(n,) for n in order]
+    assert len(plan_by_name("naive", model, order)) == len(order)
+    assert plan_by_name("none", model, order) == []
+
+
+def trained_once(ddp):
+    """Train until both wrappers have planned their buckets anew, and PyTorch has logged that."""
+    for _ in range(4):
+        ddp(torch.ones(2, 64)).sum().backward()
+    return ddp
+
+
+def test_a_step_is_predicted_for_each_strategy():
+    model = nn.Linear(2, 1)
+    compute = ComputeTimes(5, 10, {"bias": 4, "weight": 10}, 1, copy=0)
+    steps = {name: predict_step(name, model, compute, NETWORK).step for name in STRATEGIES}
+    # 8 bytes of weight and 4 of bias, at a second each: the bias from 4 to 8, then the weight.
+    assert steps["none"] == 16
+    assert steps["naive"] == 16 + 12
+    assert steps["hooks"] == 16 + 8
+    assert steps["bucketed"] == steps["ddp"] == steps["torch"] == 16 + 12
 
 
 @on_ranks(2)

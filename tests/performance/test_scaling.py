@@ -49,7 +49,8 @@ def test_each_group_shares_the_batch_and_no_other_rank_takes_part(comms):
         assert [p.ranks for p in scaling.points] == counts
         assert [p.samples for p in scaling.points] == [12 * c if weak else 12 for c in counts]
         mine = [c for c in counts if comms.rank < c]
-        assert seen == [(c, 12 if weak else 12 // c) for c in mine] * 4
+        # The calls of a round are in another order in each.
+        assert sorted(seen) == sorted([(c, 12 if weak else 12 // c) for c in mine] * 4)
         for p in scaling.points:
             assert len(p.step.seconds) == 3
             assert p.step.median > 0

@@ -19,11 +19,11 @@ import pytest
 import torch
 from ranks import on_ranks, run
 
-from microddp.averaging import SCHEDULES
 from microddp.replicas import check_replicas
 from microddp.timing import Span
 from microddp.train import Trainer, TrainingConfig, mean_step, parse, train
 from microddp.train import __main__ as command
+from microddp.train.options import CHOICES
 from microddp.train.task import LEVELS, SURPRISES, synthetic_tokens
 
 SMALL = TrainingConfig(
@@ -74,7 +74,7 @@ def distances(mine, right):
 
 def all_cases(comms):
     cases = [small(), small(schedule="naive")]
-    cases += [small(schedule=name, accumulate=2) for name in SCHEDULES]
+    cases += [small(schedule=name, accumulate=2) for name in CHOICES["schedule"]]
     cases += [small(model="mlp", schedule=name, accumulate=3) for name in ("naive", "ddp")]
     others = [small(seed=1), small(lr=1.1e-3)] if comms.world_size == 1 else []
     return [trained(comms, config) for config in cases + others]
@@ -165,9 +165,9 @@ def test_all_ranks_skip_a_step_that_overflows_on_one(comms):
 
 
 def resumed_in_parts(comms, folder):
-    for name in SCHEDULES:
+    for name in CHOICES["schedule"]:
         # Small buckets: where a gradient lies decides how three ranks round.
-        config = small(schedule=name, precision="fp16", bucket_mb=0.005, accumulate=2)
+        config = small(schedule=name, precision="fp16", bucket_cap_mb=0.005, accumulate=2)
         config = dataclasses.replace(config, epochs=2)
         whole = train(config, comms)
         config = dataclasses.replace(config, checkpoint=Path(folder, name), resume=True)
@@ -342,7 +342,7 @@ def test_a_mean_step_is_over_steps_and_ranks():
         ("--epochs many", "argument --epochs: invalid int value: 'many'"),
         ("--schedule best", "argument --schedule: invalid choice: 'best'"),
         ("--channels 8 0", r"--channels: expected numbers of at least 1, got \(8, 0\)"),
-        ("--bucket-mb nan", "--bucket-mb: expected a positive number, got nan"),
+        ("--bucket-cap-mb nan", "--bucket-cap-mb: expected a positive number, got nan"),
         ("--lr -1", "--lr: expected a positive number, got -1.0"),
         ("--seed -1", "--seed: expected a number in 0..2147483647, got -1"),
         ("--json no/such/folder/file", "--json: expected a file in a folder that exists"),

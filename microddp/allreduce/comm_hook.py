@@ -1,0 +1,72 @@
+"""The algorithms in DDP: a communication hook that averages a bucket with one of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from microddp.comms import Comms
+
+
+def all_reduce_hook(
+    state: tuple[Comms, Callable[[torch.Tensor, Comms, str], None]], bucket: Any
+) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook that averages with one of :mod:`microddp.allreduce`'s algorithms.
+
+    The algorithm runs on a thread of its own, one bucket after the other, while backward goes on;
+    on a GPU also on a stream of its own, which waits for what was computed before the hook was
+    called.
+
+    Args:
+        state: the ranks, and for example :func:`~microddp.allreduce.ring.ring_all_reduce`.
+        bucket: whose buffer is averaged in place.
+
+    Example:
+        >>> model.register_comm_hook((comms, ring_all_reduce), all_reduce_hook)
+    """
+    comms, algorithm = state
+    buffer = bucket.buffer()
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+        devices=[buffer.device] if buffer.is_cuda else None
+    )
+    computed = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None
+
+    def reduce() -> None:
+        try:
+            with _after(computed, buffer.device):
+                algorithm(buffer, comms, "mean")
+                future.set_result(buffer)
+        except BaseException as error:  # raised again where the bucket is waited for
+            # Whatever it is: else the bucket would be waited for, for ever.
+            future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))  # type: ignore[arg-type]
+
+    _transport().submit(reduce)
+    return future
+
+
+def _after(
+    computed: torch.cuda.Event | None, device: torch.device
+) -> AbstractContextManager[object]:
+    """Let the block's GPU work wait for an event, beside the work of other threads."""
+    if computed is None:
+        return nullcontext()
+    torch.cuda.set_device(device)  # a thread begins on GPU 0, and would make a context there
+    stream = _stream(device)
+    stream.wait_event(computed)
+    return torch.cuda.stream(stream)
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def _transport() -> ThreadPoolExecutor:
+    """One thread, so that buckets travel in the order in which they were sent."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="all-reduce")

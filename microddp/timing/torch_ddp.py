@@ -1,0 +1,65 @@
+"""What PyTorch's DDP does when, seen from outside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from microddp.timing.clock import Instant
+from microddp.timing.timeline import Recorder
+
+
+class TorchDDPWatch:
+    """Tells a timeline when PyTorch's DDP communicates, and when it only waits.
+
+    It changes nothing in the wrapper, which may have a communication hook. The group numbers its
+    collectives. PyTorch's hooks run after these: a bucket is sent right after the gradient that
+    fills it, and the next hook finds a higher number. So communication is taken to be under way
+    from the first bucket to the end of backward; the gaps in it cannot be seen. From the last
+    gradient on the rank waits.
+
+    Args:
+        model: whose hooks it adds to, until :meth:`remove`.
+        timeline: what it tells.
+    """
+
+    def __init__(self, model: TorchDDP, timeline: Recorder) -> None:
+        self._group: Any = model.process_group  # whose stub lacks the method that counts
+        self._timeline = timeline
+        self._before = 0
+        self._first: Instant | None = None
+        self._last: Instant | None = None
+        self._device = next(model.parameters()).device
+        self._handles = [model.register_forward_hook(self._forwarded)]
+        self._handles += [
+            p.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
+            for p in model.parameters()
+            if p.requires_grad
+        ]
+
+    def finish(self) -> None:
+        """Record what went on in the backward that has just ended."""
+        if self._last is None:
+            return
+        now, first = Instant(self._device), self._first or self._last
+        self._timeline.between("all-reduce", "communication", first, now)
+        self._timeline.between("wait for all-reduce", "wait", self._last, now)
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _number(self) -> int:
+        return int(self._group._get_sequence_number_for_group())
+
+    def _forwarded(self, *_: object) -> None:
+        self._before = self._number()  # with those that broadcast buffers
+        self._first = self._last = None
+
+    def _ready(self, _parameter: torch.Tensor) -> None:
+        if self._last and not self._first and self._number() > self._before:
+            self._first = self._last
+        self._last = Instant(self._device)

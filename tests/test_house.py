@@ -1,0 +1,69 @@
+"""The layout that CONTRIBUTING draws: imports go one way, and what needs no plots loads none."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "microddp"
+# From the ground up: a part imports parts of lower floors, or of its own folder.
+FLOORS = (
+    ("report", "comms"),
+    ("allreduce", "timing", "model", "data"),
+    ("replicas", "workloads", "hooks"),
+    ("bucketing",),
+    ("ddp",),
+    ("schedule",),
+    ("performance", "figures"),
+    ("train", "bench", "doctor"),
+)
+FLOOR = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
+
+
+def imports(path):
+    """The parts of the package that a file imports, and whether at the top of the file."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("microddp"):
+            _, *inside = node.module.split(".")
+            for part in inside[:1] or [alias.name for alias in node.names]:
+                yield part, node in tree.body
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("microddp."):
+                    yield alias.name.split(".")[1], node in tree.body
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem)
+def test_imports_go_one_way(path):
+    part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if part == "__init__":
+        return
+    for other, at_the_top in imports(path):
+        if other == part:
+            continue
+        assert FLOOR[other] < FLOOR[part], (part, "imports", other)
+        assert other != "figures" or not at_the_top, "only when asked to plot"
+
+
+def test_every_part_has_a_floor():
+    parts = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert parts - {"__init__", "__pycache__", "py"} <= set(FLOOR)
+
+
+def test_nobody_reaches_for_another_files_private_names():
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("microddp"):
+                private = [alias.name for alias in node.names if alias.name.startswith("_")]
+                assert not private, (path, private)
+
+
+@pytest.mark.parametrize(
+    "module", ["microddp", "microddp.train.__main__", "microddp.bench.__main__"]
+)
+def test_training_does_not_load_matplotlib(module):
+    code = f"import sys, {module}; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
