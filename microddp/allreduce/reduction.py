@@ -47,6 +47,6 @@ def cannot_combine(op: str, dtype: torch.dtype) -> str | None:
     try:  # no order for complex numbers, no sum of float8
         one = torch.empty(1, dtype=dtype)
         COMBINE[op](one, one, out=one)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:  # the latter since torch 2.15
         return f"no {op} of {dtype}: {error}"
     return None
