@@ -1,7 +1,8 @@
-"""For all tests: figures without a screen, and an environment without a job's variables."""
+"""For all tests: no GPU, figures without a screen, and an environment without a job's variables."""
 
 import os
 
+import pytest
 from hypothesis import settings
 
 # Wall-clock time is no property of the code: a busy machine would fail a right test. What hangs is
@@ -12,7 +13,22 @@ os.environ["MPLBACKEND"] = "Agg"
 # torch looks up the name of each address it connects to, for its messages only. Some name servers
 # lose such a question, and the default is to wait for 5 seconds, twice.
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+# Tests make their tensors on the CPU, where init() has to find no GPU. Tests marked gpu give their
+# ranks those that are kept here. The workers of pytest-xdist inherit both from whoever starts them.
+ALL_GPUS = ",".join(map(str, range(64)))  # CUDA reads up to the first that there is not
+os.environ.setdefault("GPUS_FOR_TESTS", os.environ.get("CUDA_VISIBLE_DEVICES", ALL_GPUS))
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
     os.environ.pop(name, None)
 for name in [name for name in os.environ if name.startswith("MICRODDP_")]:
     del os.environ[name]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test marked ``gpu(count)`` where there are fewer."""
+    for mark in item.iter_markers("gpu"):
+        from ranks import gpu_count  # which imports torch, for seconds
+
+        (needed,) = mark.args
+        if (found := gpu_count(needed)) < needed:
+            pytest.skip(f"needs {needed} GPU{'s' if needed > 1 else ''}, found {found}")

@@ -1,4 +1,4 @@
-"""Jobs of real processes: a function run on every rank of a gloo group, bounded in time.
+"""Jobs of real processes: a function run on every rank of a group, bounded in time.
 
 The environment of each process is the one torchrun sets, the store included: it lives in this
 process, on a port that it found free, as it does in torchrun's agent. Processes are forked from a
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import microddp
@@ -131,6 +132,17 @@ def run(
             f"{function.__name__} on {world_size} ranks: {first}\nThen:\n" + "\n".join(others)
         )
     return [report.result if report else code for report, code in zip(reports, codes, strict=True)]
+
+
+def gpus(count: int) -> dict[str, str]:
+    """The ``environment`` of a job that sees so many of the GPUs that conftest.py hides."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(os.environ["GPUS_FOR_TESTS"].split(",")[:count])}
+
+
+@functools.cache
+def gpu_count(most: int) -> int:
+    """How many GPUs a rank finds that may see so many."""
+    return run(torch.cuda.device_count, 1, join=False, environment=gpus(most))[0]
 
 
 def _torchrun_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
