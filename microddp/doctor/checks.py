@@ -112,10 +112,10 @@ def check_ddp(comms: Comms) -> str:
         for model, part in wrapped:
             _step(model, model(x[part]), y[part])
     check_replicas(ours, comms)
-    weights = [parameters_to_vector(m.parameters()) for m in (ours, torchs, alone, start)]
+    weights = [_weights(model) for model in (ours, torchs, alone, start)]
     found = []
     for name, other in (("PyTorch's DDP", weights[1]), ("one process", weights[2])):
-        distance = float((weights[0] - other).norm() / (other - weights[3]).norm())
+        distance = ((weights[0] - other).norm() / (other - weights[3]).norm()).item()
         found.append(f"{distance:.1e} from {name}")
         if not distance < ROUNDING:  # a NaN is not, either
             raise RuntimeError(
@@ -134,8 +134,7 @@ def check_precision(comms: Comms) -> str:
         with torch.autocast(comms.device.type, torch.bfloat16):
             output = model(x[mine])
         losses.append(_step(model, output.float(), y[mine]))
-        weights = parameters_to_vector(model.parameters())
-        if output.dtype != torch.bfloat16 or not bool(weights.isfinite().all()):
+        if output.dtype != torch.bfloat16 or not bool(_weights(model).isfinite().all()):
             raise RuntimeError(
                 f"rank {comms.rank}: expected bfloat16 and finite weights, got {output.dtype} "
                 f"and losses {losses}"
@@ -176,6 +175,10 @@ def _model(comms: Comms, dtype: torch.dtype) -> nn.Module:
     return FullMLP(64, depth=8, inputs=16, outputs=4).to(comms.device, dtype)
 
 
+def _weights(model: nn.Module) -> torch.Tensor:
+    return parameters_to_vector(model.parameters()).detach()
+
+
 def _batch(comms: Comms, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, slice]:
     """Inputs and labels of the whole batch, and which of them are this rank's."""
     random = torch.Generator().manual_seed(1)
@@ -194,7 +197,7 @@ def _step(model: nn.Module, output: torch.Tensor, labels: torch.Tensor) -> float
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.sub_(parameter.grad, alpha=0.1)
-    return float(loss)
+    return loss.item()
 
 
 def _numbers(
