@@ -112,7 +112,7 @@ def _plan(options: argparse.Namespace) -> Iterator[Job]:
     if gpus and dist.is_nccl_available():
         yield from (Job(f"{c}, nccl, a rank on each GPU", c, gpus, "nccl") for c in checks)
     elif checks:
-        yield Job("nccl", obstacle="not in this torch" if gpus else "no GPU")
+        yield Job("nccl", obstacle="not built in" if gpus else "no GPU that torch can use")
     if "chapters" not in options.only or options.no_chapters:
         return
     paths = sorted(Path("chapters").glob("[0-9]*.py"))

@@ -94,8 +94,11 @@ def _stories(folder: Path, output: Path) -> list[str]:
         for rank, code in END.findall(printed)
         if rank not in told and int(code) != -signal.SIGTERM
     ]
-    last = ["\nThe job's last lines:", *printed.splitlines()[-30:]]
-    return [*silent, *stories, *(last if silent or not stories else [])]
+    lines = printed.splitlines()
+    if stories and not silent:  # then only NCCL knows more; NCCL_DEBUG=INFO makes it talk
+        lines = [line for line in lines if "NCCL" in line]
+    last = ["\nThe job's last lines:", *lines[-30:]] if lines else []
+    return [*silent, *stories, *last]
 
 
 def _text(file: Path) -> str:

@@ -79,12 +79,12 @@ def main() -> None:
 
 
 def _answer(*command: str) -> str:
-    """What a program prints; it has 10 seconds."""
+    """What a program prints, as plain text; it has 10 seconds."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     if done.returncode:
         told = " ".join((done.stderr or done.stdout).split())
         raise RuntimeError(f"{Path(command[0]).name} ended with status {done.returncode}: {told}")
-    return done.stdout.strip("\n")
+    return re.sub(r"\x1b\[[0-9;]*m", "", done.stdout).strip("\n")  # topo -m underlines its header
 
 
 def _microddp() -> str:
@@ -199,7 +199,7 @@ def _gpus() -> str:
         except RuntimeError as error:  # the next GPU may be well
             text += f", cannot be used: {error}"
         lines.append(f"GPU {index}: {text}")
-    return "\n".join(lines) or "none"
+    return "\n".join(lines) or "none that this torch can use"
 
 
 def _peers() -> str:

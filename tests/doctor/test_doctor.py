@@ -1,6 +1,7 @@
 """The doctor: what it says of this machine, what its checks find, and how its jobs end."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,9 +13,10 @@ from ranks import on_ranks
 
 import microddp
 from microddp.allreduce import ALGORITHMS
+from microddp.comms import cpu_cores
 from microddp.doctor import checks, machine
 from microddp.doctor.checks import CHECKS
-from microddp.doctor.job import JobFailed, JobStopped, run_job
+from microddp.doctor.job import JobFailed, JobStopped, _stories, run_job
 
 FAILS = """
 import microddp
@@ -66,14 +68,14 @@ def test_a_run_says_what_the_machine_has_and_that_all_is_well(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
     for said in (printed, text):
         assert f"{torch.__version__}, built for" in said
-        assert f"{len(os.sched_getaffinity(0))} of " in said
+        assert f"{cpu_cores()} of {os.cpu_count()} cores for this process" in said
         assert "secret value" not in said
         assert "GLOO_SOCKET_IFNAME=lo" in said
         assert "set GLOO_SOCKET_IFNAME" not in said, "a warning to who has set it"
         assert "exact sums by naive, direct, ring, doubling and torch.distributed" in said
         assert "FAILED" not in said
         for size in ("64 KiB", "4 MiB", "64 MiB"):
-            assert f"all-reduce  {size:>6}" in said
+            assert re.search(rf"all-reduce +{size} ", said)
     for name in CHECKS:
         assert f"- **{name}, gloo, 2 ranks" in text
     for name in machine.PROBES:
@@ -139,6 +141,16 @@ def test_a_rank_that_dies_without_a_word_is_named(tmp_path):
     script.write_text(DIES)
     with pytest.raises(JobFailed, match="rank 1 ended without a word, with exit code -9"):
         run_job(str(script), 2, "", limit=100)
+
+
+def test_what_nccl_printed_is_shown_with_a_ranks_error(tmp_path):
+    (tmp_path / "rank0").write_text("")
+    (tmp_path / "rank1").write_text("RuntimeError: NCCL error\n")
+    output = tmp_path / "output"
+    output.write_text("noise\nhost:1:1 [1] NCCL WARN Cuda failure 'out of memory'\nnoise\n")
+    stories = "\n".join(_stories(tmp_path, output))
+    assert stories.startswith("\nrank 1:\nRuntimeError: NCCL error\n")
+    assert stories.endswith("last lines:\nhost:1:1 [1] NCCL WARN Cuda failure 'out of memory'")
 
 
 def test_a_job_that_cannot_begin_shows_what_it_printed(tmp_path, monkeypatch):
@@ -219,9 +231,9 @@ def test_facts_that_never_come_are_named(monkeypatch):
 def test_what_nvidia_smi_says_is_passed_on_and_its_failure_too(tmp_path, monkeypatch):
     program = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    program.write_text('#!/bin/sh\necho "index, name"; echo "0, NVIDIA H100 80GB HBM3"\n')
+    program.write_text('#!/bin/sh\nprintf "\\033[4mGPU0\\033[0m\\n0, NVIDIA H100\\n"\n')
     program.chmod(0o755)
-    assert machine.PROBES["nvidia-smi"]() == "index, name\n0, NVIDIA H100 80GB HBM3"
+    assert machine.PROBES["nvidia-smi"]() == "GPU0\n0, NVIDIA H100"
     program.write_text('#!/bin/sh\necho "NVIDIA-SMI has failed"; exit 9\n')
     with pytest.raises(RuntimeError, match="nvidia-smi ended with status 9: NVIDIA-SMI has failed"):
         machine.PROBES["links"]()
