@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 from ranks import on_ranks
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from microddp.bucketing import (
     BucketedDDPHooks,
     GradientBucket,
+    bucket_caps,
     plan_buckets,
 )
+from microddp.ddp import DDP
 from microddp.model import FullMLP
 from microddp.replicas import broadcast_parameters, check_replicas
 from microddp.report import MIB
@@ -382,3 +385,27 @@ def test_bad_arguments_are_refused(comms):
             ValueError, match=rf"rank {comms.rank}: expected parameters .* {cap} MiB"
         ):
             BucketedDDPHooks(model, comms, cap)
+
+
+def test_who_sets_a_cap_sets_that_of_the_first_bucket_too():
+    assert bucket_caps(None) == [1 * MIB, 25 * MIB]
+    assert bucket_caps(2.5) == [2.5 * MIB]
+
+
+@on_ranks(1, 2)
+def test_equal_caps_make_equal_buckets_whoever_averages(comms):
+    for cap, first in ((None, 1), (2.0, 2), (0.5, 1)):  # MiB; a layer alone has 1
+        model = FullMLP(512, depth=5)
+        wrappers = [
+            DDP(copy.deepcopy(model), comms, bucket_cap_mb=cap),
+            TorchDDP(copy.deepcopy(model), process_group=comms.group, bucket_cap_mb=cap),
+        ]
+        for wrapper in wrappers * 4:  # planned anew after the first, and logged after that
+            wrapper(torch.ones(1, 512)).sum().backward()
+        ours, theirs = wrappers
+        hooks = BucketedDDPHooks(model, comms, cap)
+        sizes = [bucket.buffer().nbytes for bucket in ours.reducer.buckets]
+        assert sizes == [bucket.buffer().nbytes for bucket in hooks.buckets]
+        logged = theirs._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+        assert sizes == [int(size) for size in logged.split(",")]
+        assert sizes[0] == first * (512 + 1) * 512 * 4

@@ -42,20 +42,3 @@ ALGORITHMS: dict[str, Callable[[torch.Tensor, Comms, str], None]] = {
     "ring": ring_all_reduce,
     "doubling": recursive_doubling_all_reduce,
 }
-
-__all__ = [
-    "ALGORITHMS",
-    "AllReduceCost",
-    "Cost",
-    "all_reduce_cost",
-    "all_reduce_hook",
-    "bus_bandwidth",
-    "direct_all_reduce",
-    "estimate_communication_time",
-    "fit_alpha_beta",
-    "naive_all_reduce",
-    "recursive_doubling_all_reduce",
-    "ring_all_gather",
-    "ring_all_reduce",
-    "ring_reduce_scatter",
-]

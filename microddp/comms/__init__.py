@@ -7,20 +7,3 @@ from microddp.comms.job import init
 from microddp.comms.machine import cpu_cores, cpu_name, peak_memory, schedule_threads
 from microddp.comms.mesh import get, register_mesh
 from microddp.comms.point_to_point import Exchange, Pending, PointToPoint
-
-__all__ = [
-    "Comms",
-    "Exchange",
-    "Message",
-    "MessageCounter",
-    "Pending",
-    "PointToPoint",
-    "cpu_cores",
-    "cpu_name",
-    "describe",
-    "get",
-    "init",
-    "peak_memory",
-    "register_mesh",
-    "schedule_threads",
-]

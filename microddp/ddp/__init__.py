@@ -1,5 +1,3 @@
 """A wrapper that makes any module data-parallel, with the meaning of PyTorch's own."""
 
 from microddp.ddp.wrapper import DDP, DistributedDataParallel
-
-__all__ = ["DDP", "DistributedDataParallel"]

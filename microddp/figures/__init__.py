@@ -10,19 +10,3 @@ from microddp.figures.plots import buckets, lines, pauses, stacked_bars, times_b
 from microddp.figures.ring_animation import RingAnimation
 from microddp.figures.timelines import gradient_order, timeline, timelines
 from microddp.figures.who_has_what import contributors, holdings, ring_rounds, traffic
-
-__all__ = [
-    "RingAnimation",
-    "buckets",
-    "contributors",
-    "gradient_order",
-    "holdings",
-    "lines",
-    "pauses",
-    "ring_rounds",
-    "stacked_bars",
-    "timeline",
-    "timelines",
-    "times_by_size",
-    "traffic",
-]

@@ -12,24 +12,3 @@ from microddp.timing.clock import (
 from microddp.timing.intervals import covered, exposed, in_both, overlapped, tracks
 from microddp.timing.timeline import NOT_RECORDED, Launched, Recorder, Span, Timeline
 from microddp.timing.torch_ddp import TorchDDPWatch
-
-__all__ = [
-    "NOT_RECORDED",
-    "Instant",
-    "Launched",
-    "Recorder",
-    "Span",
-    "Timeline",
-    "Timing",
-    "TorchDDPWatch",
-    "covered",
-    "exposed",
-    "in_both",
-    "measure",
-    "overlapped",
-    "save_chrome_trace",
-    "seconds_now",
-    "slowest_rank",
-    "timed_together",
-    "tracks",
-]

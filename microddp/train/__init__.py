@@ -12,15 +12,3 @@ With ``MICRODDP_DEBUG=1`` the ranks compare their weights after every step.
 from microddp.train.checkpoint import load_checkpoint, save_checkpoint
 from microddp.train.loop import EpochResult, Trainer, TrainingResult, mean_step, train
 from microddp.train.options import TrainingConfig, parse
-
-__all__ = [
-    "EpochResult",
-    "Trainer",
-    "TrainingConfig",
-    "TrainingResult",
-    "load_checkpoint",
-    "mean_step",
-    "parse",
-    "save_checkpoint",
-    "train",
-]

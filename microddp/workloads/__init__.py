@@ -2,5 +2,3 @@
 
 from microddp.workloads.paraphrases import Case, Source, load_case, new_model
 from microddp.workloads.sentence_pairs import batches, made_up_pairs
-
-__all__ = ["Case", "Source", "batches", "load_case", "made_up_pairs", "new_model"]
