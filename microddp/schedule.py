@@ -23,6 +23,7 @@ from microddp.timing import NOT_RECORDED, Recorder, TorchDDPWatch
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Hooks = AllReduceHooks | BucketedDDPHooks
+FULL_PRECISION = nullcontext()
 
 
 def take_step(
@@ -30,20 +31,18 @@ def take_step(
     loss_fn: Loss,
     optimizer: torch.optim.Optimizer,
     batch: Sequence[torch.Tensor],
-    timeline: Recorder = NOT_RECORDED,
     *,
     parts: int = 1,
-    autocast: AbstractContextManager[object] | None = None,
+    autocast: AbstractContextManager[object] = FULL_PRECISION,
     scaler: torch.amp.GradScaler | None = None,
 ) -> torch.Tensor:
     """Train one step.
 
     Args:
-        strategy: holds this rank's replica, and averages its gradients.
+        strategy: holds this rank's replica, averages its gradients, and knows who records.
         loss_fn: from outputs and targets to a scalar, the mean over the samples.
         optimizer: of the replica's parameters.
         batch: inputs and targets of this rank's shard, on its device.
-        timeline: records the phases as spans.
         parts: equal parts in which the shard is computed, one by one, with one average.
         autocast: the precision of forward.
         scaler: of the loss, where the precision needs it.
@@ -56,9 +55,9 @@ def take_step(
     """
     optimizer.zero_grad()
     loss = compute_gradients(
-        strategy, loss_fn, batch, timeline, parts=parts, autocast=autocast, scaler=scaler
+        strategy, loss_fn, batch, parts=parts, autocast=autocast, scaler=scaler
     )
-    with timeline.span("optimizer"):
+    with strategy.timeline.span("optimizer"):
         if scaler is None:
             optimizer.step()
         else:  # the gradients are averages, so all ranks see the same overflow and skip together
@@ -71,10 +70,9 @@ def compute_gradients(
     strategy: Strategy,
     loss_fn: Loss,
     batch: Sequence[torch.Tensor],
-    timeline: Recorder = NOT_RECORDED,
     *,
     parts: int = 1,
-    autocast: AbstractContextManager[object] | None = None,
+    autocast: AbstractContextManager[object] = FULL_PRECISION,
     scaler: torch.amp.GradScaler | None = None,
 ) -> torch.Tensor:
     """Forward and backward, until the gradients are averages; they add to those there are.
@@ -83,10 +81,11 @@ def compute_gradients(
     loss as the scaler scales it.
     """
     losses = []
-    micro_batches = zip(*(tensor.chunk(parts) for tensor in batch), strict=True)
+    timeline = strategy.timeline
+    micro_batches = list(zip(*(tensor.chunk(parts) for tensor in batch), strict=True))
     for i, (inputs, targets) in enumerate(micro_batches, start=1):
-        with nullcontext() if i == parts else strategy.no_sync():
-            with timeline.span("forward"), autocast or nullcontext():
+        with nullcontext() if i == len(micro_batches) else strategy.no_sync():
+            with timeline.span("forward"), autocast:
                 loss = loss_fn(strategy.module(inputs), targets)
                 loss = loss / parts if parts > 1 else loss
             with timeline.span("backward"):
@@ -113,7 +112,7 @@ class Strategy:
         averages: whether anything is sent at all.
         overlaps: whether gradients are sent while backward goes on.
         buckets: whether they travel together.
-        timeline: records collectives, and the wait for them.
+        timeline: records phases, collectives, and the wait for them.
     """
 
     averages: ClassVar[bool] = False
@@ -127,7 +126,7 @@ class Strategy:
         self.timeline: Recorder = NOT_RECORDED
 
     def record(self, timeline: Recorder) -> None:
-        """Record collectives, and the wait for them, from now on."""
+        """Record phases, collectives, and the wait for them, from now on."""
         self.timeline = timeline
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -307,11 +306,12 @@ def naive_data_parallel_step(
     shards, a ``loss_fn`` that takes the mean and equal parameters at the start, the step is the
     one that a single process would take on the whole batch.
 
-    Arguments, result and errors are those of :func:`take_step`, with the ranks that share the step.
+    Arguments, result and errors are those of :func:`take_step`, with the ranks that share the
+    step, and a timeline that records its spans.
     """
     strategy = Naive(model, comms)
     strategy.record(timeline)
-    return take_step(strategy, loss_fn, optimizer, batch, timeline)
+    return take_step(strategy, loss_fn, optimizer, batch)
 
 
 def average_gradients(model: nn.Module, comms: Comms, timeline: Recorder = NOT_RECORDED) -> None:
@@ -371,4 +371,6 @@ def ddp_step(
     Arguments, result and errors are those of :func:`take_step`, with the ``hooks`` that
     :func:`register_ddp_hooks` returned.
     """
-    return take_step(Hooked(model, hooks.comms, hooks=hooks), loss_fn, optimizer, batch, timeline)
+    strategy = Hooked(model, hooks.comms, hooks=hooks)
+    strategy.timeline = timeline  # of the phases; the hooks have been told of theirs
+    return take_step(strategy, loss_fn, optimizer, batch)

@@ -1,4 +1,4 @@
-"""The naive data-parallel step against one process on the whole batch."""
+"""Steps of every strategy against one process on the whole batch."""
 
 import copy
 import itertools
@@ -13,8 +13,14 @@ from microddp.data import ShardedBatches, load_digits
 from microddp.hooks import AllReduceHooks
 from microddp.model import FullMLP
 from microddp.replicas import check_replicas
-from microddp.schedule import ddp_step, naive_data_parallel_step, register_ddp_hooks
-from microddp.timing import Timeline, exposed, overlapped
+from microddp.schedule import (
+    STRATEGIES,
+    ddp_step,
+    naive_data_parallel_step,
+    register_ddp_hooks,
+    take_step,
+)
+from microddp.timing import NOT_RECORDED, Timeline, exposed, overlapped
 
 STEPS = 20
 TOLERANCE = 1e-12  # of the weights' norm, in float64; rounding comes to some 1e-16
@@ -102,6 +108,46 @@ def test_a_parameter_without_gradient_is_left_alone(comms):
     naive_data_parallel_step(model, torch.nn.functional.mse_loss, sgd, batch, comms)
     assert model.spare.grad is None
     assert torch.equal(model.spare, torch.ones(3))
+
+
+@on_ranks(1, 2, 3)
+def test_every_strategy_trains_as_one_process_in_one_part_or_several(comms):
+    for name, make in STRATEGIES.items():
+        for parts in (1, 2):
+            strategies = {}
+
+            def step(
+                model, loss_fn, optimizer, batch, comms, parts=parts, make=make, made=strategies
+            ):
+                if model not in made:
+                    made[model] = make(model, comms, 0.001)
+                return take_step(made[model], loss_fn, optimizer, batch, parts=parts)
+
+            replica, distance = train(comms, "sgd", step)
+            if name == "none":
+                assert (distance < TOLERANCE) == (comms.world_size == 1)
+                continue
+            assert distance < TOLERANCE, (name, parts)
+            check_replicas(replica, comms)
+            (strategy,) = strategies.values()
+            strategy.remove()
+
+
+@on_ranks(2)
+def test_every_strategy_records_its_phases_and_what_it_waits_for(comms):
+    batch = torch.randn(4, 8), torch.randn(4, 8)
+    for name, make in STRATEGIES.items():
+        strategy = make(FullMLP(8, depth=3), comms)
+        sgd = torch.optim.SGD(strategy.module.parameters(), lr=0.1)
+        timeline = Timeline(comms)
+        for recorder in (NOT_RECORDED, timeline, NOT_RECORDED):
+            strategy.record(recorder)
+            take_step(strategy, torch.nn.functional.mse_loss, sgd, batch)
+        spans = timeline.take()
+        phases = [s.name for s in spans if s.name in ("forward", "backward", "optimizer")]
+        assert phases == ["forward", "backward", "optimizer"], name
+        assert any(s.lane == "wait" for s in spans) == strategy.averages, name
+        assert any(s.lane == "communication" for s in spans) == strategy.averages, name
 
 
 BUCKETS = (None, 0.001, 25.0)  # MiB; None: each gradient alone

@@ -155,7 +155,7 @@ class DDPPerformanceAnalyzer:
         try:
             with timeline.span("data", lane="data"):
                 batch = [part.to(self.device, non_blocking=True) for part in (inputs, targets)]
-            take_step(strategy, loss_fn, optimizer, batch, timeline)
+            take_step(strategy, loss_fn, optimizer, batch)
         finally:
             strategy.record(before)
         times = break_down(timeline.take())

@@ -98,6 +98,7 @@ def measure_compute(
     strategy = Strategy(copy.deepcopy(model), comms)
     optimizer = make_optimizer(strategy.module)
     timeline = Timeline(comms)
+    strategy.record(timeline)
     parts: list[list[float]] = []
     names: list[str] = []
     with HookTracker(strategy.module) as tracker:
@@ -105,7 +106,7 @@ def measure_compute(
         def watched(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             return tracker.start(loss_fn(outputs, targets))
 
-        step = partial(take_step, strategy, watched, optimizer, batch, timeline)
+        step = partial(take_step, strategy, watched, optimizer, batch)
         for i in range(-3, repeat):
             elapsed = timed_together(step, comms)
             times = break_down(timeline.take())

@@ -191,9 +191,7 @@ class Trainer:
 
     def _step(self, step: int, batch: Sequence[torch.Tensor]) -> torch.Tensor:
         """Train one step; the mean loss on this rank's shard, before it."""
-        strategy, loss_fn = self.strategy, self.task.loss
-        timeline, precision = strategy.timeline, self._precision()
-        loss = take_step(strategy, loss_fn, self.optimizer, batch, timeline, **precision)
+        loss = take_step(self.strategy, self.task.loss, self.optimizer, batch, **self._precision())
         if self.on_step:
             self.on_step(step, self.model)
         if self.check:
