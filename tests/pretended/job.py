@@ -1,0 +1,71 @@
+"""A process of a job on a pretended machine, and the book's chapters on it."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import microddp.trace
+import torch
+from pretended import communicators, devices, torch_cuda
+from pretended.communicators import Log
+from pretended.devices import machine
+
+MEMORY = 16 << 30  # bytes of a device
+
+
+def on_pretended_gpus(
+    body: Callable[..., object], gpus: int, ranks_here: int | None = None, *arguments: Any
+) -> Log:
+    """Run ``body(*arguments)`` on this rank's pretended machine; what it called.
+
+    Args:
+        body: joins and leaves the job by itself.
+        gpus: of each machine.
+        ranks_here: the number of ranks of each machine; default: all are on one.
+        arguments: passed on.
+    """
+    if ranks_here:
+        rank = int(os.environ["RANK"])
+        os.environ |= {
+            "LOCAL_RANK": str(rank % ranks_here),
+            "LOCAL_WORLD_SIZE": str(ranks_here),
+        }
+    machine.__class__.gpus, machine.__class__.memory = gpus, MEMORY
+    torch.set_num_threads(1)  # what is computed on GPUs takes no cores from the other ranks
+    torch_cuda.install()
+    recorder = communicators.install()
+    devices.install()
+    body(*arguments)
+    return recorder.log
+
+
+def run_chapter(script: str) -> None:
+    """Run a chapter to its end, with measurements that are made a few times only."""
+    _measure_little()
+    warnings.resetwarnings()
+    os.chdir(Path(script).parent)
+    sys.argv = [script]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, end.code
+    except Exception:  # without the values of a whole chapter's variables
+        raise AssertionError(traceback.format_exc()) from None
+
+
+def _measure_little() -> None:
+    measure = microddp.trace.measure
+
+    def brief(*args: Any, warmup: int = 1, repeat: int = 2, **kwargs: Any) -> Any:
+        return measure(*args, warmup=min(warmup, 1), repeat=min(repeat, 2), **kwargs)
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "measure", None) is measure:
+            module.measure = brief
