@@ -117,6 +117,10 @@ class PretendedDevices(TorchDispatchMode):
     communicate: Any = None
     last = CPU  # the device of the last operation
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # a wrapper around each call, for what is compiled
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -127,8 +131,10 @@ class PretendedDevices(TorchDispatchMode):
         tensors = [*tensors_in(*args, *kwargs.values())]
         device = _common_device(func, args, kwargs, tensors) if tensors else CPU
         asked = None if kwargs.get("device") is None else cuda(kwargs["device"])
-        if not tensors and asked in (None, CPU) and _is_internal(sys._getframe(1)):
-            device = PretendedDevices.last if PretendedDevices.last.type == "cuda" else cuda()
+        if (asked == CPU or not (tensors or asked)) and _is_internal(sys._getframe(1)):
+            if not tensors:
+                last = PretendedDevices.last
+                device = last if last.type == "cuda" else cuda()
         elif asked is not None and func is not aten._to_copy.default:  # that is up to `_to`
             device = asked
         if asked is not None:
@@ -184,7 +190,7 @@ def _common_device(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor
 
 
 def _is_internal(frame: Any) -> bool:
-    while "_dynamo" in (file := frame.f_code.co_filename) or file.endswith("torch/_compile.py"):
+    while (file := frame.f_code.co_filename).endswith("_python_dispatch.py") or "_dynamo" in file:
         frame = frame.f_back
     return file.endswith(INTERNAL)
 

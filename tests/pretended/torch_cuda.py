@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -9,6 +10,8 @@ from typing import Any
 
 import torch
 from pretended.devices import cuda, machine
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity
 from torch.profiler.profiler import _KinetoProfile
 
@@ -160,10 +163,30 @@ def _autocast_on_cpu() -> None:
 
 
 def _profile_on_cpu() -> None:
-    """Without CUDA's own tracer there are no kernels."""
-    init = _KinetoProfile.__init__
+    """Without CUDA's own tracer an operation that is made of no other one counts as a kernel."""
+    init, events = _KinetoProfile.__init__, _KinetoProfile.events
 
     def profile(self: _KinetoProfile, *, activities: Any = None, **kwargs: Any) -> None:
         init(self, activities=set(activities or ()) - {ProfilerActivity.CUDA} or None, **kwargs)
+        self.with_kernels = ProfilerActivity.CUDA in (activities or ())
 
-    _KinetoProfile.__init__ = profile
+    def with_kernels(self: _KinetoProfile) -> Any:
+        found = events(self)
+        return [*found, *map(_kernel, filter(_launches, found))] if self.with_kernels else found
+
+    _KinetoProfile.__init__, _KinetoProfile.events = profile, with_kernels
+
+
+def _launches(event: FunctionEvent) -> bool:
+    computes = event.name.startswith("aten::") and not event.cpu_children
+    return computes or event.name.startswith("gloo:")
+
+
+def _kernel(event: FunctionEvent) -> FunctionEvent:
+    kernel = copy.copy(event)
+    kernel.device_type, kernel.linked_correlation_id = DeviceType.CUDA, event.id
+    kernel.cpu_parent, kernel.is_user_annotation = None, False
+    _, collective, what = event.name.partition("gloo:")
+    words = what.title().replace("_", "") if collective else "elementwise"
+    kernel.name = f"ncclDevKernel_{words}" if collective else words
+    return kernel
