@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pretended.devices import PretendedDevices, cuda, device_of, tensors_in
 from torch.distributed import distributed_c10d as c10d
+
+from pretended.devices import PretendedDevices, cuda, device_of, is_internal, tensors_in
 
 # The operations of a process group: their name, the place among the arguments of the tensors whose
 # size all ranks must agree on, and the place of the root, if there is one.
@@ -36,9 +37,9 @@ OPERATIONS: dict[str, tuple[str, int | None, int | None]] = {
     "send": ("send", 0, 2),
     "recv_": ("recv", 0, 2),
 }
-# Source: the table of backends in PyTorch's documentation of torch.distributed. (It has a reduce
-# too, since a version that not every reader has.)
-GLOO_ON_CUDA = {"all_reduce", "broadcast", "barrier"}
+# Source: the table of backends in PyTorch's documentation of torch.distributed. gloo's C++ can do
+# more, which PyTorch's own DDP relies on: the constructor gathers the numbers of parameters.
+GLOO_ON_CUDA = {"all_reduce", "broadcast"}
 NCCL_LACKS = {torch.int16, torch.uint16, torch.uint32, torch.uint64}
 
 
@@ -126,7 +127,7 @@ class Recorder:
     def check(self, backend: str, name: str, tensor: torch.Tensor) -> None:
         device, who = device_of(tensor), f"{backend} on rank {dist.get_rank()}: {name} of"
         if backend == "gloo":
-            if device.type == "cuda" and name not in GLOO_ON_CUDA:
+            if device.type == "cuda" and name not in GLOO_ON_CUDA and not is_internal():
                 raise RuntimeError(f"{who} a tensor on {device}, which gloo cannot do")
         elif device.type != "cuda":
             raise RuntimeError(f"{who} a tensor on {device}: No backend type associated with that")
@@ -148,7 +149,9 @@ class Recorder:
 
     # ---- what takes the place of torch.distributed's functions
 
-    def init_process_group(self, real: Any, backend: str | None = None, *args: Any, **kw: Any) -> None:
+    def init_process_group(
+        self, real: Any, backend: str | None = None, *args: Any, **kw: Any
+    ) -> None:
         device = kw.pop("device_id", None)
         backend = backend or "nccl"
         real("gloo", *args, **kw)
@@ -160,7 +163,9 @@ class Recorder:
             machine = dist.get_rank() // int(os.environ.get("LOCAL_WORLD_SIZE", len(members)))
             self.log.gpu = (machine, cuda(device).index)
 
-    def new_group(self, real: Any, ranks: Any, timeout: Any, backend: str | None, *a: Any, **kw: Any):
+    def new_group(
+        self, real: Any, ranks: Any, timeout: Any, backend: str | None, *a: Any, **kw: Any
+    ) -> Any:
         """NCCL splits the communicator of all ranks, so this is a call of them all on it."""
         backend = backend or self.groups[dist.group.WORLD.group_name][0]
         members = tuple(ranks or range(dist.get_world_size()))
@@ -221,13 +226,15 @@ def _size(tensors: Sequence[torch.Tensor]) -> str:
 
 def _where() -> str:
     """The outermost and the innermost line of the program that called."""
-    frame, lines = sys._getframe(2), []
+    frame: Any = sys._getframe(2)
+    lines: list[str] = []
     while frame is not None:
         file = frame.f_code.co_filename
-        if "/torch/" not in file and "/pretended/" not in file and not file.startswith("<"):
+        if os.path.dirname(file) == os.path.dirname(__file__):
+            if lines:  # what started the program
+                break
+        elif "/torch/" not in file and not file.startswith("<"):
             lines.append(f"{os.path.basename(file)}:{frame.f_lineno}")
-        if frame.f_globals.get("__name__") == "__main__":
-            break
         frame = frame.f_back
     return " > ".join(dict.fromkeys((*lines[-1:], *lines[:1])))
 

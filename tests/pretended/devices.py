@@ -2,8 +2,9 @@
 
 A pretended CUDA tensor is a real CPU tensor whose storage is marked, so that views, ``.data``,
 gradients, and what C++ makes of it agree on where it is, and autograd and PyTorch's own DDP
-run as they are. A dispatch mode sees every operation, those of C++ included: it refuses tensors that
-a GPU could not bring together, and marks the results. ``Tensor.device`` and its kin read the mark.
+run as they are. A dispatch mode sees every operation, those of C++ included: it refuses tensors
+that a GPU could not bring together, and marks the results. ``Tensor.device`` and its kin read the
+mark.
 
 What is not pretended: streams (everything is done at once, so a missing wait goes unseen), a
 generator of its own for each GPU, and the kernels' own limits.
@@ -11,11 +12,12 @@ generator of its own for each GPU, and the kernels' own limits.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,8 +47,8 @@ class Machine(threading.local):
     """
 
     gpus, memory = 0, 0
-    allocated: dict[int, int] = {}  # noqa: RUF012 - of all threads
-    peak: dict[int, int] = {}  # noqa: RUF012
+    allocated: ClassVar[dict[int, int]] = {}
+    peak: ClassVar[dict[int, int]] = {}
     current = 0
 
 
@@ -131,7 +133,7 @@ class PretendedDevices(TorchDispatchMode):
         tensors = [*tensors_in(*args, *kwargs.values())]
         device = _common_device(func, args, kwargs, tensors) if tensors else CPU
         asked = None if kwargs.get("device") is None else cuda(kwargs["device"])
-        if (asked == CPU or not (tensors or asked)) and _is_internal(sys._getframe(1)):
+        if (asked == CPU or not (tensors or asked)) and is_internal():
             if not tensors:
                 last = PretendedDevices.last
                 device = last if last.type == "cuda" else cuda()
@@ -189,8 +191,12 @@ def _common_device(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor
     return min(apart, key=lambda device: device.type != "cuda", default=CPU)
 
 
-def _is_internal(frame: Any) -> bool:
-    while (file := frame.f_code.co_filename).endswith("_python_dispatch.py") or "_dynamo" in file:
+def is_internal() -> bool:
+    """Whether it is C++ that calls here, from the inside of PyTorch's DDP or of autograd."""
+    frame: Any = sys._getframe(1)
+    while (file := frame.f_code.co_filename).startswith(os.path.dirname(__file__)) or (
+        "_dynamo" in file or file.endswith("_python_dispatch.py")
+    ):
         frame = frame.f_back
     return file.endswith(INTERNAL)
 
@@ -258,7 +264,7 @@ def _host_only(name: str) -> Any:
 class _Generator(torch.Generator):
     """A generator of the CPU that says it is of a GPU."""
 
-    all: weakref.WeakValueDictionary[int, _Generator] = weakref.WeakValueDictionary()
+    all: ClassVar[weakref.WeakValueDictionary[int, _Generator]] = weakref.WeakValueDictionary()
 
     def __new__(cls, device: Any = "cpu") -> _Generator:
         made: _Generator = super().__new__(cls, "cpu")
@@ -280,7 +286,7 @@ def install() -> None:
         "get_device": lambda self: -1 if device_of(self) == CPU else device_of(self).index,
         "to": _to,
         "cpu": lambda self, **_: _to(self, CPU),
-        "cuda": lambda self, device=None, non_blocking=False, **_: _to(self, cuda(device)),
+        "cuda": lambda self, device=None, **_: _to(self, cuda(device)),
         "new_tensor": lambda self, data, **kw: _tensor(data, **{"device": device_of(self), **kw}),
         "numpy": _host_only("numpy"),
         "__array__": _host_only("__array__"),

@@ -1,8 +1,9 @@
-"""The ranks' calls, run again as NCCL would run them: in order on each communicator.
+"""The ranks' calls, run again as NCCL runs them: in order on each communicator.
 
 A communicator has one queue on each rank. A call leaves it when the other ranks have come to
 theirs: a collective when all members have come to the same, messages when each has met its
-counterpart. That holds for messages too, since a group that knows its device from the beginning, as
+counterpart. gloo pairs messages by themselves, so there only collectives are run again. With NCCL the
+order holds for messages too, since a group that knows its device from the beginning, as
 ``microddp.init`` makes it, has one communicator for all it does.
 """
 
@@ -46,9 +47,16 @@ def replay(logs: Sequence[Log]) -> None:
 class _Communicator:
     def __init__(self, key: Key, logs: Sequence[Log]) -> None:
         self.members, self.number = key
-        self.calls = [logs[rank].calls.get(key, []) for rank in self.members]
+        self.calls = [
+            [call for call in logs[rank].calls.get(key, []) if self._in_order(call, logs[rank])]
+            for rank in self.members
+        ]
         self.queues = [deque(calls) for calls in self.calls]
         self.messages = [list(queue[0].messages) if queue else [] for queue in self.queues]
+
+    @staticmethod
+    def _in_order(call: Call, log: Log) -> bool:
+        return log.backend == "nccl" or not call.messages
 
     def run(self) -> str:
         """Until all queues are empty, or nothing moves: then what each rank is at."""

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from pretended.devices import cuda, machine
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity
 from torch.profiler.profiler import _KinetoProfile
+
+from pretended.devices import cuda, machine
 
 
 class Event:
@@ -23,7 +24,7 @@ class Event:
         self.enable_timing = enable_timing
         self.seconds: float | None = None
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, _stream: Stream | None = None) -> None:
         self.seconds = time.perf_counter()
 
     def elapsed_time(self, end: Event) -> float:
@@ -107,7 +108,7 @@ def install() -> None:
         "synchronize": lambda device=None: cuda(device) and None,
         "get_device_properties": _properties,
         "get_device_name": lambda device=None: _properties(device).name,
-        "get_device_capability": lambda device=None: (8, 0),
+        "get_device_capability": lambda *_: (8, 0),
         "is_bf16_supported": lambda *_: True,
         "Event": Event,
         "Stream": Stream,
@@ -127,10 +128,10 @@ def install() -> None:
         ),
         "empty_cache": lambda: None,
         # One generator serves all: torch.manual_seed seeds it.
-        "manual_seed": lambda seed: None,
-        "manual_seed_all": lambda seed: None,
-        "get_rng_state": lambda device=None: torch.get_rng_state(),
-        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "manual_seed": lambda _: None,
+        "manual_seed_all": lambda _: None,
+        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_: torch.set_rng_state(state),
     }
     for name, stub in stubs.items():
         setattr(torch.cuda, name, stub)

@@ -1,0 +1,276 @@
+"""The book on pretended GPUs, and the pretence itself: what is planted is caught."""
+
+import re
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from pretended.communicators import Call, Log
+from pretended.job import on_pretended_gpus, run_chapter
+from pretended.replay import DisorderError, replay
+from ranks import run
+from torch.nn.functional import cross_entropy
+
+import microddp
+from microddp.allreduce import ring_all_reduce
+
+CHAPTERS = {path.stem[:2]: str(path) for path in Path(__file__).parents[1].glob("chapters/*.py")}
+# What takes longest, taken less often or on something smaller.
+SHORTER = {
+    "00": {"range(20)": "range(3)", "(16, 128, 1024)": "(16, 128)", "range(15)": "range(4)"},
+    "08": {
+        "range(15)": "range(6)",
+        "(432, 864, 1728)": "(112, 224, 448)",
+        "repeat=4)": "repeat=1)",
+        "range(3):  # in turns": "range(1):  # in turns",
+    },
+    "09": {"STEPS = 20": "STEPS = 5"},
+}
+
+
+def job(ranks, body, *arguments, gpus, ranks_here=None):
+    """What every rank called, in a job on machines with as many pretended GPUs."""
+    return run(
+        on_pretended_gpus, ranks, body, gpus, ranks_here, *arguments, join=False, timeout=220
+    )
+
+
+# ---- devices
+
+
+def devices_are_known():
+    comms = microddp.init()
+    here, x = comms.device, torch.arange(6.0, device=comms.device)
+    parts = (
+        x[1:],
+        x.view(2, 3).T,
+        x.detach(),
+        x.data,
+        x.clone(),
+        x.double(),
+        x + 1,
+        x.new_empty(2),
+    )
+    for tensor in (x, *parts, torch.zeros_like(x), torch.tensor([1], device=here)):
+        assert (tensor.device, tensor.is_cuda, tensor.is_cpu) == (here, True, False)
+    assert x.to(here) is x
+    assert x.cpu().device == x.to("cpu", torch.float64).device == torch.ones(2).device
+    assert x.cpu().cuda().device == torch.ones(1).to(x).device == here
+    assert torch.empty_like(x, device="meta").device.type == "meta"
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 4, sparse=True), torch.nn.Linear(4, 2))
+    model.to(here)
+    with torch.autocast("cuda", torch.bfloat16):
+        cross_entropy(model(x.long()), torch.zeros(6, dtype=torch.int64, device=here)).backward()
+    assert {p.device for p in model.parameters()} == {p.grad.device for p in model.parameters()}
+    # A leaf on the CPU gets its gradient there.
+    leaf = torch.ones(2, requires_grad=True)
+    leaf.to(here).sum().backward()
+    assert (leaf.device, leaf.grad.device) == (torch.device("cpu"), torch.device("cpu"))
+    # What PyTorch brings together.
+    assert x[torch.tensor([0, 1])].device == (x * torch.tensor(2.0)).device == here
+    assert torch.equal(torch.zeros(6).copy_(x), x.cpu())
+    comms.close()
+
+
+MIXED = {
+    "sum": lambda x, y: x + y,
+    "in place": lambda x, y: y.add_(x),
+    "out": lambda x, y: torch.add(x, x, out=y),
+    "cat": lambda x, y: torch.cat([x, y]),
+    "a GPU's scalar": lambda x, y: y * x.sum(),
+    "linear": lambda x, y: torch.nn.functional.linear(x, torch.ones(3, 3)),
+    "in backward": lambda x, y: (x.requires_grad_() * x).backward(y),
+    "foreach": lambda x, y: torch._foreach_add_([x], [y]),
+    "an index of a GPU": lambda x, y: y[x.long()],
+    "another GPU": lambda x, y: x + y.to("cuda:1"),
+    "no such GPU": lambda x, y: y.to("cuda:2"),
+    "numpy": lambda x, y: x.numpy(),
+    "a generator of the CPU": lambda x, y: x.new_empty(2).uniform_(generator=torch.Generator()),
+    "memory": lambda x, y: torch.empty(1 << 29, device=x.device),
+}
+REFUSED = "same device|on two devices|devices|invalid|numpy|generator|out of memory|index|shape"
+
+
+def devices_are_kept_apart():
+    comms = microddp.init()
+    x, y = torch.ones(3, device=comms.device), torch.ones(3)
+    for name, mistake in MIXED.items():
+        try:
+            mistake(x.detach(), y)
+        except (RuntimeError, TypeError) as error:
+            assert re.search(REFUSED, str(error)), f"{name}: {error}"
+        else:
+            raise AssertionError(f"{name} went unseen")
+    assert torch.cuda.memory_allocated() < 1 << 20
+    comms.close()
+
+
+def memory_is_counted():
+    comms = microddp.init()
+    before = torch.cuda.memory_allocated()
+    x = torch.empty(1 << 20, device=comms.device)
+    half = x[: 1 << 19]
+    del x
+    assert torch.cuda.memory_allocated() - before == 4 << 20, "a view keeps the whole alive"
+    del half
+    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.max_memory_allocated() >= 4 << 20
+    comms.close()
+
+
+@pytest.mark.parametrize("body", [devices_are_known, devices_are_kept_apart, memory_is_counted])
+def test_devices(body):
+    job(1, body, gpus=2)
+
+
+# ---- backends
+
+
+def refused(call, *tensors):
+    with pytest.raises(RuntimeError, match="tensor on|does not have|No backend"):
+        call(*tensors)
+
+
+def nccl_wants_gpus():
+    comms = microddp.init()
+    x, peer = torch.ones(4, device=comms.device), 1 - comms.rank
+    assert (comms.backend, dist.get_backend()) == ("nccl", "nccl")
+    refused(dist.all_reduce, torch.ones(4))
+    refused(comms.group.allreduce, [torch.ones(4)])
+    refused(dist.send, torch.ones(4), peer)
+    refused(dist.all_gather, [torch.ones(4)] * 2, x)
+    refused(dist.all_reduce, x.to(torch.int16))
+    refused(dist.broadcast, torch.ones(4, device=f"cuda:{peer}"), 0)
+    refused(comms.group._get_backend, torch.device("cpu"))
+    ring_all_reduce(x, comms)
+    assert comms.all_gather_data(comms.rank) == [0, 1]
+    assert x.tolist() == [2.0] * 4
+    comms.close()
+
+
+def gloo_wants_little_of_gpus():
+    comms = microddp.init()
+    x, peer = torch.ones(4, device=comms.device), 1 - comms.rank
+    assert (comms.backend, str(comms.device)) == ("gloo", "cuda:0")
+    refused(dist.gather, x, [torch.empty_like(x)] * 2 if comms.rank == 0 else None)
+    refused(dist.all_gather, [torch.empty_like(x)] * 2, x)
+    refused(dist.send, x, peer)
+    refused(comms.group._get_backend(comms.device).recv, [x], peer, 0)
+    dist.all_reduce(x)
+    dist.broadcast(x, 0)
+    ring_all_reduce(x, comms)
+    assert x.tolist() == [4.0] * 4
+    comms.close()
+
+
+@pytest.mark.parametrize(("body", "gpus"), [(nccl_wants_gpus, 2), (gloo_wants_little_of_gpus, 1)])
+def test_backends(body, gpus):
+    replay(job(2, body, gpus=gpus))
+
+
+# ---- order
+
+
+def leaves_early():
+    comms = microddp.init()
+    few = comms.subgroup([0])
+    if few is None:
+        comms.close()
+        return
+    dist.new_group([0], timeout=timedelta(seconds=5))
+    comms.close()
+
+
+def sends_around_a_collective():
+    comms = microddp.init()
+    x = torch.ones(4, device=comms.device)
+    if comms.rank == 0:
+        sending = comms.send(x, 1, async_op=True)
+        comms.all_reduce(x.clone())
+        sending.wait()
+    else:
+        comms.all_reduce(x.clone())
+        comms.recv(x, 0)
+    comms.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        (leaves_early, r"rank 0: waits in call 3 of 3, new_group \[0\] at .*\n  rank 1: has left"),
+        (
+            sends_around_a_collective,
+            r"rank 0: waits in call 2 of 3, send float32 x 4 \(1\) at .*\n"
+            r"  rank 1: waits in call 2 of 3, all_reduce float32 x 4 at .*test_pretended",
+        ),
+    ],
+)
+def test_what_gloo_forgives(body, found):
+    logs = job(2, body, gpus=2)
+    with pytest.raises(DisorderError, match=found):
+        replay(logs)
+
+
+def queues(*ranks):
+    key = (tuple(range(len(ranks))), 0)
+    return [Log("nccl", (0, rank), {key: calls}) for rank, calls in enumerate(ranks)]
+
+
+SUM, BARRIER = Call("all_reduce float32 x 4"), Call("barrier")
+SEND, RECV = (
+    Call("", ((kind, 1 - rank, "int64 x 1"),)) for rank, kind in enumerate(("send", "recv"))
+)
+BOTH = [Call("", (("recv", peer, "x"), ("send", peer, "x"))) for peer in (1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fits"),
+    [
+        (([SUM, BARRIER], [SUM, BARRIER]), True),
+        (([SUM, BARRIER], [BARRIER, SUM]), False),
+        (([SUM, BARRIER], [SUM]), False),
+        (([SUM], [Call("all_reduce float32 x 5")]), False),
+        (([SEND, SUM], [RECV, SUM]), True),
+        (([SEND, SUM], [SUM, RECV]), False),
+        (([SEND], [Call("", (("recv", 0, "int64 x 2"),))]), False),
+        (([BOTH[0], SUM], [BOTH[1], SUM]), True),
+        # One after the other, both would first receive.
+        (tuple([Call("", (m,)) for m in both.messages] for both in BOTH), False),
+    ],
+)
+def test_replay(ranks, fits):
+    if fits:
+        replay(queues(*ranks))
+    else:
+        with pytest.raises(DisorderError):
+            replay(queues(*ranks))
+
+
+def test_ranks_that_share_a_gpu():
+    logs = queues([], [])
+    logs[1].gpu = logs[0].gpu
+    with pytest.raises(DisorderError, match="ranks 0 and 1 are both on GPU 0"):
+        replay(logs)
+
+
+# ---- the book
+
+
+@pytest.mark.parametrize("chapter", sorted(CHAPTERS))
+def test_chapter_with_nccl(chapter):
+    replay(job(2, run_chapter, CHAPTERS[chapter], SHORTER.get(chapter), gpus=2))
+
+
+# Those that send messages; 08 takes long, and differs from the others in what it computes.
+@pytest.mark.parametrize("chapter", ["02", "03", "04", "05", "06", "07", "09"])
+def test_chapter_with_gloo(chapter):
+    logs = job(2, run_chapter, CHAPTERS[chapter], SHORTER.get(chapter), gpus=1)
+    if chapter != "07":  # whose ranks disagree on purpose
+        replay(logs)
+
+
+@pytest.mark.parametrize("chapter", ["03", "06", "08"])
+def test_chapter_on_two_machines(chapter):
+    replay(job(4, run_chapter, CHAPTERS[chapter], SHORTER.get(chapter), gpus=2, ranks_here=2))
