@@ -1,6 +1,7 @@
 """The book on pretended GPUs, and the pretence itself: what is planted is caught."""
 
 import re
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from torch.nn.functional import cross_entropy
 
 import microddp
 from microddp.allreduce import ring_all_reduce
+from microddp.ddp import all_reduce_hook
+from microddp.train.__main__ import main
 
 CHAPTERS = {path.stem[:2]: str(path) for path in Path(__file__).parents[1].glob("chapters/*.py")}
 # What takes longest, taken less often or on something smaller.
@@ -74,36 +77,36 @@ def devices_are_known():
     comms.close()
 
 
-MIXED = {
-    "sum": lambda x, y: x + y,
-    "in place": lambda x, y: y.add_(x),
-    "out": lambda x, y: torch.add(x, x, out=y),
-    "cat": lambda x, y: torch.cat([x, y]),
-    "a GPU's scalar": lambda x, y: y * x.sum(),
-    "linear": lambda x, y: torch.nn.functional.linear(x, torch.ones(3, 3)),
-    "in backward": lambda x, y: (x.requires_grad_() * x).backward(y),
-    "foreach": lambda x, y: torch._foreach_add_([x], [y]),
-    "an index of a GPU": lambda x, y: y[x.long()],
-    "another GPU": lambda x, y: x + y.to("cuda:1"),
-    "no such GPU": lambda x, y: y.to("cuda:2"),
-    "numpy": lambda x, y: x.numpy(),
-    "a generator of the CPU": lambda x, y: x.new_empty(2).uniform_(generator=torch.Generator()),
-    "memory": lambda x, y: torch.empty(1 << 29, device=x.device),
-}
-REFUSED = "same device|on two devices|devices|invalid|numpy|generator|out of memory|index|shape"
-
-
 def devices_are_kept_apart():
     comms = microddp.init()
-    x, y = torch.ones(3, device=comms.device), torch.ones(3)
-    for name, mistake in MIXED.items():
+    here = comms.device
+    x, y = torch.ones(3, device=here), torch.ones(3)
+    tracked = torch.ones(3, device=here, requires_grad=True)
+    mistakes = {
+        "a sum": lambda: x + y,
+        "a sum in place": lambda: y.add_(x),
+        "a sum elsewhere": lambda: torch.add(x, x, out=y),
+        "a join": lambda: torch.cat([x, y]),
+        "a GPU's scalar": lambda: y * x.sum(),
+        "a weight": lambda: torch.nn.functional.linear(x, torch.ones(3, 3)),
+        "a gradient": lambda: (tracked * tracked).backward(y),
+        "a list": lambda: torch._foreach_add_([x], [y]),
+        "an index": lambda: y[x.long()],
+        "another GPU": lambda: x + y.to("cuda:1"),
+        "no such GPU": lambda: y.to("cuda:2"),
+        "numpy": lambda: x.numpy(),
+        "a generator": lambda: torch.rand(3, device=here, generator=torch.Generator()),
+        "too much": lambda: torch.empty(1 << 29, device=here),
+    }
+    for name, mistake in mistakes.items():
         try:
-            mistake(x.detach(), y)
+            mistake()
         except (RuntimeError, TypeError) as error:
-            assert re.search(REFUSED, str(error)), f"{name}: {error}"
+            said = str(error)
         else:
-            raise AssertionError(f"{name} went unseen")
-    assert torch.cuda.memory_allocated() < 1 << 20
+            said = "nothing"
+        words = "two devices|indices should|invalid device|to numpy|for generator|out of memory"
+        assert re.search(words, said), f"{name}: {said}"
     comms.close()
 
 
@@ -129,7 +132,7 @@ def test_devices(body):
 
 
 def refused(call, *tensors):
-    with pytest.raises(RuntimeError, match="tensor on|does not have|No backend"):
+    with pytest.raises(RuntimeError, match=r"tensor on|does not have|No backend"):
         call(*tensors)
 
 
@@ -213,6 +216,44 @@ def test_what_gloo_forgives(body, found):
         replay(logs)
 
 
+class LateGradient(torch.autograd.Function):
+    """Backward takes a while, in which a thread can send what was ready before."""
+
+    @staticmethod
+    def forward(ctx, x):  # noqa: ARG004
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):  # noqa: ARG004
+        time.sleep(0.2)
+        return gradient
+
+
+def hook_on_a_thread():
+    comms = microddp.init()
+    first, last, spare = (torch.nn.Linear(8, 8).to(comms.device) for _ in range(3))
+    model = torch.nn.ModuleList([first, last, spare])
+    model.forward = lambda x: last(LateGradient.apply(first(x)))
+
+    def ring(tensor, comms, op):
+        time.sleep(0.4 * comms.rank)
+        ring_all_reduce(tensor, comms, op)
+
+    ddp = microddp.DDP(model, comms, bucket_cap_mb=1e-5, find_unused_parameters=True)
+    ddp.register_comm_hook((comms, ring), all_reduce_hook)
+    ddp(torch.ones(4, 8, device=comms.device)).sum().backward()
+    comms.close()
+
+
+@pytest.mark.xfail(
+    raises=DisorderError,
+    strict=True,
+    reason="the hook's thread sends while backward asks which parameters no rank used",
+)
+def test_hook_on_a_thread():
+    replay(job(2, hook_on_a_thread, gpus=2))
+
+
 def queues(*ranks):
     key = (tuple(range(len(ranks))), 0)
     return [Log("nccl", (0, rank), {key: calls}) for rank, calls in enumerate(ranks)]
@@ -271,6 +312,31 @@ def test_chapter_with_gloo(chapter):
         replay(logs)
 
 
-@pytest.mark.parametrize("chapter", ["03", "06", "08"])
+@pytest.mark.parametrize(
+    "chapter",
+    [
+        *("02", "03", "06"),
+        pytest.param(
+            "08",
+            marks=pytest.mark.xfail(
+                raises=DisorderError,
+                strict=True,
+                reason="the ranks that are not timed have left when more groups are made",
+            ),
+        ),
+    ],
+)
 def test_chapter_on_two_machines(chapter):
     replay(job(4, run_chapter, CHAPTERS[chapter], SHORTER.get(chapter), gpus=2, ranks_here=2))
+
+
+def train(folder):
+    """With losses that are scaled, and on from a checkpoint that was written on the GPU."""
+    usual = "--model mlp --width 32 --precision fp16 --accumulate 2 --batch-size 480 --checkpoint"
+    for options in (("--epochs", "1"), ("--epochs", "2", "--resume")):
+        main([*usual.split(), folder, *options])
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_training(gpus, tmp_path):
+    replay(job(2, train, str(tmp_path), gpus=gpus))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -178,20 +177,15 @@ class Recorder:
         return self.groups[(group or dist.group.WORLD).group_name][0]
 
     def batch_isend_irecv(self, real: Any, operations: Any) -> Any:
-        with self.together():
-            return real(operations)
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Point-to-point calls of the block make one call of NCCL's."""
+        """Point-to-point calls that make one call of NCCL's."""
         self.batch.messages = messages = []
         try:
-            yield
+            return real(operations)
         finally:
             self.batch.messages = None
-        for key in dict(messages):
-            mine = tuple(message for theirs, message in messages if theirs == key)
-            self.write(key, Call("batch", mine, _where()))
+            for key in dict(messages):
+                mine = tuple(message for theirs, message in messages if theirs == key)
+                self.write(key, Call("batch", mine, _where()))
 
     def get_transport(self, real: Any, group: dist.ProcessGroup, device: torch.device) -> Any:
         """A group's backend for a device, whose messages do not come through the dispatcher."""

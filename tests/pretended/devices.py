@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 aten = torch.ops.aten
 real_device = torch.Tensor.device.__get__  # before it is replaced
 real_to = torch.Tensor.to
-real_tensor, real_as_tensor = torch.tensor, torch.as_tensor
+real_tensor = torch.tensor
 
 # What may read from one device and write to another.
 MOVES = {aten.copy_.default, aten._foreach_copy_.default, aten.set_.source_Tensor}
@@ -242,11 +242,6 @@ def _tensor(data: Any, *, device: Any = None, requires_grad: bool = False, **kwa
     return _to(made, device or "cpu").requires_grad_(requires_grad)
 
 
-def _as_tensor(data: Any, dtype: Any = None, device: Any = None) -> torch.Tensor:
-    made = real_as_tensor(data, dtype=dtype)
-    return made if device is None else _to(made, device)
-
-
 def _host_only(name: str) -> Any:
     real = getattr(torch.Tensor, name)
 
@@ -293,7 +288,7 @@ def install() -> None:
     }
     for name, value in patches.items():
         setattr(torch.Tensor, name, value)
-    torch.tensor, torch.as_tensor, torch.Generator = _tensor, _as_tensor, _Generator
+    torch.tensor, torch.Generator = _tensor, _Generator
     _keep_marks_in_copies()
     _enter_on_every_thread()
 

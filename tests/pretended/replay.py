@@ -2,9 +2,9 @@
 
 A communicator has one queue on each rank. A call leaves it when the other ranks have come to
 theirs: a collective when all members have come to the same, messages when each has met its
-counterpart. gloo pairs messages by themselves, so there only collectives are run again. With NCCL the
-order holds for messages too, since a group that knows its device from the beginning, as
-``microddp.init`` makes it, has one communicator for all it does.
+counterpart. Messages keep the order too, since a group that is given its device when it is made, as
+``microddp.init`` does, has one communicator for all it does. gloo pairs messages by themselves, so
+there only collectives are run again.
 """
 
 from __future__ import annotations

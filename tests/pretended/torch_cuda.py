@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity
@@ -17,15 +18,24 @@ from torch.profiler.profiler import _KinetoProfile
 from pretended.devices import cuda, machine
 
 
+def _nothing(*_: Any, **__: Any) -> None:
+    """What takes a GPU time: here all is done when a call returns."""
+
+
 class Event:
-    """A moment of the host's clock: on a pretended device all work is done when a call returns."""
+    """A moment of the host's clock."""
+
+    synchronize = wait = _nothing
 
     def __init__(self, enable_timing: bool = False, **_: Any) -> None:
         self.enable_timing = enable_timing
         self.seconds: float | None = None
 
-    def record(self, _stream: Stream | None = None) -> None:
+    def record(self, _stream: Any = None) -> None:
         self.seconds = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
 
     def elapsed_time(self, end: Event) -> float:
         if not (self.enable_timing and end.enable_timing):
@@ -34,37 +44,14 @@ class Event:
             raise ValueError("Both events must be recorded before calculating elapsed time.")
         return (end.seconds - self.seconds) * 1e3
 
-    def synchronize(self) -> None:
-        pass
-
-    wait = synchronize
-
-    def query(self) -> bool:
-        return True
-
 
 class Stream:
     """A queue that is always empty."""
 
+    synchronize = wait_stream = wait_event = _nothing
+
     def __init__(self, device: Any = None, **_: Any) -> None:
         self.device = cuda(device)
-
-    def synchronize(self) -> None:
-        cuda(self.device)
-
-    def wait_stream(self, _: Stream) -> None:
-        pass
-
-    def wait_event(self, _: Event) -> None:
-        pass
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event()
-        event.record(self)
-        return event
-
-    def query(self) -> bool:
-        return True
 
 
 def set_device(device: Any) -> None:
@@ -80,60 +67,58 @@ def on_device(device: Any) -> Any:
         machine.current = before
 
 
-@contextmanager
-def on_stream(_: Stream | None) -> Any:
-    yield
-
-
-def _properties(device: Any = None) -> SimpleNamespace:
+def properties(device: Any = None) -> SimpleNamespace:
     return SimpleNamespace(
-        name=f"pretended GPU {cuda(device).index}",
-        total_memory=machine.memory,
-        multi_processor_count=1,
-        major=8,
-        minor=0,
+        name=f"pretended GPU {cuda(device).index}", total_memory=machine.memory, major=8, minor=0
     )
+
+
+def allocated(device: Any = None) -> int:
+    return machine.allocated.get(cuda(device).index, 0)
+
+
+def peak(device: Any = None) -> int:
+    return machine.peak.get(cuda(device).index, 0)
+
+
+STUBS: dict[str, Any] = {
+    "is_available": lambda: machine.gpus > 0,
+    "is_initialized": lambda: True,
+    "_lazy_init": _nothing,
+    "device_count": lambda: machine.gpus,
+    "current_device": lambda: machine.current,
+    "set_device": set_device,
+    "device": on_device,
+    "synchronize": lambda device=None: cuda(device) and None,
+    "get_device_properties": properties,
+    "get_device_name": lambda device=None: properties(device).name,
+    "get_device_capability": lambda *_: (8, 0),
+    "is_bf16_supported": lambda *_: True,
+    "Event": Event,
+    "Stream": Stream,
+    "stream": nullcontext,
+    "current_stream": Stream,
+    "default_stream": Stream,
+    "memory_allocated": allocated,
+    "memory_reserved": allocated,
+    "max_memory_allocated": peak,
+    "max_memory_reserved": peak,
+    "reset_peak_memory_stats": lambda device=None: machine.peak.update(
+        {cuda(device).index: allocated(device)}
+    ),
+    "mem_get_info": lambda device=None: (machine.memory - allocated(device), machine.memory),
+    "empty_cache": _nothing,
+    # One generator serves all: torch.manual_seed seeds it.
+    "manual_seed": _nothing,
+    "manual_seed_all": _nothing,
+    "get_rng_state": lambda *_: torch.get_rng_state(),
+    "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+}
 
 
 def install() -> None:
     """Fill ``torch.cuda`` and what knows of it, for good."""
-    stubs: dict[str, Any] = {
-        "is_available": lambda: machine.gpus > 0,
-        "is_initialized": lambda: True,
-        "_lazy_init": lambda: None,
-        "device_count": lambda: machine.gpus,
-        "current_device": lambda: machine.current,
-        "set_device": set_device,
-        "device": on_device,
-        "synchronize": lambda device=None: cuda(device) and None,
-        "get_device_properties": _properties,
-        "get_device_name": lambda device=None: _properties(device).name,
-        "get_device_capability": lambda *_: (8, 0),
-        "is_bf16_supported": lambda *_: True,
-        "Event": Event,
-        "Stream": Stream,
-        "stream": on_stream,
-        "current_stream": Stream,
-        "default_stream": Stream,
-        "memory_allocated": lambda device=None: machine.allocated.get(cuda(device).index, 0),
-        "memory_reserved": lambda device=None: machine.allocated.get(cuda(device).index, 0),
-        "max_memory_allocated": lambda device=None: machine.peak.get(cuda(device).index, 0),
-        "max_memory_reserved": lambda device=None: machine.peak.get(cuda(device).index, 0),
-        "reset_peak_memory_stats": lambda device=None: machine.peak.update(
-            {(i := cuda(device).index): machine.allocated.get(i, 0)}
-        ),
-        "mem_get_info": lambda device=None: (
-            machine.memory - machine.allocated.get(cuda(device).index, 0),
-            machine.memory,
-        ),
-        "empty_cache": lambda: None,
-        # One generator serves all: torch.manual_seed seeds it.
-        "manual_seed": lambda _: None,
-        "manual_seed_all": lambda _: None,
-        "get_rng_state": lambda *_: torch.get_rng_state(),
-        "set_rng_state": lambda state, *_: torch.set_rng_state(state),
-    }
-    for name, stub in stubs.items():
+    for name, stub in STUBS.items():
         setattr(torch.cuda, name, stub)
     torch.cuda.nccl.version = lambda: (2, 27, 0)
     _futures_without_devices()
@@ -179,15 +164,16 @@ def _profile_on_cpu() -> None:
 
 
 def _launches(event: FunctionEvent) -> bool:
-    computes = event.name.startswith("aten::") and not event.cpu_children
-    return computes or event.name.startswith("gloo:")
+    if event.name.startswith("gloo:"):
+        return dist.get_backend() == "nccl"
+    return event.name.startswith("aten::") and not event.cpu_children
 
 
 def _kernel(event: FunctionEvent) -> FunctionEvent:
     kernel = copy.copy(event)
     kernel.device_type, kernel.linked_correlation_id = DeviceType.CUDA, event.id
     kernel.cpu_parent, kernel.is_user_annotation = None, False
-    _, collective, what = event.name.partition("gloo:")
-    words = what.title().replace("_", "") if collective else "elementwise"
-    kernel.name = f"ncclDevKernel_{words}" if collective else words
+    if event.name.startswith("gloo:"):  # "gloo:all_reduce"
+        what = event.name.removeprefix("gloo:").title().replace("_", "")
+        kernel.name = f"ncclDevKernel_{what}"
     return kernel
