@@ -23,9 +23,13 @@ CHAPTERS = {path.stem[:2]: str(path) for path in Path(__file__).parents[1].glob(
 # What takes longest, taken less often or on something smaller.
 SHORTER = {
     "00": {"range(20)": "range(3)", "(16, 128, 1024)": "(16, 128)", "range(15)": "range(4)"},
+    "03": {"epochs=3": "epochs=2"},
     "08": {
         "range(15)": "range(6)",
         "(432, 864, 1728)": "(112, 224, 448)",
+        "(208, 416, 832)": "(104, 208, 416)",
+        "case(512, 4, 1024)": "case(256, 4, 64)",
+        "case(1024, 4, 1, adam)": "case(256, 4, 1, adam)",
         "repeat=4)": "repeat=1)",
         "range(3):  # in turns": "range(1):  # in turns",
     },
@@ -308,22 +312,23 @@ def test_chapter_with_nccl(chapter):
 @pytest.mark.parametrize("chapter", ["02", "03", "04", "05", "06", "07", "09"])
 def test_chapter_with_gloo(chapter):
     logs = job(2, run_chapter, CHAPTERS[chapter], SHORTER.get(chapter), gpus=1)
-    if chapter != "07":  # whose ranks disagree on purpose
+    if chapter not in ("06", "07"):  # whose ranks disagree on purpose, to show what comes of it
         replay(logs)
+
+
+GROUPS_OF_FEW = pytest.mark.xfail(
+    raises=DisorderError,
+    strict=True,
+    reason="the ranks that are not timed do not take part in making groups of those that are",
+)
 
 
 @pytest.mark.parametrize(
     "chapter",
     [
-        *("02", "03", "06"),
-        pytest.param(
-            "08",
-            marks=pytest.mark.xfail(
-                raises=DisorderError,
-                strict=True,
-                reason="the ranks that are not timed have left when more groups are made",
-            ),
-        ),
+        *("02", "03", "06", "07"),
+        pytest.param("05", marks=GROUPS_OF_FEW),
+        pytest.param("08", marks=GROUPS_OF_FEW),
     ],
 )
 def test_chapter_on_two_machines(chapter):
