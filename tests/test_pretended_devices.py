@@ -22,8 +22,6 @@ from microddp.train.__main__ import main
 CHAPTERS = {path.stem[:2]: str(path) for path in Path(__file__).parents[1].glob("chapters/*.py")}
 # What takes longest, taken less often or on something smaller.
 SHORTER = {
-    "00": {"range(20)": "range(3)", "(16, 128, 1024)": "(16, 128)", "range(15)": "range(4)"},
-    "03": {"epochs=3": "epochs=2"},
     "08": {
         "range(15)": "range(6)",
         "(432, 864, 1728)": "(112, 224, 448)",
