@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
@@ -47,13 +46,11 @@ def on_pretended_gpus(
             "LOCAL_WORLD_SIZE": str(ranks_here),
         }
     machine.__class__.gpus, machine.__class__.memory = gpus, MEMORY
-    began = time.process_time()
     torch.set_num_threads(1)  # what is computed on GPUs takes no cores from the other ranks
     torch_cuda.install()
     recorder = communicators.install()
     devices.install()
     body(*arguments)
-    print(f"CPU {time.process_time() - began:.1f} s", flush=True)
     return recorder.log
 
 
