@@ -1,9 +1,9 @@
 """Ranks that talk: joining a job, messages, collectives, and what ranks agree on."""
 
-from microddp.comms.agreement import describe
+from microddp.comms.agreement import describe, name_ranks, odd_ranks
 from microddp.comms.collectives import Comms
 from microddp.comms.counter import Message, MessageCounter
 from microddp.comms.job import init
 from microddp.comms.machine import cpu_cores, cpu_name, peak_memory, schedule_threads
 from microddp.comms.mesh import get, register_mesh
-from microddp.comms.point_to_point import Exchange, Pending, PointToPoint
+from microddp.comms.pending import Exchange, Pending

@@ -1,4 +1,4 @@
-"""Short texts between ranks: what a tensor is, said before it is sent.
+"""What ranks tell each other to agree: what a tensor is before it is sent, and who differs.
 
 A header has a fixed size, so that a receiver needs to know nothing of what comes, and it is plain
 text, so that no rank unpickles what another one sent.
@@ -7,16 +7,31 @@ text, so that no rank unpickles what another one sent.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 HEADER_BYTES = 256  # a call with its shape and dtype fits; longer texts are cut
+AnyValue = TypeVar("AnyValue", bound=Hashable)
 
 
 def describe(tensor: torch.Tensor) -> str:
     """Dtype and shape in words: ``"float32 (3, 5)"``."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def odd_ranks(values: Sequence[AnyValue]) -> tuple[AnyValue, list[int]]:
+    """Of one value for each rank, the most frequent one, and the ranks that have another."""
+    usual, _ = Counter(values).most_common(1)[0]
+    return usual, [rank for rank, value in enumerate(values) if value != usual]
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Ranks in words: ``"rank 2"``, ``"ranks 1, 3"``."""
+    numbers = [str(rank) for rank in ranks]
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
 
 
 class Headers:
@@ -44,12 +59,6 @@ class Headers:
         dist.recv(wire, group=self.group, group_src=src)
         return self._decode(wire)
 
-    def share(self, text: str, src: int) -> str:
-        """On every rank the header that rank ``src`` passed. A collective."""
-        wire = self._encode(text)
-        dist.broadcast(wire, group=self.group, group_src=src)
-        return self._decode(wire)
-
     def exchange(self, text: str) -> list[str]:
         """On every rank the headers that all ranks passed, in rank order. A collective."""
         mine = self._encode(text)
@@ -64,12 +73,10 @@ class Headers:
             RuntimeError: names the ranks that differ from the most frequent text.
         """
         said = self.exchange(call)
-        usual, _ = Counter(said).most_common(1)[0]
-        odd = [f"rank {rank} calls {text}" for rank, text in enumerate(said) if text != usual]
+        usual, odd = odd_ranks(said)
         if odd:
-            raise RuntimeError(
-                f"rank {self.rank}: the ranks disagree: {'; '.join(odd)}; expected {usual}"
-            )
+            calls = "; ".join(f"rank {rank} calls {said[rank]}" for rank in odd)
+            raise RuntimeError(f"rank {self.rank}: the ranks disagree: {calls}; expected {usual}")
 
     def _encode(self, text: str) -> torch.Tensor:
         data = bytearray(text.encode()[:HEADER_BYTES].ljust(HEADER_BYTES))

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from microddp.comms.agreement import describe
+from microddp.comms.agreement import describe, name_ranks
+from microddp.comms.checks import check_divides, check_rank, check_tensor
 from microddp.comms.machine import cpu_cores
-from microddp.comms.point_to_point import Pending, PointToPoint
+from microddp.comms.pending import Pending, started
+from microddp.comms.point_to_point import PointToPoint
 
 DEFAULT_TIMEOUT = 300.0  # seconds; a rank may compile or evaluate while the others wait
 REDUCE_OPS = {
@@ -35,6 +38,10 @@ class Comms(PointToPoint):
     Made by :func:`microddp.init` for all ranks and by :meth:`subgroup` for some of them. As a
     context manager it closes itself. Every rank of the group must make the same collective calls
     in the same order.
+
+    Where a rank fails, or the others have waited for it for ``timeout`` seconds, gloo's operations
+    raise ``RuntimeError`` on them. NCCL's raise nothing: about a minute after the time-out, its
+    watchdog ends the process.
     """
 
     @classmethod
@@ -46,7 +53,8 @@ class Comms(PointToPoint):
             device: where this rank computes.
 
         Raises:
-            ValueError: this process is not a member, or no group was made yet.
+            ValueError: this process is not a member, no group was made yet, or the group has no
+                backend for the device.
         """
         if not dist.is_initialized():
             raise ValueError("expected microddp.init() or torch's init_process_group() first")
@@ -58,29 +66,11 @@ class Comms(PointToPoint):
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         return cls(group, device, local_rank, local_world_size, DEFAULT_TIMEOUT)
 
-    def __enter__(self) -> Comms:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Leave the group. The group of all ranks takes its sub-groups with it.
-
-        Keeps no reference to the group: its threads end when the last one goes, and a thread that
-        is still letting go of a tensor when Python exits would abort the process.
-        """
-        group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(None if group is dist.group.WORLD else group)
-
     def subgroup(self, ranks: Sequence[int], timeout: float | None = None) -> Comms | None:
         """A group of some ranks of this one. Every rank of this group must call it.
+
+        With NCCL a new group is split off that of all ranks, in which all of them take part. So
+        this one must have all ranks of the job.
 
         Args:
             ranks: the members, as ranks of this group, without repeats.
@@ -91,20 +81,44 @@ class Comms(PointToPoint):
 
         Raises:
             ValueError: a rank is out of range or named twice, or there is none.
+            RuntimeError: with NCCL, this is not the group of all ranks.
         """
         if not ranks or len(set(ranks)) != len(ranks):
             raise ValueError(
                 f"rank {self.rank}: expected distinct ranks for a group, got {ranks!r}"
             )
         for member in ranks:
-            self._check_rank("ranks", member)
+            check_rank(self, "ranks", member)
+        part = self.world_size < dist.get_world_size()
+        if part and self.backend == "nccl":
+            raise RuntimeError(
+                f"rank {self.rank}: NCCL makes a group together with all ranks of the job, "
+                f"expected subgroup() of their group of {dist.get_world_size()}, got it of one of "
+                f"{self.world_size}"
+            )
         self.agree(f"subgroup({list(ranks)})")
         members = [dist.get_global_rank(self.group, member) for member in ranks]
         seconds = self.timeout if timeout is None else timeout
-        group = dist.new_group(members, timeout=timedelta(seconds=seconds))
+        with self._own_name() if part else nullcontext():
+            group = dist.new_group(members, timeout=timedelta(seconds=seconds))
         if self.rank not in ranks:
             return None
         return Comms(group, self.device, self.local_rank, self.local_world_size, seconds)
+
+    @contextmanager
+    def _own_name(self) -> Iterator[None]:
+        """Let torch name a group by a number that this group's ranks agree on. A collective.
+
+        It numbers groups as they are made. Ranks that made one without the others would count
+        differently from then on, and would look for each other under different names.
+        """
+        world = dist.distributed_c10d._world
+        count, number = world.group_count, self.all_gather_data(secrets.randbits(62))[0]
+        world.group_count = number
+        try:
+            yield
+        finally:
+            world.group_count = count
 
     def timed(self) -> Comms:
         """The ranks that are worth timing: each has a core or a GPU of its own. A collective.
@@ -119,6 +133,8 @@ class Comms(PointToPoint):
         Raises:
             SystemExit: on the ranks that leave, with status 0.
         """
+        if self.backend == "nccl":
+            return self
         devices = torch.cuda.device_count() if self.device.type == "cuda" else cpu_cores()
         place = torch.tensor([self.local_rank], device=self.device)
         places = self.all_gather(place).flatten().tolist()
@@ -142,11 +158,11 @@ class Comms(PointToPoint):
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0, *, async_op: bool = False) -> Pending:
         """Overwrite ``tensor`` on every rank with that of rank ``src``, in place."""
-        self._check_rank("src", src)
-        self._check_tensor("broadcast", tensor)
+        check_rank(self, "src", src)
+        check_tensor(self, "broadcast", tensor)
         self.agree(f"broadcast({describe(tensor)}, src={src})")
         work = dist.broadcast(tensor, group=self.group, group_src=src, async_op=True)
-        return self._started(Pending(work.wait), async_op)
+        return started(Pending(work.wait), async_op)
 
     def all_reduce(
         self, tensor: torch.Tensor, op: str = "sum", *, async_op: bool = False
@@ -157,11 +173,11 @@ class Comms(PointToPoint):
             tensor: contiguous, the same shape and dtype on every rank.
             op: ``"sum"``, ``"max"``, ``"min"`` or ``"product"``.
         """
-        self._check_tensor("all_reduce", tensor)
+        check_tensor(self, "all_reduce", tensor)
         reduce_op = self._reduce_op(op)
         self.agree(f"all_reduce({describe(tensor)}, op={op})")
         work = dist.all_reduce(tensor, reduce_op, group=self.group, async_op=True)
-        return self._started(Pending(work.wait), async_op)
+        return started(Pending(work.wait), async_op)
 
     def all_reduce_mean(self, tensor: torch.Tensor, *, async_op: bool = False) -> Pending:
         """Replace ``tensor`` (floating point or complex) by its mean over all ranks, in place.
@@ -169,7 +185,7 @@ class Comms(PointToPoint):
         Divides before it adds, as PyTorch's own DDP does: the sum of n gradients may overflow
         fp16 where their mean does not.
         """
-        self._check_tensor("all_reduce_mean", tensor)
+        check_tensor(self, "all_reduce_mean", tensor)
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(
                 f"rank {self.rank}: the mean needs a floating point tensor, got {tensor.dtype}"
@@ -185,9 +201,9 @@ class Comms(PointToPoint):
         Returns:
             A tensor of shape ``(world_size, *tensor.shape)``.
         """
-        self._check_tensor("all_gather", tensor)
+        check_tensor(self, "all_gather", tensor)
         self.agree(f"all_gather({describe(tensor)})")
-        wire = self._to_wire(tensor)
+        wire = self.to_wire(tensor)
         result = wire.new_empty((self.world_size, *wire.shape))
         dist.all_gather(list(result.unbind()), wire, group=self.group)
         return result.to(tensor.device)
@@ -202,6 +218,28 @@ class Comms(PointToPoint):
         padded = torch.frombuffer(data.ljust(max(sizes)), dtype=torch.uint8).to(self.device)
         return [json.loads(bytes(row.tolist())) for row in self.all_gather(padded).cpu()]
 
+    def fail_together(
+        self, problem: str, expected: str, error: type[Exception] = RuntimeError
+    ) -> None:
+        """Raise on every rank if one has a problem, with those of all. A collective.
+
+        Args:
+            problem: this rank's, in words; empty if it has none.
+            expected: what there should be instead.
+            error: what to raise.
+
+        Example:
+            >>> comms.fail_together("no space" if comms.rank else "", "a trace of each rank")
+            RuntimeError: rank 0: expected a trace of each rank, got ranks 1, 2: no space
+        """
+        ranks: dict[str, list[int]] = {}
+        for rank, text in enumerate(self.all_gather_data(problem)):
+            if text:
+                ranks.setdefault(text, []).append(rank)
+        if ranks:
+            got = "; ".join(f"{name_ranks(who)}: {text}" for text, who in ranks.items())
+            raise error(f"rank {self.rank}: expected {expected}, got {got}")
+
     def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Reduce over all ranks, and keep this rank's part.
 
@@ -214,11 +252,10 @@ class Comms(PointToPoint):
         Raises:
             ValueError: the first dimension does not divide.
         """
-        self._check_tensor("reduce_scatter", tensor)
         reduce_op = self._reduce_op(op)
-        self._check_divides("reduce_scatter", tensor)
+        check_divides(self, "reduce_scatter", tensor)
         self.agree(f"reduce_scatter({describe(tensor)}, op={op})")
-        wire = self._to_wire(tensor)
+        wire = self.to_wire(tensor)
         parts = list(wire.chunk(self.world_size))
         result = torch.empty_like(parts[0])
         dist.reduce_scatter(result, parts, reduce_op, group=self.group)
@@ -233,10 +270,9 @@ class Comms(PointToPoint):
         Raises:
             ValueError: the first dimension does not divide.
         """
-        self._check_tensor("all_to_all", tensor)
-        self._check_divides("all_to_all", tensor)
+        check_divides(self, "all_to_all", tensor)
         self.agree(f"all_to_all({describe(tensor)})")
-        wire = self._to_wire(tensor)
+        wire = self.to_wire(tensor)
         result = torch.empty_like(wire)
         dist.all_to_all_single(result, wire, group=self.group)
         return result.to(tensor.device)
@@ -259,7 +295,7 @@ class Comms(PointToPoint):
             ValueError: on every rank, if ``src`` passed no tensor with a dimension to split and
                 not one tensor for each rank.
         """
-        self._check_rank("src", src)
+        check_rank(self, "src", src)
         self.agree(f"scatter(src={src})")
         parts: list[torch.Tensor] = []
         if isinstance(tensor, torch.Tensor):
@@ -268,15 +304,14 @@ class Comms(PointToPoint):
         else:
             parts = list(tensor or [])
             got = f"a list of {', '.join(type(part).__name__ for part in parts) or 'nothing'}"
-        tensors = all(isinstance(part, torch.Tensor) for part in parts)
-        problem = "" if tensors and len(parts) == self.world_size else got
-        if problem := self._headers.share(problem, src):
-            raise ValueError(
-                f"rank {self.rank}: scatter expected, on rank {src}, a tensor to split or a list "
-                f"of {self.world_size} tensors, got {problem}"
-            )
+        whole = len(parts) == self.world_size and all(isinstance(p, torch.Tensor) for p in parts)
+        self.fail_together(
+            "" if whole or self.rank != src else got,
+            f"a tensor to scatter or a list of {self.world_size} tensors",
+            ValueError,
+        )
         if self.rank != src:
-            dtype, *shape = self._headers.recv(src).split()
+            dtype, *shape = self.headers.recv(src).split()
             part = torch.empty(
                 [int(size) for size in shape], dtype=getattr(torch, dtype), device=self.device
             )
@@ -286,7 +321,7 @@ class Comms(PointToPoint):
         for peer, part in enumerate(parts):
             if peer != src:
                 what = " ".join([str(part.dtype).removeprefix("torch."), *map(str, part.shape)])
-                sending.append(Pending(self._headers.send(what, peer).wait))
+                sending.append(Pending(self.headers.send(what, peer).wait))
                 sending.append(self.send(part.to(self.device).contiguous(), peer, async_op=True))
         for pending in sending:
             pending.wait()
@@ -305,13 +340,13 @@ class Comms(PointToPoint):
         Raises:
             ValueError: on every rank, if the tensors differ in more than their first dimension.
         """
-        self._check_rank("dst", dst)
-        self._check_tensor("gather", tensor)
+        check_rank(self, "dst", dst)
+        check_tensor(self, "gather", tensor)
         self.agree(f"gather(dst={dst})")
         # Everybody hears from everybody, so that all can refuse together.
         said = [
             text.split()
-            for text in self._headers.exchange(
+            for text in self.headers.exchange(
                 " ".join([str(tensor.dtype).removeprefix("torch."), *map(str, tensor.shape)])
             )
         ]
@@ -333,13 +368,6 @@ class Comms(PointToPoint):
         for pending in receiving:
             pending.wait()
         return torch.cat(parts)
-
-    def _check_divides(self, call: str, tensor: torch.Tensor) -> None:
-        if tensor.dim() == 0 or tensor.shape[0] % self.world_size:
-            raise ValueError(
-                f"rank {self.rank}: {call} expected a first dimension that is a multiple of "
-                f"{self.world_size}, got shape {tuple(tensor.shape)}"
-            )
 
     def _reduce_op(self, op: str) -> Any:  # torch's ReduceOp has no usable static type
         if op not in REDUCE_OPS:

@@ -13,22 +13,19 @@ from typing import Any
 
 import torch
 
-from microddp.comms import Exchange, Pending, PointToPoint
+from microddp.comms.pending import Exchange, Pending, started
+from microddp.comms.scratch import Scratch
 
 SECONDS = 5.0  # for a message that never comes
 
 
-class ThreadComms:
+class ThreadComms(Scratch):
     """The part of ``Comms`` that all-reduce algorithms use."""
-
-    scratch = PointToPoint.scratch
-    _started = staticmethod(PointToPoint._started)
 
     def __init__(self, rank: int, links: dict[tuple[int, int], "SimpleQueue[Any]"], n: int) -> None:
         self.rank = rank
         self.world_size = n
         self.links = links
-        self._scratch = torch.empty(0, dtype=torch.uint8)
         self.sent: list[tuple[int, int]] = []  # receiver and bytes of every message
 
     def send(self, tensor: torch.Tensor, dst: int, *, async_op: bool = False) -> Pending:
@@ -40,7 +37,7 @@ class ThreadComms:
         def leave() -> None:
             assert taken.wait(SECONDS), "a message that nobody received"
 
-        return self._started(Pending(leave), async_op)
+        return started(Pending(leave), async_op)
 
     def recv(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Pending:
         self._check(tensor, src)
@@ -51,7 +48,7 @@ class ThreadComms:
             tensor.copy_(now)
             taken.set()
 
-        return self._started(Pending(receive), async_op)
+        return started(Pending(receive), async_op)
 
     def sendrecv(
         self,
@@ -62,7 +59,7 @@ class ThreadComms:
         *,
         async_op: bool = False,
     ) -> Exchange:
-        return self._started(self.exchanger(incoming, dst, src)(outgoing, incoming), async_op)
+        return started(self.exchanger(incoming, dst, src)(outgoing, incoming), async_op)
 
     def exchanger(
         self, tensor: torch.Tensor, dst: int, src: int

@@ -4,7 +4,7 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from microddp.comms import describe
+from microddp.comms import describe, name_ranks, odd_ranks
 from microddp.comms.agreement import HEADER_BYTES, Headers
 
 
@@ -21,15 +21,22 @@ def test_describe_tells_dtype_and_shape(tensor, text):
     assert describe(tensor) == text
 
 
+@pytest.mark.parametrize(
+    ("values", "usual", "odd", "words"),
+    [
+        (["a"], "a", [], ""),
+        (["a", "b", "a"], "a", [1], "rank 1"),
+        ([2, 1, 1, 3, 1], 1, [0, 3], "ranks 0, 3"),
+        ([(1,), (2,)], (1,), [1], "rank 1"),
+    ],
+)
+def test_odd_ranks_are_those_without_the_most_frequent_value(values, usual, odd, words):
+    assert odd_ranks(values) == (usual, odd)
+    assert not odd or name_ranks(odd) == words
+
+
 def headers(comms):
     return Headers(comms.group, comms.device)
-
-
-@on_ranks()
-def test_share_gives_every_rank_the_text_of_the_source(comms):
-    for src in range(comms.world_size):
-        text = headers(comms).share(f"from rank {comms.rank}", src)
-        assert text == f"from rank {src}"
 
 
 @on_ranks()
@@ -49,10 +56,9 @@ def test_headers_to_one_rank_arrive_in_order(comms):
 
 @on_ranks(2)
 def test_a_text_that_is_too_long_is_cut_to_the_header(comms):
-    text = headers(comms).share("x" * 1000, 0)
-    assert text == "x" * HEADER_BYTES
-    text = headers(comms).share("x" * (HEADER_BYTES - 1) + "é", 0)  # cut within a character
-    assert text.startswith("x" * (HEADER_BYTES - 1))
+    assert headers(comms).exchange("x" * 1000) == ["x" * HEADER_BYTES] * 2
+    texts = headers(comms).exchange("x" * (HEADER_BYTES - 1) + "é")  # cut within a character
+    assert all(text.startswith("x" * (HEADER_BYTES - 1)) for text in texts)
 
 
 @on_ranks()

@@ -5,10 +5,11 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import on_ranks, run
 
 from microddp.comms import Comms
 from microddp.comms.collectives import DEFAULT_TIMEOUT
+from microddp.ddp import DDP
 
 DEBUG = {"MICRODDP_DEBUG": "1"}
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -95,6 +96,24 @@ def test_asynchronous_collectives_are_done_when_waited_for(comms):
     assert summed.unique().tolist() == [3]
     assert mean.unique().tolist() == [1]
     assert sent.unique().tolist() == [2]
+
+
+# ---- all or none
+
+
+@on_ranks(1, 4)
+def test_a_problem_of_some_is_an_error_on_all_with_the_problems_of_each(comms):
+    comms.fail_together("", "nothing")
+    last = comms.world_size - 1
+    with pytest.raises(KeyError) as caught:
+        comms.fail_together("late" if comms.rank == last else "", "all in time", KeyError)
+    assert caught.value.args == (f"rank {comms.rank}: expected all in time, got rank {last}: late",)
+    problem = {1: "no space", 2: "no folder", 3: "no space"}.get(comms.rank, "")
+    if comms.world_size == 4:
+        message = f"rank {comms.rank}: expected x, got ranks 1, 3: no space; rank 2: no folder"
+        with pytest.raises(RuntimeError, match=f"^{message}$"):
+            comms.fail_together(problem, "x")
+    assert still_works(comms)
 
 
 # ---- every rank's part
@@ -202,11 +221,10 @@ def test_scatter_refuses_what_cannot_be_dealt_on_every_rank(comms):
     }
     for src in range(n):
         for got, argument in wrong.items():
-            with pytest.raises(ValueError, match="scatter expected") as caught:
-                comms.scatter(argument if comms.rank == src else torch.ones(n), src)
+            with pytest.raises(ValueError, match="expected a tensor to scatter") as caught:
+                comms.scatter(argument if comms.rank == src else None, src)
             assert str(caught.value).startswith(f"rank {comms.rank}: ")
-            assert f"on rank {src}," in str(caught.value)
-            assert str(caught.value).endswith(f"a list of {n} tensors, got {got}")
+            assert str(caught.value).endswith(f"a list of {n} tensors, got rank {src}: {got}")
             assert still_works(comms)
 
 
@@ -313,6 +331,24 @@ def test_comms_of_a_process_group_that_torch_made(comms):
         Comms.of_group(None, torch.device("cpu"))
 
 
+def joined_without_a_backend():
+    dist.init_process_group()
+    comms = Comms.of_group(None, torch.device("cpu"))
+    assert comms.backend == Comms.of_group(dist.new_group(), comms.device).backend == "gloo"
+    use_every_collective(comms)
+    comms.sendrecv(torch.ones(2), (comms.rank + 1) % 3, torch.ones(2), (comms.rank - 1) % 3)
+    model = DDP(torch.nn.Linear(2, 1))
+    model(torch.full((1, 2), float(comms.rank))).sum().backward()
+    assert model.module.weight.grad.tolist() == [[1, 1]]
+    with pytest.raises(ValueError, match=f"rank {comms.rank}: expected a group with a backend for"):
+        Comms.of_group(None, torch.device("meta"))
+    comms.close()
+
+
+def test_a_group_that_was_made_without_naming_a_backend_has_that_of_the_device():
+    run(joined_without_a_backend, 3, join=False)
+
+
 @on_ranks(4)
 def test_a_subgroup_can_have_subgroups(comms):
     three = comms.subgroup([1, 2, 3])
@@ -323,6 +359,33 @@ def test_a_subgroup_can_have_subgroups(comms):
             assert two.all_gather(torch.tensor(comms.rank)).tolist() == [1, 3]
         assert still_works(three)
     assert still_works(comms)
+    # The others counted no group meanwhile.
+    both = comms.subgroup([0, 3])
+    if both:
+        assert both.all_gather(torch.tensor(comms.rank)).tolist() == [0, 3]
+
+
+@on_ranks(5)
+def test_disjoint_groups_can_have_subgroups_of_their_own(comms):
+    halves = [comms.subgroup(ranks) for ranks in ([0, 1, 2], [3, 4])]
+    half = next(filter(None, halves))
+    for _ in range(2):
+        few = half.subgroup([0, 1])
+        if few:
+            first = comms.rank - half.rank
+            assert few.all_gather(torch.tensor(comms.rank)).tolist() == [first, first + 1]
+            few.close()
+
+
+@on_ranks(3)
+def test_with_nccl_only_the_group_of_all_ranks_has_subgroups_and_all_are_timed(comms):
+    few = comms.subgroup([0, 1])
+    if few:
+        few.backend = "nccl"
+        message = rf"^rank {few.rank}: NCCL .* expected subgroup\(\) of their group of 3, got .* 2$"
+        with pytest.raises(RuntimeError, match=message):
+            few.subgroup([0])
+        assert few.timed() is few, "also where a rank sees one GPU only"
 
 
 @on_ranks(2)
@@ -350,6 +413,24 @@ def test_leaving_the_with_block_closes_the_group_also_after_an_error(comms):
 
 
 @on_ranks(2)
+def test_an_error_aborts_a_group_of_nccl_instead_of_waiting_for_what_failed(comms):
+    ended = []
+    dist.distributed_c10d._abort_process_group = lambda group: ended.append(("abort", group))
+    dist.destroy_process_group = lambda group: ended.append(("destroy", group))
+    few = comms.subgroup([0, 1])
+    group, few.backend, comms.backend = few.group, "nccl", "nccl"
+    with pytest.raises(KeyError), few:
+        raise KeyError
+    with pytest.raises(KeyboardInterrupt), comms:
+        raise KeyboardInterrupt
+    again = Comms.of_group(None, comms.device)
+    again.backend = "nccl"
+    with again:
+        pass
+    assert ended == [("abort", group), ("abort", None), ("destroy", None)]
+
+
+@on_ranks(2)
 def test_closing_the_group_of_all_ranks_closes_its_subgroups(comms):
     few = comms.subgroup([0, 1])
     comms.close()
@@ -367,7 +448,7 @@ def test_every_collective_works_with_the_debug_switch(comms):
 
 @on_ranks(3)
 def test_every_collective_works_through_the_host(comms):
-    comms._through_host = True  # as for CUDA tensors over gloo
+    comms.through_host = True  # as for CUDA tensors over gloo
     use_every_collective(comms)
 
 

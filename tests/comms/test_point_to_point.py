@@ -77,6 +77,24 @@ def test_describe_is_one_line_with_backend_ranks_and_cores(comms):
     assert repr(comms).startswith(f"Comms(rank={comms.rank}, world_size={comms.world_size}")
 
 
+@on_ranks(4)
+def test_describe_tells_machines_apart_by_the_ranks_on_each(comms):
+    comms.local_world_size = 2
+    assert comms.describe().startswith(f"gloo, 4 ranks on 2 machines of {cpu_cores()} cores (")
+    torch.cuda.get_device_name = lambda _: "GPU"
+    comms.device = torch.device("cuda")
+    for backend, seen, where in (
+        ("nccl", 2, "2 x GPU, "),
+        ("nccl", 1, "2 x GPU, "),  # each rank sees its own only
+        ("gloo", 1, "1 x GPU, more ranks than GPUs, "),
+    ):
+        torch.cuda.device_count = lambda seen=seen: seen
+        comms.backend = backend
+        assert comms.describe().startswith(f"{backend}, 4 ranks on 2 machines of {where}")
+    comms.local_world_size = 4
+    assert comms.describe().startswith("gloo, 4 ranks on 1 x GPU, more ranks than GPUs, ")
+
+
 @on_ranks(2, 3, 5)
 def test_a_message_arrives_between_any_two_ranks(comms):
     for src in range(comms.world_size):
@@ -117,7 +135,7 @@ def test_every_dtype_and_size_arrives_unchanged_with_the_debug_switch(comms):
 
 @on_ranks(2)
 def test_every_dtype_and_size_arrives_unchanged_through_the_host(comms):
-    comms._through_host = True  # as for CUDA tensors over gloo
+    comms.through_host = True  # as for CUDA tensors over gloo
     send_every_dtype(comms)
 
 
@@ -224,7 +242,7 @@ def test_without_debug_no_header_is_exchanged(comms):
         def __getattr__(self, name):
             raise AssertionError(f"a header was used: {name}")
 
-    type(comms)._headers = NoHeaders()
+    type(comms).headers = NoHeaders()
     assert exchange_around_the_ring(comms)
     for call in (comms.all_reduce, comms.broadcast, comms.all_gather, comms.all_to_all):
         call(torch.ones(2))

@@ -1,0 +1,160 @@
+"""A rank's place: who it is in a group, on which device and machine, and when it leaves."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from microddp.comms.agreement import Headers
+from microddp.comms.machine import cpu_cores, cpu_name
+
+
+class Place:
+    """A process's place in a group of ranks.
+
+    Attributes:
+        rank: this process's number in the group, from 0.
+        world_size: the number of ranks in the group.
+        local_rank: this process's number on its own machine.
+        local_world_size: the number of ranks on its own machine.
+        device: where this rank computes.
+        backend: ``"gloo"`` or ``"nccl"``: what carries tensors of this device.
+        timeout: seconds after which a rank stops waiting for the others.
+        debug: whether the ranks compare what they are about to do.
+        through_host: whether tensors travel by way of main memory. gloo moves CUDA tensors only in
+            all-reduce and broadcast.
+
+    Raises:
+        ValueError: the group has no backend for the device.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        local_rank: int,
+        local_world_size: int,
+        timeout: float,
+    ) -> None:
+        self._group: dist.ProcessGroup | None = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.local_rank = local_rank
+        self.local_world_size = local_world_size
+        self.device = device
+        # Of a group with a backend for each kind of device, or made without naming one, torch's
+        # get_backend tells neither.
+        backends = dist.get_backend_config(group)
+        by_device = dict(entry.split(":") for entry in backends.split(","))
+        if device.type not in by_device:
+            raise ValueError(
+                f"rank {self.rank}: expected a group with a backend for {device}, got {backends}"
+            )
+        self.backend = by_device[device.type]
+        self.timeout = timeout
+        self.debug = os.environ.get("MICRODDP_DEBUG", "0") == "1"
+        self.through_host = self.backend == "gloo" and device.type == "cuda"
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group, for calls of ``torch.distributed`` itself.
+
+        Raises:
+            RuntimeError: after ``close()``.
+        """
+        if self._group is None:
+            raise RuntimeError(f"rank {self.rank}: these Comms are closed")
+        return self._group
+
+    @property
+    def wire_device(self) -> torch.device:
+        """Where the backend takes tensors: this rank's device, or main memory."""
+        return torch.device("cpu") if self.through_host else self.device
+
+    def to_wire(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of this rank's device where the backend takes it, copied if need be."""
+        return tensor.cpu() if self.through_host else tensor
+
+    @property
+    def headers(self) -> Headers:
+        """Short texts between the ranks."""
+        return Headers(self.group, self.wire_device)
+
+    def agree(self, call: str) -> None:
+        """With ``MICRODDP_DEBUG=1``: raise on every rank unless all are about to make this call.
+
+        Without it, do nothing. A collective when it does something.
+        """
+        if self.debug:
+            self.headers.agree(call)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # To destroy a group, NCCL waits for what is under way in it: for ever, if that is what
+        # failed. An error must show before that.
+        if kind is not None and self.backend == "nccl":
+            self._leave(dist.distributed_c10d._abort_process_group)
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """Leave the group. The group of all ranks takes its sub-groups with it.
+
+        Keeps no reference to the group: its threads end when the last one goes, and a thread that
+        is still letting go of a tensor when Python exits would abort the process.
+        """
+        self._leave(dist.destroy_process_group)
+
+    def _leave(self, end: Callable[[dist.ProcessGroup | None], None]) -> None:
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            end(None if group is dist.group.WORLD else group)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(rank={self.rank}, world_size={self.world_size}, "
+            f"backend={self.backend!r}, device={str(self.device)!r})"
+        )
+
+    def print(self, *values: object) -> None:
+        """Print on rank 0 of this group, at once; silent on the others."""
+        if self.rank == 0:
+            print(*values, flush=True)
+
+    def describe(self) -> str:
+        """One line on what this run is: backend, ranks, devices, cores, versions and date.
+
+        What it says of a machine is of this rank's own; the others are taken to be like it.
+        """
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        here = min(self.world_size, self.local_world_size)
+        machines = -(-self.world_size // here)
+        if self.device.type == "cuda":
+            # A launcher may let each rank see no GPU but its own.
+            gpus = here if self.backend == "nccl" else min(here, torch.cuda.device_count())
+            where = f"{gpus} x {torch.cuda.get_device_name(self.device)}"
+            kind, crowded = "GPUs", here > gpus
+        else:
+            where = f"{cpu_cores()} cores ({cpu_name()})"
+            kind, crowded = "cores", here > cpu_cores()
+        if machines > 1:
+            where = f"{machines} machines of {where}"
+        sharing = f", more ranks than {kind}" if crowded else ""
+        versions = f"torch {torch.__version__}, Python {sys.version.split()[0]}"
+        return (
+            f"{self.backend}, {ranks} on {where}{sharing}, {versions}, {time.strftime('%Y-%m-%d')}"
+        )
