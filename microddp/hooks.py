@@ -7,7 +7,6 @@ hook is given the parameter, not the gradient.
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch import nn
 
-from microddp.comms import Comms
+from microddp.comms import Comms, name_ranks, odd_ranks
 from microddp.timing import NOT_RECORDED, Instant, Recorder
 
 
@@ -258,13 +257,12 @@ def demonstrate_hook_order(
         tracker.start(loss_fn(model(inputs))).backward()  # type: ignore[no-untyped-call]
     rows = tracker.rows
     comms.print(tracker)
-    orders = comms.all_gather_data([row.name for row in rows if row.order is not None])
-    usual = Counter(map(tuple, orders)).most_common(1)[0][0]
-    odd = [str(rank) for rank, order in enumerate(orders) if tuple(order) != usual]
+    mine = [row.name for row in rows if row.order is not None]
+    orders = [", ".join(order) for order in comms.all_gather_data(mine)]
+    usual, odd = odd_ranks(orders)
     if odd:
         raise RuntimeError(
             f"rank {comms.rank}: expected gradients in the same order on every rank, got another "
-            f"one on rank{'s' if len(odd) > 1 else ''} {', '.join(odd)}: "
-            f"{', '.join(orders[int(odd[0])])}; on the others {', '.join(usual)}"
+            f"one on {name_ranks(odd)}: {orders[odd[0]]}; on the others {usual}"
         )
     return rows

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
-from microddp.comms import Comms, Pending, describe
+from microddp.comms import Comms, Pending, describe, name_ranks, odd_ranks
 
 BROADCAST_BYTES = 64 << 20  # bounds the copy that a broadcast of many tensors needs
 
@@ -105,11 +105,12 @@ def check_replicas(module: nn.Module, comms: Comms) -> None:
     digests = [_digest(_raw(p)) for _, p in named]
     everyone = comms.all_gather(torch.tensor(digests, dtype=torch.int64, device=comms.device))
     for (name, parameter), column in zip(named, everyone.T.tolist(), strict=True):
-        if odd := _odd_ranks(column):
+        _, odd = odd_ranks(column)
+        if odd:
             raise RuntimeError(
-                f"rank {comms.rank}: parameter {name} ({describe(parameter)}) on {odd} differs "
-                f"from the other ranks': expected equal values on all {comms.world_size} ranks; "
-                "start from one seed or call broadcast_parameters"
+                f"rank {comms.rank}: parameter {name} ({describe(parameter)}) on {name_ranks(odd)} "
+                f"differs from the other ranks': expected equal values on all {comms.world_size} "
+                "ranks; start from one seed or call broadcast_parameters"
             )
 
 
@@ -117,12 +118,6 @@ def _in_words(tensor: torch.Tensor) -> str:
     if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
         return "not initialised"
     return describe(tensor) + ("" if tensor.requires_grad else ", no gradient")
-
-
-def _odd_ranks(values: list[int]) -> str:
-    usual, _ = Counter(values).most_common(1)[0]
-    odd = [str(rank) for rank, value in enumerate(values) if value != usual]
-    return f"rank{'s' if len(odd) > 1 else ''} {', '.join(odd)}" if odd else ""
 
 
 def _raw(parameter: torch.Tensor) -> bytes:
