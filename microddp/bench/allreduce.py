@@ -104,13 +104,11 @@ def check_sum(
     reduce(tensor)
     n = comms.world_size
     expected = torch.where(places, n * (n + 1) // 2, n).to(tensor.dtype)
-    wrong = torch.tensor([int((tensor != expected).sum())], device=comms.device)
-    wrong_on = comms.all_gather(wrong).flatten().tolist()
-    if any(wrong_on):
-        raise RuntimeError(
-            f"rank {comms.rank}: {name}: expected the exact sum in {tensor.numel()} places, "
-            f"got wrong ones: {wrong_on} by rank"
-        )
+    wrong = int((tensor != expected).sum())
+    comms.fail_together(
+        f"{wrong} wrong" if wrong else "",
+        f"the exact sum of {name} in {tensor.numel()} places",
+    )
 
 
 def _row(name: str, nbytes: int, timing: Timing, backend: Timing, world_size: int) -> Row:

@@ -28,7 +28,7 @@ from microddp.performance.profiler_events import (
     events_of,
     summarize,
 )
-from microddp.report import human_seconds
+from microddp.report import human_seconds, whole_file
 
 WINDOW = "profiled steps"  # the range whose events count
 
@@ -186,16 +186,13 @@ def profile_steps(
                 with record_function(f"step {i}"):
                     step()
             _synchronize(comms)
-    problem = _save(profiler, comms, folder)
+    comms.fail_together(_save(profiler, comms, folder), f"a trace of each rank in {folder}")
     events = list(events_of(profiler.events() or ()))
     (window,) = (e for e in events if e.name == WINDOW and not e.device)
     counted = [e for e in events if e.name != WINDOW and window.start <= e.start < window.end]
     mine = summarize(counted, window.end - window.start, steps, kernels=len(activities) > 1)
-    everyone = comms.all_gather_data((problem, asdict(mine)))
-    if problems := [f"rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text]:
-        raise RuntimeError(f"expected a trace of each rank in {folder}, got {'; '.join(problems)}")
     return ProfileSummary(
-        tuple(_from_json(data) for _, data in everyone),
+        tuple(_from_json(data) for data in comms.all_gather_data(asdict(mine))),
         of="kernel time" if comms.backend == "nccl" else "wall time",
     )
 
@@ -211,16 +208,12 @@ def _synchronize(comms: Comms) -> None:
 
 
 def _save(profiler: profile, comms: Comms, folder: str | Path | None) -> str:
-    """Write this rank's trace; return what went wrong, for the other ranks to know."""
+    """Write this rank's trace; return what went wrong."""
     if folder is None:
         return ""
-    path = Path(folder, f"rank{comms.rank}.json")
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(unfinished))
-        os.replace(unfinished, path)
+        with whole_file(Path(folder, f"rank{comms.rank}.json")) as unfinished:
+            profiler.export_chrome_trace(str(unfinished))
     except (OSError, RuntimeError) as error:
-        unfinished.unlink(missing_ok=True)
         return f"{type(error).__name__}: {error}"
     return ""

@@ -22,10 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         problem = str(error)
     with init() as comms:
-        problems = [text for text in comms.all_gather_data(problem) if text]
         try:
-            if problems or config is None:
-                raise ValueError(problems[0])
+            comms.fail_together(problem, "options that can be used", ValueError)
+            assert config is not None
             trainer = Trainer(config, comms)
         except ValueError as error:  # on every rank, but only one speaks, before torchrun ends all
             if comms.rank == 0:

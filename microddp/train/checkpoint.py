@@ -7,7 +7,6 @@ from the same state, also where they share no disk.
 from __future__ import annotations
 
 import io
-import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from microddp.comms import Comms
+from microddp.report import whole_file
 
 NAME = "checkpoint.pt"
 
@@ -23,8 +23,7 @@ NAME = "checkpoint.pt"
 def save_checkpoint(state: Mapping[str, Any], folder: Path, comms: Comms) -> None:
     """Replace the checkpoint in a folder, which is made if need be. A collective.
 
-    The new one is written beside the old one and takes its place when it is on the disk: whenever
-    the process is killed, one of the two is there as a whole.
+    Whenever the process is killed, the old one or the new one is there as a whole.
 
     Args:
         state: on rank 0, tensors, numbers and texts in dictionaries and lists.
@@ -37,29 +36,11 @@ def save_checkpoint(state: Mapping[str, Any], folder: Path, comms: Comms) -> Non
     problem = ""
     if comms.rank == 0:
         try:
-            _write(dict(state), folder)
+            with whole_file(folder / NAME) as unfinished:
+                torch.save(dict(state), unfinished)
         except (OSError, RuntimeError) as error:  # torch's, if the disk is full
             problem = str(error)
-    problem, *_ = comms.all_gather_data(problem)
-    if problem:
-        raise RuntimeError(
-            f"rank {comms.rank}: expected rank 0 to write {folder / NAME}, got: {problem}"
-        )
-
-
-def _write(state: dict[str, Any], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"{NAME}.part"
-    with open(unfinished, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, folder / NAME)
-    directory = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(directory)  # the new name, too
-    finally:
-        os.close(directory)
+    comms.fail_together(problem, f"a checkpoint in {folder / NAME}")
 
 
 def load_checkpoint(folder: Path, comms: Comms) -> dict[str, Any] | None:
@@ -72,26 +53,30 @@ def load_checkpoint(folder: Path, comms: Comms) -> dict[str, Any] | None:
         ValueError: on every rank, if rank 0 cannot read the file, or it is not whole.
     """
     path = folder / NAME
-    data, problem = b"", ""
+    expected = f"a whole checkpoint in {path}"
+    data: bytes | None = None
+    problem = ""
     if comms.rank == 0:
         try:
             data = path.read_bytes()
         except FileNotFoundError:
-            problem = "none"
+            pass
         except OSError as error:
             problem = str(error)
-    (size, problem), *_ = comms.all_gather_data((len(data), problem))
-    if problem == "none":
+    comms.fail_together(problem, expected, ValueError)
+    size = comms.all_gather_data(None if data is None else len(data))[0]
+    if size is None:
         return None
-    if not problem:
-        wire = torch.frombuffer(bytearray(data or bytes(size + 1)), dtype=torch.uint8)[:size]
-        wire = wire.to(comms.device)
-        comms.broadcast(wire)
-        try:
-            return _read(wire.cpu().numpy().tobytes())
-        except Exception as error:  # of many types, by where the damage is
-            problem = f"{size} bytes that cannot be read: {str(error).splitlines()[0]}"
-    raise ValueError(f"rank {comms.rank}: expected a whole checkpoint in {path}, got: {problem}")
+    wire = torch.frombuffer(bytearray(data or bytes(size + 1)), dtype=torch.uint8)[:size]
+    wire = wire.to(comms.device)
+    comms.broadcast(wire)
+    state: dict[str, Any] = {}
+    try:
+        state = _read(wire.cpu().numpy().tobytes())
+    except Exception as error:  # of many types, by where the damage is
+        problem = f"{size} bytes that cannot be read: {str(error).splitlines()[0]}"
+    comms.fail_together(problem, expected, ValueError)
+    return state
 
 
 def _read(data: bytes) -> dict[str, Any]:

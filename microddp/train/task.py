@@ -145,8 +145,6 @@ def _load_mnist(comms: Comms) -> Digits:
                 mnist = load_mnist()
             except RuntimeError as error:
                 problem = str(error)
-        problems = [text for text in comms.all_gather_data(problem) if text]
-        if problems:
-            raise ValueError(f"rank {comms.rank}: {problems[0]}")
+        comms.fail_together(problem, "MNIST on every machine", ValueError)
     assert mnist is not None
     return mnist

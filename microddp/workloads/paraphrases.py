@@ -121,15 +121,12 @@ def load_case(size: str, comms: Comms, source: Source | None = None) -> Case:
         raise ValueError(f"rank {comms.rank}: expected size in {list(SIZES)}, got {size!r}")
     source = source or Source()
     case, problem = _try(size, comms, source) if comms.rank == 0 else (None, "")
-    problem = comms.all_gather_data(problem)[0]
-    if comms.rank > 0 and not problem:
+    first, *_ = comms.all_gather_data(problem)
+    if comms.rank > 0 and not first:
         case, problem = _try(size, comms, source)
-    problems = [text for text in comms.all_gather_data(problem) if text]
-    if problems and source.local:
-        raise RuntimeError(f"rank {comms.rank}: expected a model and pairs, got {problems[0]}")
-    if problems or case is None:
-        return made_up_case(size, comms.device, why=problems[0])
-    return case
+    comms.fail_together(problem if source.local else "", "a model and pairs")
+    why = next(filter(None, comms.all_gather_data(problem)), "")
+    return made_up_case(size, comms.device, why) if why or case is None else case
 
 
 def made_up_case(size: str, device: torch.device, why: str) -> Case:

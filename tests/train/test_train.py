@@ -365,7 +365,11 @@ def test_a_configuration_checks_its_choices_too():
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ("--epochs 0", "--epochs: expected at least 1, got 0"),
+        (
+            "--epochs 0",
+            "rank 0: expected options that can be used, got ranks 0, 1: --epochs: expected at "
+            "least 1, got 0",
+        ),
         (
             "--accumulate 5",
             "rank 0: --batch-size: expected a multiple of 2 ranks x 5 accumulated parts, got 96",
@@ -388,7 +392,9 @@ def test_what_does_not_fit_the_model_or_the_data_is_refused(comms):
 
 def without_torchvision(comms):
     sys.modules["torchvision.datasets"] = None
-    with pytest.raises(ValueError, match=rf"rank {comms.rank}: MNIST needs torchvision.* digits"):
+    with pytest.raises(
+        ValueError, match=rf"rank {comms.rank}: .* got .*MNIST needs torchvision.* digits"
+    ):
         train(small(data="mnist"), comms)
 
 

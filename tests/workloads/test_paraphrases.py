@@ -148,7 +148,12 @@ def test_offline_only_the_cache_is_asked(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(paraphrases, "_unreachable", lambda: pytest.fail("the network was asked"))
     monkeypatch.setattr(paraphrases, "_load", empty_cache)
-    one = SimpleNamespace(rank=0, device=torch.device("cpu"), all_gather_data=lambda v: [v])
+    one = SimpleNamespace(
+        rank=0,
+        device=torch.device("cpu"),
+        all_gather_data=lambda value: [value],
+        fail_together=lambda problem, _: pytest.fail(problem) if problem else None,
+    )
     case = load_case("small", one)
     assert case.made_up
     assert case.origin.endswith("because loading failed (OSError: not in the cache)")
