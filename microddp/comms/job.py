@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import socket
 import sys
 from datetime import timedelta
 
@@ -29,7 +30,8 @@ def init(backend: str | None = None, timeout: float | None = None) -> Comms:
     """Join the job that ``torchrun`` started; without torchrun, be a job of one rank.
 
     Ranks compute on their own GPU over NCCL where there is one for each, all on the GPUs there are
-    over gloo where there are fewer, and on CPU over gloo where there is none. On CPU every rank
+    over gloo where there are fewer, and on CPU over gloo where there is none. It does not matter
+    whether a rank sees all GPUs of its machine or, as under Slurm, its own only. On CPU every rank
     gets its share of the cores as threads.
 
     Args:
@@ -52,16 +54,14 @@ def init(backend: str | None = None, timeout: float | None = None) -> Comms:
     environment = _torchrun_environment()
     rank, world_size = environment["RANK"], environment["WORLD_SIZE"]
     local_rank, local_world_size = environment["LOCAL_RANK"], environment["LOCAL_WORLD_SIZE"]
+    if backend:
+        _check_built(backend, rank)
     gpus = torch.cuda.device_count()
-    backend = backend or ("nccl" if local_world_size <= gpus else "gloo")
-    _check_backend(backend, rank, local_world_size, gpus)
     device = torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(max(1, cpu_cores() // local_world_size))
-    if backend == "gloo" and world_size > 1:
-        schedule_threads("batch")
     under_torchrun = "RANK" in os.environ
     patience = timedelta(seconds=seconds)
     store: Store = HashStore()
@@ -70,6 +70,9 @@ def init(backend: str | None = None, timeout: float | None = None) -> Comms:
             store, *_ = next(rendezvous("env://", rank, world_size, timeout=patience))
         # A second job of these processes must not read the addresses of the first.
         store = PrefixStore(f"microddp-{next(_joined)}", store)
+        backend = _choose_backend(backend, store, rank, world_size, device)
+        if backend == "gloo" and world_size > 1:
+            schedule_threads("batch")
         dist.init_process_group(
             backend,
             timeout=patience,
@@ -142,7 +145,7 @@ def _torchrun_environment() -> dict[str, int]:
     return values
 
 
-def _check_backend(backend: str, rank: int, local_world_size: int, gpus: int) -> None:
+def _check_built(backend: str, rank: int) -> None:
     built = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     if backend not in built:
         raise ValueError(f"rank {rank}: expected backend in {list(built)}, got {backend!r}")
@@ -152,8 +155,31 @@ def _check_backend(backend: str, rank: int, local_world_size: int, gpus: int) ->
             f"rank {rank}: this torch ({torch.__version__}) is built without {backend}; "
             f"it has {others}"
         )
-    if backend == "nccl" and local_world_size > gpus:
+
+
+def _choose_backend(
+    backend: str | None, store: Store, rank: int, world_size: int, device: torch.device
+) -> str:
+    """The backend, the same on every rank: NCCL, unless told otherwise, if no two share a GPU.
+
+    How many GPUs a rank sees does not tell. So each says in the store which one it takes.
+    """
+    if backend == "gloo":
+        return backend
+    mine = ""
+    if device.type == "cuda":
+        # The index too, for drivers that know no number of a GPU.
+        uuid = torch.cuda.get_device_properties(device).uuid
+        mine = f"{socket.gethostname()} {uuid} {device.index}"
+    store.set(f"gpu of {rank}", mine)
+    taken = store.multi_get([f"gpu of {other}" for other in range(world_size)])
+    different = len(set(taken) - {b""})
+    if different == world_size:
+        _check_built("nccl", rank)
+        return "nccl"
+    if backend == "nccl":
         raise RuntimeError(
-            f"rank {rank}: NCCL needs a GPU for each rank, expected {local_world_size} on this "
-            f"machine, got {gpus}; use backend='gloo' to share"
+            f"rank {rank}: NCCL needs a GPU for each rank, expected {world_size}, got {different}; "
+            "use backend='gloo' to share"
         )
+    return "gloo"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,7 +110,7 @@ def test_a_second_init_is_refused_until_the_first_is_closed(comms):
     [
         (True, "mpi", ValueError, r"rank 0: expected backend in \['gloo', 'nccl'\], got 'mpi'"),
         (False, "nccl", RuntimeError, r"rank 0: this torch .* without nccl; it has \['gloo'\]"),
-        (True, "nccl", RuntimeError, "rank 0: NCCL needs a GPU for each rank, expected 1 .* got 0"),
+        (True, "nccl", RuntimeError, "rank 0: NCCL needs a GPU for each rank, expected 1, got 0"),
     ],
 )
 def test_a_backend_that_cannot_be_used_is_refused(monkeypatch, nccl, backend, error, message):
@@ -118,6 +119,55 @@ def test_a_backend_that_cannot_be_used_is_refused(monkeypatch, nccl, backend, er
     with pytest.raises(error, match=f"^{message}"):
         microddp.init(backend)
     assert not dist.is_initialized()
+
+
+def take_gpus(seen, backend=None):
+    """The backend that init chooses, and the device, on a rank that sees these GPUs."""
+    chosen = {}
+
+    def join(backend, device_id, **_):
+        chosen.update(backend=backend, device=device_id)
+        raise dist.DistNetworkError
+
+    rank = int(os.environ["RANK"])
+    uuids = seen[rank]
+    torch.cuda.device_count = lambda: len(uuids)
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuids[device.index])
+    torch.cuda.set_device = lambda device: chosen.update(index=device.index)
+    dist.is_nccl_available = lambda: True
+    dist.init_process_group = join
+    with pytest.raises(RuntimeError) as caught:
+        microddp.init(backend)
+    if "NCCL needs" in str(caught.value):
+        return str(caught.value)
+    nccl = chosen["backend"] == "nccl"
+    assert chosen["device"] == (torch.device("cuda", chosen["index"]) if nccl else None)
+    return chosen["backend"], chosen.get("index")
+
+
+@pytest.mark.parametrize(
+    ("seen", "backend", "taken"),
+    [
+        (["ab", "ab"], "nccl", [0, 1]),
+        (["abc", "abc"], "nccl", [0, 1]),
+        (["a", "b"], "nccl", [0, 0]),  # each sees its own, as under Slurm
+        (["ab", "cd", "ef"], "nccl", [0, 1, 0]),
+        (["xx", "xx"], "nccl", [0, 1]),  # a driver that knows no numbers
+        (["a", "a"], "gloo", [0, 0]),
+        (["ab", "ab", "ab"], "gloo", [0, 1, 0]),
+        (["a", "b", "a"], "gloo", [0, 0, 0]),
+        (["a", ""], "gloo", [0, None]),
+        (["", ""], "gloo", [None, None]),
+    ],
+)
+def test_nccl_is_chosen_on_all_ranks_if_each_has_a_gpu_of_its_own(seen, backend, taken):
+    chosen = run(take_gpus, len(seen), seen, join=False)
+    assert chosen == [(backend, index) for index in taken]
+
+
+def test_nccl_on_shared_gpus_is_refused_on_every_rank():
+    for rank, message in enumerate(run(take_gpus, 3, ["ab"] * 3, "nccl", join=False)):
+        assert message.startswith(f"rank {rank}: NCCL needs a GPU for each rank, expected 3, got 2")
 
 
 @on_ranks()
