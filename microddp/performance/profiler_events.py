@@ -26,6 +26,11 @@ PARTS = {
 }
 KINDS = (*PARTS, *WHOLE, OPTIMIZER, ALL_REDUCE, COLLECTIVES, OTHER)
 
+# NCCL's and RCCL's: ncclDevKernel_AllReduce_Sum_f32_RING_LL, ncclDevKernel_Generic_1,
+# void rcclGenericKernel<1, false>, mscclKernel_Sum_float_Simple_false.
+COLLECTIVE_KERNEL = r"(void )?(nccl|rccl|msccl)"
+RUNTIME_CALL = r"(cuda|cu|hip)[A-Z]"  # as cudaLaunchKernel, cuLaunchKernelEx, hipMemcpyAsync
+
 
 @dataclass(frozen=True)
 class Event:
@@ -51,8 +56,11 @@ class Event:
     @property
     def kind(self) -> str:
         """Which of ``KINDS`` it counts as."""
-        if re.match(r"nccl|gloo:", self.name):
-            return ALL_REDUCE if re.search(r"all_?reduce", self.name, re.I) else COLLECTIVES
+        if re.match(COLLECTIVE_KERNEL if self.device else "nccl:|gloo:", self.name):
+            # One kernel serves many collectives, whatever its name says: what launched it knows.
+            calls = [name for name in self.within if re.match("nccl:|c10d::", name)]
+            all_reduce = re.search(r"all_?reduce", " ".join(calls) or self.name, re.I)
+            return ALL_REDUCE if all_reduce else COLLECTIVES
         # Of a kernel the operation tells more than its own name.
         names = (*self.within, self.name) if self.device else (self.name, *self.within)
         return _kind(names)
@@ -140,23 +148,56 @@ def summarize(
 
 
 def events_of(found: Iterable[FunctionEvent]) -> Iterator[Event]:
-    """A profiler's own events as these, without the ranges that it repeats for the device."""
-    found = list(found)
-    launchers = {e.id: e for e in found if e.device_type.name == "CPU"}
+    """A profiler's own events as these, without those that tell of a kernel once more.
+
+    Those are user ranges on the device, and NCCL's ranges on the host if it launched kernels.
+    """
+    host, kernels = [], []
     for event in found:
-        device = event.device_type.name != "CPU"
-        if device and event.is_user_annotation:
-            continue
-        outer = event.cpu_parent
-        if device:
-            outer = launchers.get(getattr(event, "linked_correlation_id", 0))
-        within = []
-        while outer is not None:
-            within.append(outer.name)
-            outer = outer.cpu_parent
-        start, end = (moment * 1e-6 for moment in (event.time_range.start, event.time_range.end))
-        alone = end - start if device else event.self_cpu_time_total * 1e-6
-        yield Event(event.name, start, end, alone, tuple(within), device)
+        if event.device_type.name == "CPU":
+            host.append(event)
+        elif not event.is_user_annotation:
+            kernels.append(event)
+    counted = any(re.match(COLLECTIVE_KERNEL, kernel.name) for kernel in kernels)
+    for event in host:
+        if not (counted and event.name.startswith("nccl:")):
+            alone = event.self_cpu_time_total * 1e-6
+            yield Event(event.name, *_moments(event), alone, _with_parents(event.cpu_parent))
+    # A kernel has the number of the operation that launched it. Calls of the runtime are events of
+    # the host, too, with numbers of their own, which may be those of quite other operations.
+    launchers = {
+        event.id: event
+        for event in host
+        if not getattr(event, "linked_correlation_id", 0) and not re.match(RUNTIME_CALL, event.name)
+    }
+    for kernel in kernels:
+        launcher = launchers.get(getattr(kernel, "linked_correlation_id", 0))
+        within = _with_parents(launcher)
+        if launcher and re.match(COLLECTIVE_KERNEL, kernel.name):
+            within = (*_calls_within(launcher, host), *within)
+        start, end = _moments(kernel)
+        yield Event(kernel.name, start, end, end - start, within, device=True)
+
+
+def _calls_within(launcher: FunctionEvent, host: Iterable[FunctionEvent]) -> Iterator[str]:
+    """NCCL's ranges that began in an operation: they end on another thread, as nobody's child."""
+    span = launcher.time_range
+    for event in host:
+        here = event.name.startswith("nccl:") and event.thread == launcher.thread
+        if here and span.start <= event.time_range.start <= span.end:
+            yield event.name
+
+
+def _with_parents(event: FunctionEvent | None) -> tuple[str, ...]:
+    names = []
+    while event is not None:
+        names.append(event.name)
+        event = event.cpu_parent
+    return tuple(names)
+
+
+def _moments(event: FunctionEvent) -> tuple[float, float]:
+    return event.time_range.start * 1e-6, event.time_range.end * 1e-6
 
 
 @functools.cache

@@ -14,13 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import on_ranks
+from torch.autograd.profiler_util import FunctionEvent
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from microddp.ddp import DDP
 from microddp.model import SimpleCNN, Transformer
 from microddp.performance import ProfileSummary, profile_steps
-from microddp.performance.profiler_events import Event, summarize
+from microddp.performance.profiler_events import Event, events_of, summarize
 from microddp.schedule import naive_data_parallel_step
 from microddp.timing import covered, in_both
 
@@ -32,6 +33,7 @@ def op(name, start, end, alone=None, within=(), device=False):
 
 
 KERNEL = "void at::native::vectorized_elementwise_kernel<4, at::native::AddFunctor>"
+GENERIC = "ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)"
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
 
@@ -65,6 +67,15 @@ def test_operations_have_kinds(name, within, kind):
     [
         (NCCL, ("c10d::allreduce_",), "all-reduce"),
         ("ncclDevKernel_Broadcast_RING_LL", (), "other collectives"),
+        ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", (), "all-reduce"),
+        (GENERIC, ("nccl:all_reduce", "record_param_comms"), "all-reduce"),
+        (GENERIC, ("record_param_comms", "c10d::allreduce_"), "all-reduce"),
+        (GENERIC, ("nccl:_all_gather_base", "record_param_comms"), "other collectives"),
+        ("void rcclGenericKernel<1, false>(ncclDevKernelArgs)", ("nccl:all_reduce",), "all-reduce"),
+        ("mscclKernel_Sum_float_Simple_false", ("nccl:all_reduce",), "all-reduce"),
+        ("mscclKernel_Sum_float_Simple_false", ("nccl:reduce_scatter",), "other collectives"),
+        # NCCL says itself that a kernel named for one collective may run another.
+        (NCCL, ("nccl:broadcast", "record_param_comms"), "other collectives"),
         ("sm90_xmma_gemm_f32f32_tf32f32_f32_tn", (), "matrix multiplication"),
         (KERNEL, ("cudaLaunchKernel", "aten::add"), "elementwise"),
         (KERNEL, ("aten::add_", "Optimizer.step#SGD.step"), "optimizer"),
@@ -165,6 +176,82 @@ def test_a_summary_is_the_mean_over_the_ranks_and_prints_as_tables():
     page = summary._repr_html_()
     assert page.count("<table>") == 2
     assert "33.3%" in page
+
+
+# ---- a profiler's own events
+
+
+def seen(name, start, end, number, parent=None, kernel=False, link=0, thread=1, **more):
+    """An event as torch's profiler makes it, in microseconds."""
+    device = torch.autograd.DeviceType.CUDA if kernel else torch.autograd.DeviceType.CPU
+    times = {"start_us": start, "end_us": end}
+    event = FunctionEvent(
+        number, name, thread, **times, device_type=device, linked_correlation_id=link, **more
+    )
+    if parent:
+        event.set_cpu_parent(parent)
+        parent.append_cpu_child(event)
+    return event
+
+
+def kernels_of(found):
+    return [event for event in events_of(found) if event.device]
+
+
+def test_a_kernel_belongs_to_the_operation_that_launched_it_and_to_no_namesake():
+    backward = seen("MmBackward0", 0, 9, 3)
+    mm = seen("aten::mm", 1, 8, 4, backward)
+    call = seen("cudaLaunchKernel", 2, 3, 7, mm, link=4)
+    view = seen("aten::view", 10, 11, 7)  # a number that the runtime's call has, too
+    unlinked = seen("cuLaunchKernelEx", 12, 13, 4)  # and one outside all operations
+    gemm = seen("sm90_xmma_gemm", 20, 30, 7, kernel=True, link=4)
+    copy = seen("some_kernel", 30, 31, 8, kernel=True, link=7)
+    other = seen("some_kernel", 31, 32, 9, kernel=True)
+    found = [backward, mm, call, view, unlinked, gemm, copy, other]
+    for order in (found, found[::-1]):
+        within = {event.start: event.within for event in kernels_of(order)}
+        assert [within[start * 1e-6] for start in (20, 30, 31)] == [
+            ("aten::mm", "MmBackward0"),
+            ("aten::view",),
+            (),
+        ]
+    (mine,) = (event for event in events_of(found) if event.name == "aten::mm")
+    assert (mine.within, mine.device) == (("MmBackward0",), False)
+    assert mine.alone == pytest.approx(6e-6), "without the launch"
+
+
+@pytest.mark.parametrize("name", [NCCL, GENERIC, "mscclKernel_Sum_float_Simple_false"])
+def test_a_collective_of_nccl_is_counted_once_as_the_host_calls_it(name):
+    found = []
+    for i, (call, operation) in enumerate(
+        [("nccl:all_reduce", "c10d::allreduce_"), ("nccl:broadcast", "c10d::broadcast_")]
+    ):
+        start = 100 * i
+        outer = seen(operation, start, start + 9, 10 * i + 1)
+        inner = seen("record_param_comms", start + 1, start + 8, 10 * i + 2, outer)
+        host = seen(call, start + 2, start + 60, 10 * i + 3, is_async=True, is_user_annotation=True)
+        kernel = seen(name, start + 20, start + 50, 5, kernel=True, link=10 * i + 2)
+        again = seen(call, start + 20, start + 50, 0, kernel=True, is_user_annotation=True)
+        found += [outer, inner, host, kernel, again]
+    mine = summarize(list(events_of(found)), 200e-6, kernels=True)
+    for kind in ("all-reduce", "other collectives"):
+        assert mine.kinds[kind] == (pytest.approx(30e-6), 1)
+    assert mine.computing == 0
+    assert kernels_of(found)[0].within == (
+        *("nccl:all_reduce", "record_param_comms", "c10d::allreduce_"),
+    )
+
+
+@pytest.mark.parametrize("name", ["gloo:all_reduce", "nccl:all_reduce"])
+def test_without_a_kernel_the_range_on_the_host_is_the_collective(name):
+    # gloo's, and NCCL's in a group of one rank, which launches none.
+    found = [
+        seen("c10d::allreduce_", 0, 2, 1),
+        seen(name, 1, 9, 2, thread=3, is_async=True, is_user_annotation=True),
+        seen("some_kernel", 3, 4, 5, kernel=True, link=1),
+    ]
+    mine = summarize(list(events_of(found)), 10e-6, kernels=True)
+    assert mine.kinds["all-reduce"] == (pytest.approx(8e-6), 1)
 
 
 # ---- real steps of real ranks
