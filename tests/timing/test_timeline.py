@@ -24,7 +24,7 @@ from microddp.timing import (
     tracks,
 )
 
-SLOW = 0.05  # seconds
+SLOW, LATE = 0.05, 0.3  # seconds
 
 
 # ---- measurements
@@ -72,6 +72,20 @@ def test_a_measurement_is_the_slowest_ranks_time_on_every_rank(comms):
     assert min(timings["quick"].seconds) < SLOW / 2, "the wait for the others is not counted"
     everyone = comms.all_gather_data([list(t.seconds) for t in timings.values()])
     assert all(theirs == everyone[0] for theirs in everyone)
+
+
+@on_ranks(2)
+def test_a_rank_that_comes_late_is_not_counted_in_the_time_of_the_others(comms):
+    total = torch.ones(1)
+    timings = measure(
+        {"all-reduce": lambda: comms.all_reduce(total)},
+        comms,
+        warmup=0,
+        repeat=5,
+        prepare=lambda: time.sleep(LATE * comms.rank),
+    )
+    # The least, since a busy machine makes a call long, but none short.
+    assert min(timings["all-reduce"].seconds) < LATE / 2
 
 
 @on_ranks(2)
