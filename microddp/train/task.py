@@ -84,7 +84,7 @@ def evaluate(task: Task, comms: Comms, batch_size: int) -> tuple[float, float | 
     """Loss and accuracy on the whole test set, of which each rank reads a part. A collective.
 
     Args:
-        task: its model is the same on every rank.
+        task: its model is the same on every rank, and in training.
         comms: the ranks.
         batch_size: samples that are computed at once.
 
@@ -93,6 +93,7 @@ def evaluate(task: Task, comms: Comms, batch_size: int) -> tuple[float, float | 
     """
     sums = torch.zeros(3, dtype=torch.float64, device=comms.device)
     mine = [shard(tensor, comms.rank, comms.world_size) for tensor in task.test.tensors]
+    task.model.eval()
     with torch.no_grad():
         for inputs, targets in zip(*(torch.split(t, batch_size) for t in mine), strict=True):
             outputs = task.model(inputs)
@@ -100,6 +101,7 @@ def evaluate(task: Task, comms: Comms, batch_size: int) -> tuple[float, float | 
             sums[1] += len(inputs) * task.loss(outputs, targets)
             if task.classifies:
                 sums[2] += len(inputs) * task.accuracy(outputs, targets)
+    task.model.train()
     comms.all_reduce(sums)
     count, loss, right = sums.tolist()
     return loss / count, right / count if task.classifies else None

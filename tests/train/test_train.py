@@ -21,10 +21,10 @@ from ranks import on_ranks, run
 
 from microddp.replicas import check_replicas
 from microddp.timing import Span
-from microddp.train import Trainer, TrainingConfig, mean_step, parse, train
+from microddp.train import Trainer, TrainingConfig, loop, mean_step, parse, train
 from microddp.train import __main__ as command
 from microddp.train.options import CHOICES
-from microddp.train.task import LEVELS, SURPRISES, synthetic_tokens
+from microddp.train.task import LEVELS, SURPRISES, make_task, synthetic_tokens
 
 SMALL = TrainingConfig(
     data="synthetic", channels=(8, 16), hidden=32, depth=2, width=16, epochs=1, batch_size=768
@@ -225,6 +225,29 @@ def test_killed_on_all_ranks_in_a_random_step_and_resumed_it_is_the_same_run(tmp
     codes = run(killed_in_a_random_step, 2, str(tmp_path), step, dies=[0, 1])
     assert codes == [-signal.SIGKILL] * 2
     run(resumed_and_whole, 2, str(tmp_path))
+
+
+def with_dropout(config, comms):
+    """A task whose model draws random numbers in training."""
+    task = make_task(config, comms)
+    return dataclasses.replace(task, model=torch.nn.Sequential(torch.nn.Dropout(), task.model))
+
+
+def dropout_resumed_and_whole(comms, folder):
+    loop.make_task = with_dropout
+    config = small(model="mlp", epochs=3)
+    whole = train(config, comms)
+    config = dataclasses.replace(config, checkpoint=Path(folder), resume=True)
+    for epochs in (1, 3):
+        result = train(dataclasses.replace(config, epochs=epochs), comms)
+    assert torch.equal(flat(whole.model.parameters()), flat(result.model.parameters()))
+    results = [[(e.loss, e.test_loss) for e in run.epochs] for run in (whole, result)]
+    assert results[0] == results[1]
+    assert whole.model.training
+
+
+def test_a_model_that_draws_random_numbers_draws_the_same_when_it_is_resumed(tmp_path):
+    run(dropout_resumed_and_whole, 3, str(tmp_path))
 
 
 def state_in(folder):
