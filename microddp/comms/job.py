@@ -37,7 +37,7 @@ def init(backend: str | None = None, timeout: float | None = None) -> Comms:
     Args:
         backend: ``"gloo"`` or ``"nccl"`` instead of that choice.
         timeout: seconds to wait for the other ranks, in each operation. Default:
-            ``MICRODDP_TIMEOUT``, or 300.
+            ``MICRODDP_TIMEOUT``, or 300. :class:`~microddp.Comms` says what happens then.
 
     Raises:
         ValueError: the environment is incomplete or contradicts itself, the time-out is not a
