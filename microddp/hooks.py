@@ -14,10 +14,10 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from torch import nn
 
 from microddp.comms import Comms, name_ranks, odd_ranks
+from microddp.report import table
 from microddp.timing import NOT_RECORDED, Instant, Recorder
 
 
@@ -103,22 +103,18 @@ class HookTracker:
         return self._table("html")
 
     def _table(self, form: str) -> str:
-        table: str = tabulate(
-            [
-                (
-                    "none" if row.order is None else row.order,
-                    row.name,
-                    " x ".join(map(str, row.shape)) or "1",
-                    row.nbytes,
-                    None if row.seconds is None else row.seconds * 1e3,
-                )
-                for row in self.rows
-            ],
-            headers=["order", "parameter", "shape", "bytes", "ready after (ms)"],
-            floatfmt=".3f",
-            tablefmt=form,
-        )
-        return table
+        rows = [
+            (
+                "none" if row.order is None else row.order,
+                row.name,
+                " x ".join(map(str, row.shape)) or "1",
+                row.nbytes,
+                None if row.seconds is None else row.seconds * 1e3,
+            )
+            for row in self.rows
+        ]
+        headers = ["order", "parameter", "shape", "bytes", "ready after (ms)"]
+        return table(rows, headers, floats=".3f", form=form)
 
     def _row(self, order: int | None, name: str, seconds: float | None) -> GradientReady:
         p = self._watched[name]

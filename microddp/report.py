@@ -45,7 +45,7 @@ def mark_least(cells: Sequence[str], values: Sequence[float]) -> list[str]:
 
 
 def table(
-    rows: Iterable[Sequence[object]],
+    rows: Iterable[Iterable[object]],
     headers: Sequence[str],
     *,
     floats: str | Sequence[str] = ".2f",
@@ -55,16 +55,24 @@ def table(
 
     Args:
         rows: a cell for each header; ``None`` is left blank.
-        headers: with units.
+        headers: with units; none at all for rows that name themselves.
         floats: how floating point numbers are written; one format, or one for each column.
-        form: ``"simple"`` for a terminal, ``"unsafehtml"`` for a page.
+        form: ``"simple"`` for a terminal, ``"grid"`` where cells have several lines, ``"html"`` for
+            a page.
     """
-    formats = [floats] * len(headers) if isinstance(floats, str) else list(floats)
-    cells = [[_cell(value, how) for value, how in zip(row, formats, strict=True)] for row in rows]
-    columns = zip(*cells, strict=True) if cells else ([] for _ in headers)
+    values = [tuple(row) for row in rows]
+    width = len(headers) or max(map(len, values), default=0)
+    formats = [floats] * width if isinstance(floats, str) else list(floats)
+    cells = [[_cell(value, how) for value, how in zip(row, formats, strict=True)] for row in values]
+    columns = zip(*cells, strict=True) if cells else [()] * width
     align = ["right" if all(map(_is_quantity, column)) else "left" for column in columns]
     text: str = tabulate(
-        cells, headers=list(headers), tablefmt=form, colalign=align, disable_numparse=True
+        cells,
+        headers=list(headers),
+        tablefmt=form,
+        colalign=align,
+        disable_numparse=True,
+        preserve_whitespace=True,  # behind the cells that mark_least leaves without a star
     )
     return text
 
@@ -76,7 +84,7 @@ def _cell(value: object, how: str) -> str:
 
 
 def _is_quantity(cell: str) -> bool:
-    return cell.strip() in ("", "inf", "nan") or cell.lstrip(" +-~<")[:1].isdigit()
+    return cell.strip().lower() in ("", "inf", "nan", "none") or cell.lstrip(" +-~<")[:1].isdigit()
 
 
 @contextmanager

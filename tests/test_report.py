@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from microddp.report import human_bytes, human_seconds, mark_least
+from microddp.report import human_bytes, human_seconds, mark_least, table
 
 
 @given(st.integers(0, 2**50))
@@ -25,3 +25,46 @@ def test_times_in_words_are_right_to_three_digits(seconds):
 
 def test_the_least_is_marked_and_the_rest_stays_aligned():
     assert mark_least(["3 ms", "2 ms", "9 ms"], [3, 2, 9]) == ["3 ms  ", "2 ms *", "9 ms  "]
+
+
+class TestTable:
+    """Numbers and quantities end at one place, texts begin at one."""
+
+    def test_columns_of_numbers_and_quantities_are_aligned_right(self):
+        rows = [("ring", 4, "1.5 ms (1 to 2)", "+3%"), ("direct", 12, "20 ms (9 to 31)", "-10%")]
+        assert table(rows, ["name", "messages", "time", "error"]).splitlines() == [
+            "name      messages             time    error",
+            "------  ----------  ---------------  -------",
+            "ring             4  1.5 ms (1 to 2)      +3%",
+            "direct          12  20 ms (9 to 31)     -10%",
+        ]
+
+    def test_one_text_among_quantities_aligns_the_column_left(self):
+        assert table([("3 ms",), ("late",)], ["time"]).splitlines()[2:] == ["3 ms", "late"]
+
+    def test_nothing_is_blank_and_leaves_numbers_aligned(self):
+        rows = [(1, 0.5), (2, None), (3, float("nan")), ("none", float("inf"))]
+        lines = table(rows, ["step", "loss"]).splitlines()
+        assert lines[2:] == ["     1    0.50", "     2", "     3     nan", "  none     inf"]
+
+    def test_each_column_can_have_its_format(self):
+        rows = [("a", 1, 0.25, 0.25), ("b", 10, 12.5, 1e-9)]
+        lines = table(rows, ["", "n", "share", "error"], floats=("", "", ".0%", ".0e")).splitlines()
+        assert lines[2:] == ["a     1      25%    2e-01", "b    10    1250%    1e-09"]
+
+    def test_stars_do_not_move_numbers(self):
+        cells = mark_least(["10 ms", "2 ms"], [10, 2])
+        assert table(zip(cells), ["time"]).splitlines()[2:] == ["10 ms", " 2 ms *"]
+
+    def test_rows_may_name_themselves_and_may_be_missing(self):
+        lines = table([("size", 3), ("depth", 14)], []).splitlines()
+        assert lines[1:3] == ["size    3", "depth  14"]
+        assert table([], ["a", "b"]).splitlines()[0].split() == ["a", "b"]
+
+    def test_a_page_gets_texts_and_no_tags(self):
+        page = table([("<script>", "a & b", 0.5)], ["x < y", "", ""], form="html")
+        assert "&lt;script&gt;" in page
+        assert "a &amp; b" in page
+        assert "x &lt; y" in page
+        assert "<script>" not in page
+        assert page.count("text-align: right") == 2  # the number, in its head and in its row

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from tabulate import tabulate
 from tqdm import tqdm
 
 from microddp.allreduce import ALGORITHMS, bus_bandwidth
 from microddp.comms import Comms, cpu_cores
-from microddp.report import human_bytes, whole_file
+from microddp.report import human_bytes, table, whole_file
 from microddp.timing import Timing, measure
 
 SWEEP_MB = (1 / 16, 1 / 4, 1, 4, 8, 16, 32, 64)
@@ -160,7 +159,7 @@ def _report(
         }
         for row in rows
     ]
-    print(tabulate(cells, headers="keys", colalign=("right", "left", *["right"] * 5)))
+    print(table([cell.values() for cell in cells], [*cells[0]]))
     for sentence in conclusions(rows):
         print(sentence)
     if options.check:

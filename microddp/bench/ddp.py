@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from tabulate import tabulate
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -22,7 +21,7 @@ from tqdm import tqdm
 from microddp.comms import Comms, cpu_cores
 from microddp.ddp import DDP
 from microddp.model import FullMLP, ModelConfig, SimpleCNN, Transformer
-from microddp.report import MIB, whole_file
+from microddp.report import MIB, table, whole_file
 from microddp.schedule import STRATEGIES, Loss, take_step
 from microddp.timing import Timing, measure
 
@@ -211,8 +210,7 @@ def report(rows: Sequence[Row], options: argparse.Namespace, comms: Comms) -> No
         }
         for row in rows
     ]
-    align = ("left", "right", "left", *["right"] * 7)
-    print(tabulate(cells, headers="keys", colalign=align))
+    print(table([cell.values() for cell in cells], [*cells[0]]))
     for name, reference in REFERENCES.items():
         mine = [row for row in rows if row.strategy == name]
         slowest = max(mine, key=lambda row: row.ratio)

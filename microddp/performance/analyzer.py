@@ -15,12 +15,12 @@ from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
 
 import torch
-from tabulate import tabulate
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from microddp.comms import Comms
 from microddp.model import gradient_bytes
+from microddp.report import table
 from microddp.schedule import STRATEGIES, Loss, Strategy, strategy_of, take_step
 from microddp.timing import Span, Timeline, Timing, covered, in_both, measure
 
@@ -293,8 +293,7 @@ class StepSummary:
 
     def _table(self, form: str) -> str:
         headers = ["ms", *(f"rank {rank}" for rank in range(len(self.ranks)))]
-        table: str = tabulate(self.rows, headers=headers, floatfmt=".2f", tablefmt=form)
-        return table
+        return table(self.rows, headers, form=form)
 
 
 @dataclass(frozen=True)

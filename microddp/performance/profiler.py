@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from microddp.comms import Comms
@@ -28,7 +27,7 @@ from microddp.performance.profiler_events import (
     events_of,
     summarize,
 )
-from microddp.report import human_seconds, whole_file
+from microddp.report import human_seconds, table, whole_file
 
 WINDOW = "profiled steps"  # the range whose events count
 
@@ -122,22 +121,22 @@ class ProfileSummary:
         return "\n\n".join(self._tables("simple"))
 
     def _repr_html_(self) -> str:
-        return "\n".join(self._tables("unsafehtml"))
+        return "\n".join(self._tables("html"))
 
-    def _tables(self, style: str) -> Iterator[str]:
+    def _tables(self, form: str) -> Iterator[str]:
         headers = ["kind", "calls a step", "time a step", f"share of {self.of}"]
         kinds = [
             (row.kind, f"{row.calls:.4g}", human_seconds(row.seconds), f"{row.share:.1%}")
             for row in self.rows
         ]
-        yield tabulate(kinds, headers=headers, tablefmt=style, disable_numparse=True)
+        yield table(kinds, headers, form=form)
         names = ("wall", "computing", "all_reduce", "hidden", "idle", "host")
         headers = ["rank", "step", "computing", "all-reduce", "of it hidden", "idle", "host busy"]
         times = [
             (i, *(human_seconds(getattr(rank, name)) for name in names))
             for i, rank in enumerate(self.ranks)
         ]
-        yield tabulate(times, headers=headers, tablefmt=style, disable_numparse=True)
+        yield table(times, headers, form=form)
 
 
 def profile_steps(

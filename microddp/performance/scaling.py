@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from tabulate import tabulate
 
 from microddp.comms import Comms, cpu_cores
+from microddp.report import table
 from microddp.timing import Timing, measure
 
 Step = Callable[[], object]
@@ -78,8 +78,7 @@ class Scaling:
             for point in self.points
         ]
         headers = ["ranks", "batch", "samples/s", "speed-up", "efficiency", "computing alone"]
-        table: str = tabulate(rows, headers, disable_numparse=True)
-        return table
+        return table(rows, headers)
 
 
 def measure_scaling(
