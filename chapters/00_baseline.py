@@ -7,10 +7,9 @@ trains a small network on one device, splits the time and the memory of a step i
 works out how long a large data set would take.
 """
 
-# %%
+# %% tags=["imports"]
 # sphinx_gallery_ranks = 1
 import torch
-from tabulate import tabulate
 from torch.nn.functional import cross_entropy, mse_loss
 
 import microddp
@@ -18,9 +17,10 @@ from microddp import figures
 from microddp.comms import peak_memory
 from microddp.data import ShardedBatches, SyntheticDataset, load_digits
 from microddp.model import FullMLP, gradient_bytes, parameter_count
-from microddp.report import human_bytes, human_seconds
+from microddp.report import human_bytes, human_seconds, table
 from microddp.timing import Timeline, measure
 
+# %%
 comms = microddp.init()
 comms.print(comms.describe())
 
@@ -84,7 +84,7 @@ for epoch in range(20):
     progress.append((torch.stack(losses).mean().item(), accuracy(model, digits.test)))
 
 rows = [(epoch + 1, *progress[epoch]) for epoch in (0, 4, 9, 19)]
-comms.print(tabulate(rows, headers=["epoch", "training loss", "test accuracy"], floatfmt=".3f"))
+comms.print(table(rows, ["epoch", "training loss", "test accuracy"], floats=".3f"))
 assert progress[-1][1] > 0.93, "the network should read more than 93 % of the test images"
 
 # %% [markdown]
@@ -150,7 +150,7 @@ rows = [
     (name, *map(human_seconds, parts.values()), parts["backward"] / parts["forward"])
     for name, parts in split.items()
 ]
-comms.print(tabulate(rows, headers=["", *PHASES, "backward / forward"], floatfmt=".2f"))
+comms.print(table(rows, ["", *PHASES, "backward / forward"], floats=".2f"))
 figures.stacked_bars(
     split, title="A larger batch spends its time in forward and backward", xlabel="time of one step"
 )
@@ -191,7 +191,7 @@ rows = [
     (batch, str(timing), rate) for (batch, timing), rate in zip(timings.items(), rates, strict=True)
 ]
 headers = ["batch", "step: median (quartiles)", "samples/s"]
-comms.print(tabulate(rows, headers=headers, floatfmt=",.0f", colalign=("right", "left", "right")))
+comms.print(table(rows, headers, floats=",.0f"))
 figures.lines(
     {"measured": (SIZES, rates)},
     title="Larger batches use the device better",
@@ -258,7 +258,7 @@ for batch in (16, 128, 1024):
 
 # %%
 headers = ["batch", "activations predicted", "counted", "with weights, gradients, momentum"]
-comms.print(tabulate(rows, headers=headers, stralign="right"))
+comms.print(table(rows, headers))
 peak = human_bytes(peak_memory(comms.device))
 comms.print(f"peak so far: {peak}; on a CPU that is the process, with Python and PyTorch in it")
 figures.stacked_bars(
@@ -292,7 +292,7 @@ headers = ["devices", "1 epoch", "10 epochs", "100 epochs"]
 comms.print(
     f"1M samples at {best:,.0f} samples/s on one device; on more, if they split it perfectly"
 )
-comms.print(tabulate(rows, headers=headers, stralign="right"))
+comms.print(table(rows, headers))
 
 # %% [markdown]
 """

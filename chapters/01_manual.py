@@ -7,19 +7,20 @@ of the batch, and their gradients are averaged by hand. No message is sent yet. 
 about which numbers have to agree, and about three ways to get them wrong.
 """
 
-# %%
+# %% tags=["imports"]
 # sphinx_gallery_ranks = 1
 import copy
 
 import torch
-from tabulate import tabulate
 from torch.nn.functional import cross_entropy
 
 import microddp
 from microddp import figures
 from microddp.data import ShardedBatches, load_digits, shard
 from microddp.model import FullMLP
+from microddp.report import table
 
+# %%
 comms = microddp.init()
 comms.print(comms.describe())
 
@@ -77,9 +78,7 @@ for dtype in (torch.float32, torch.float64):
         rows.append((str(dtype), n, error, torch.finfo(dtype).eps))
         assert error < 10 * torch.finfo(dtype).eps
 
-comms.print(
-    tabulate(rows, headers=["dtype", "shards", "distance", "rounding unit"], floatfmt=".1e")
-)
+comms.print(table(rows, ["dtype", "shards", "distance", "rounding unit"], floats=".1e"))
 
 # %% [markdown]
 """
@@ -178,7 +177,7 @@ headers = [
     "to a single model",
     "ReLUs that differ",
 ]
-comms.print(tabulate(rows, headers=headers, floatfmt=".1e"))
+comms.print(table(rows, headers, floats=".1e"))
 comms.print(f"ReLUs, of {96 * 15 * 128:,}, in float32 before steps 1 to 6: {flipped32[:6]}")
 assert max(apart) == max(apart32) == 0.0
 assert from_single[-1] < 1e-9 < 1e-3 < drift[-1]
@@ -234,7 +233,7 @@ for a in cuts:
 # %%
 rows = list(zip(cuts, (96 - a for a in cuts), wrong, right, strict=True))
 headers = ["first shard", "second shard", "mean of means", "weighted by samples"]
-comms.print(tabulate(rows, headers=headers, floatfmt=".1e"))
+comms.print(table(rows, headers, floats=".1e"))
 figures.lines(
     {"mean of means": (cuts, wrong), "weighted": (cuts, right)},
     title="The mean of two means is right only for equal halves",
@@ -297,7 +296,7 @@ rows = [
 ]
 headers = ["optimizer", "gradients summed", "weights averaged"]
 comms.print("distance from the right step, as a share of that step")
-comms.print(tabulate(rows, headers=headers, floatfmt=".1e"))
+comms.print(table(rows, headers, floats=".1e"))
 assert abs(rows[0][1] - 1) < 0.01
 assert rows[0][2] < 1e-3 < rows[1][2]
 

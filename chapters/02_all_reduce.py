@@ -9,22 +9,22 @@ It times them against the all-reduce of the *backend*, the library that carries 
 gloo between CPUs, NCCL between Nvidia GPUs.
 """
 
-# %%
+# %% tags=["imports"]
 import functools
 import itertools
 import time
 
 import torch
-from tabulate import tabulate
 
 import microddp
 from microddp import figures
 from microddp.allreduce import ALGORITHMS, all_reduce_cost, bus_bandwidth, fit_alpha_beta
-from microddp.comms import MessageCounter, cpu_cores, schedule_threads
+from microddp.comms import MessageCounter, schedule_threads
 from microddp.figures import RingAnimation
-from microddp.report import human_bytes, human_seconds, mark_least
+from microddp.report import human_bytes, human_seconds, mark_least, table
 from microddp.timing import measure
 
+# %%
 comms = microddp.init()
 rank, n = comms.rank, comms.world_size
 comms.print(comms.describe())
@@ -88,7 +88,7 @@ it gets. Messages that are on their way at the same time make a *round*. Here ar
 in $n-1$ rounds, and every round uses all links. Each rank sends $(n-1)S$ bytes.
 
 **Build.** In round $k$ a rank sends to the one $k$ places to its right. The tensors are added
-only when all have arrived, in the order of the ranks. The reason comes at the end of the chapter:
+only when all have arrived, in the order of the ranks. The reason comes below:
 """
 
 
@@ -167,9 +167,10 @@ for name, by_rank in sent.items():
     assert messages == cost.messages
     assert cost.most_sent <= most <= cost.most_sent + 2 * n * 4  # chunks are whole elements
 
+# %% tags=["plumbing"]
 headers = ["", "messages", "predicted", "most bytes a rank sent", "predicted", "rounds predicted"]
 comms.print(f"{n} ranks reduce {human_bytes(size * 4)}")
-comms.print(tabulate(rows, headers=headers))
+comms.print(table(rows, headers))
 
 # %% [markdown]
 """
@@ -214,235 +215,7 @@ The same messages as they travel. The number on a dot is the chunk it carries:
 RingAnimation(sent["ring"], size * 4)
 
 # %% [markdown]
-r"""
-## From a chapter to a core
-
-The ring above moves whole chunks. The core cuts large chunks into pieces of `PIECE_BYTES`
-(1.5 MiB). Piece j of all chunks is a *column*, and a column goes all the way round before the next
-one begins. What has arrived is then still in the processor's cache when it is added and sent on.
-Two columns at once, one of them reduced while the other travels, were no faster with two gloo ranks
-on two cores (AMD EPYC, November 2026): there the same cores do both. The core's ring also takes any
-operation, any dtype and tensors that are not contiguous:
-
-```{literalinclude} ../../microddp/allreduce/ring.py
-:pyobject: _ring
-```
-
-The core also has a fourth way, *recursive doubling*: exchange whole tensors with the rank 1 away,
-then 2 away, then 4, so that $\log_2 n$ rounds are enough. All four must agree with the backend's
-all-reduce, here for four operations:
 """
-
-# %%
-for op in ("sum", "max", "min", "product"):
-    for name, all_reduce in ALGORITHMS.items():
-        tensor = torch.arange(size, dtype=torch.float64, device=comms.device) % 3 + rank
-        expected = tensor.clone()
-        comms.all_reduce(expected, op)
-        all_reduce(tensor, comms, op)
-        assert torch.equal(tensor, expected), (name, op)
-
-comms.print(f"{', '.join(ALGORITHMS)}: equal to the backend's for sum, max, min and product")
-
-# %% [markdown]
-r"""
-## What a message costs
-
-The simplest useful model of a message has two numbers. It takes $\alpha$ seconds to start one,
-whatever its size, and $\beta$ seconds for each byte. A message of $m$ bytes then takes
-
-$$ t(m) = \alpha + \beta m . $$
-
-Timings are honest only where every rank has a core or a GPU to itself. If the job has more ranks
-than that, only some of them are timed, and the others wait. They form a *sub-group* of as many
-ranks as there are cores or GPUs, but at least two:
-"""
-
-# %%
-devices = torch.cuda.device_count() if comms.device.type == "cuda" else cpu_cores()
-timing_ranks = range(min(n, max(2, devices)))
-few = comms.subgroup(timing_ranks)
-timed = few is not None and few.world_size > 1
-comms.print(f"timing on {len(timing_ranks)} of {n} ranks, {devices} cores or GPUs")
-
-# %% [markdown]
-"""
-Neighbours exchange messages of seven sizes, from 1 KiB to 4 MiB:
-"""
-
-# %%
-SIZES = [2**k for k in range(10, 23, 2)]
-POOL = torch.zeros(2, 2**23, device=comms.device)  # 32 MiB each way
-message_seconds = {}
-if timed:
-    neighbour, other = (few.rank + 1) % few.world_size, (few.rank - 1) % few.world_size
-
-    def exchange(count, starts):
-        start = next(starts)  # somewhere else each time, as in a large tensor
-        out, into = POOL[:, start : start + count].unbind()
-        few.sendrecv(out, neighbour, into, other)
-
-    for nbytes in SIZES:
-        starts = itertools.cycle(range(0, 2**23, nbytes // 4))
-        call = {"exchange": functools.partial(exchange, nbytes // 4, starts)}
-        message_seconds[nbytes] = measure(call, few, warmup=5, repeat=41)["exchange"].median
-
-# %% [markdown]
-"""
-The line that fits these times with the least *relative* error gives alpha and beta: the small
-messages tell what alpha is, and the large ones what beta is:
-"""
-
-# %%
-if timed:
-    alpha, beta = fit_alpha_beta(list(message_seconds), list(message_seconds.values()))
-    rows = [
-        (human_bytes(m), human_seconds(t), human_seconds(alpha + beta * m))
-        for m, t in message_seconds.items()
-    ]
-    few.print(
-        f"alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte ({1 / beta / 1e9:.2f} GB/s)"
-    )
-    few.print(tabulate(rows, headers=["message", "measured", "alpha + beta m"], stralign="right"))
-
-# %% [markdown]
-r"""
-## Time by size
-
-**Predict.** An algorithm of $r$ rounds, each of $m$ bytes, should take $r(\alpha + \beta m)$. For
-small tensors $\alpha$ decides, so fewer rounds win. For large ones $\beta$ decides: the ring's
-rounds are shortest, and it should win by a factor that grows with the number of ranks.
-
-**Measure.** All algorithms take turns, so that whatever disturbs the machine meets all of them:
-"""
-
-# %%
-timings = {}
-for nbytes in (2**k for k in range(14, 27, 3)):
-    if timed:
-        x = torch.ones(nbytes // 4, device=comms.device)
-        calls = {"backend": lambda x=x: few.all_reduce(x)}
-        for name, algorithm in ALGORITHMS.items():
-            calls[name] = lambda x=x, algorithm=algorithm: algorithm(x, few)
-        for name, t in measure(calls, few, repeat=11, prepare=lambda x=x: x.fill_(1)).items():
-            timings.setdefault(name, {})[nbytes] = t
-
-# %%
-if timed:
-    models = {
-        name: lambda m, name=name: all_reduce_cost(name, few.world_size, m).seconds(alpha, beta)
-        for name in ALGORITHMS
-    }
-    at_most = {name: by_size[max(by_size)].median for name, by_size in timings.items()}
-    figures.times_by_size(
-        {name: timings[name] for name in ("backend", "ring", "naive")},
-        models=models,
-        title=f"For large tensors the ring takes {at_most['ring'] / at_most['backend']:.2f} "
-        "times the backend's time",
-    )
-
-# %%
-if timed:
-    rows = []
-    for nbytes, backend in timings["backend"].items():
-        ratios = [timings[name][nbytes].median / backend.median for name in ALGORITHMS]
-        marked = mark_least([f"{ratio:.2f}" for ratio in ratios], ratios)
-        bus = bus_bandwidth(nbytes, timings["ring"][nbytes].median, few.world_size) / 1e9
-        error = models["ring"](nbytes) / timings["ring"][nbytes].median
-        rows.append((human_bytes(nbytes), str(backend), *marked, f"{bus:.2f}", f"{error:.2f}"))
-    few.print("our four in units of the backend's time; * the fastest of them")
-    headers = ["size", "backend", *ALGORITHMS, "ring GB/s", "predicted / ring"]
-    few.print(tabulate(rows, headers=headers, disable_numparse=True, stralign="right"))
-    for nbytes in (min(timings["ring"]), max(timings["ring"])):
-        fastest = min(ALGORITHMS, key=lambda name: timings[name][nbytes].median)
-        few.print(f"fastest of ours at {human_bytes(nbytes)}: {fastest}")
-
-# %% [markdown]
-r"""
-*GB/s* is the ring's *bus bandwidth*, $\frac{S}{t}\cdot\frac{2(n-1)}{n}$. It is what each link must
-have carried in a second, and can be compared between algorithms and numbers of ranks. The
-definition is that of nccl-tests, Nvidia's benchmark of collectives
-([PERFORMANCE.md](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md)).
-
-**Explain.** The prediction gets the shape right: flat where alpha decides, a straight line where
-beta does. Where it is off, it leaves something out. Alpha and beta come from exchanges in *both*
-directions, through memory that is seldom in the cache. A message in one direction, through a tensor
-that was just filled, is cheaper, so naive beats its prediction for large tensors. On the other
-hand, the additions and the Python between two messages are not in the model at all.
-
-How much the ring gains depends on the links. With two ranks on one machine, naive and the ring
-move the same bytes in all, and the two directions share the cores that copy them. With more ranks,
-each with a link of its own, naive's $2(n-1)S$ bytes through one link must fall behind.
-
-## The pauses
-
-Some small messages take far longer than others, and the cause is not the network. Linux's
-scheduler decides which thread gets a core, and treats threads by their *class*. Below, 64 KiB are
-exchanged again and again, always in the same memory, under two classes that take turns. The same is
-done with the backend's all-reduce. Between the calls there is no *barrier*, which would make every
-rank wait for all others. A curve shows the share of calls that took longer than a given time:
-"""
-
-
-# %%
-def call_times(call, policy):
-    comms.barrier()
-    schedule_threads(policy)
-    seconds = []
-    for _ in range(220 if timed else 0):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    schedule_threads("batch")
-    return seconds[20:]
-
-
-# %%
-paused = {}
-if comms.device.type == "cpu":
-    out, into = torch.zeros(2, 1 << 14).unbind()
-    calls = {
-        "exchange": lambda: few.sendrecv(out, neighbour, into, other),
-        "all-reduce": lambda: few.all_reduce(out),
-    }
-    for _, (name, call), policy in itertools.product(range(2), calls.items(), ("other", "batch")):
-        title = f"{name}, {'default' if policy == 'other' else policy} class"
-        paused[title] = paused.get(title, []) + call_times(call, policy)
-
-# %%
-if timed and paused:
-    rows = [
-        (
-            name,
-            human_seconds(sum(seconds) / len(seconds)),
-            sum(s > 1e-3 for s in seconds) / len(seconds),
-        )
-        for name, seconds in paused.items()
-    ]
-    long = {name: share for name, _, share in rows}
-    figures.pauses(
-        paused,
-        title=f"Exchanges over 1 ms: {long['exchange, default class']:.1%} in the default class, "
-        f"{long['exchange, batch class']:.1%} in the batch class",
-        xlabel="one call",
-    )
-    few.print(tabulate(rows, headers=["", "mean", "share over 1 ms"], floatfmt=".1%"))
-
-# %% [markdown]
-"""
-The long calls under the default class are turns of the scheduler. gloo has a background thread
-that reads the sockets. When data arrive, it wakes up and *tries* to lock the connection. If the
-main thread holds the lock, because it is in the middle of sending, the background thread does not
-sleep: it tries again and again (`Pair::handleEvents` in [gloo's TCP
-transport](https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/pair.cc)). That is
-harmless as long as both threads have a core. But on waking it may have pushed the main thread off
-its core. Then it waits for a thread that cannot run, until the scheduler's next tick: a 250th of a
-second where the kernel ticks at 250 Hz.
-
-Threads of Linux's *batch* class do not push others off on waking. `microddp.init()` puts its
-threads into that class, which is why the book's numbers have few of these pauses. Our code is not
-the cause: the backend's own all-reduce is measured beside it.
-
 ## Where it breaks: a ring that sends whole tensors
 
 A ring that passes on the whole tensor in each of $n-1$ rounds also ends with the right sum on every
@@ -503,7 +276,237 @@ start equal and add different averages are no longer replicas, and chapter 01 sh
 makes of a last bit. Two ranks are always safe, since a + b = b + a; with three or more, the order
 must be the same everywhere. In the chunked ring each chunk is added up along one path and then
 copied.
+"""
 
+# %% [markdown]
+r"""
+## From a chapter to a core
+
+The ring above moves whole chunks. The core cuts large chunks into pieces of `PIECE_BYTES`
+(1.5 MiB). Piece j of all chunks is a *column*, and a column goes all the way round before the next
+one begins. What has arrived is then still in the processor's cache when it is added and sent on.
+Two columns at once, one of them reduced while the other travels, were no faster with two gloo ranks
+on two cores (AMD EPYC, November 2026): there the same cores do both. The core's ring also takes any
+operation, any dtype and tensors that are not contiguous:
+
+```{literalinclude} ../../microddp/allreduce/ring.py
+:pyobject: _ring
+```
+
+The core also has a fourth way, *recursive doubling*: exchange whole tensors with the rank 1 away,
+then 2 away, then 4, so that $\log_2 n$ rounds are enough. All four must agree with the backend's
+all-reduce, here for four operations:
+"""
+
+# %%
+for op in ("sum", "max", "min", "product"):
+    for name, all_reduce in ALGORITHMS.items():
+        tensor = torch.arange(size, dtype=torch.float64, device=comms.device) % 3 + rank
+        expected = tensor.clone()
+        comms.all_reduce(expected, op)
+        all_reduce(tensor, comms, op)
+        assert torch.equal(tensor, expected), (name, op)
+
+comms.print(f"{', '.join(ALGORITHMS)}: equal to the backend's for sum, max, min and product")
+
+# %% [markdown]
+r"""
+## What a message costs
+
+The simplest useful model of a message has two numbers. It takes $\alpha$ seconds to start one,
+whatever its size, and $\beta$ seconds for each byte. A message of $m$ bytes then takes
+
+$$ t(m) = \alpha + \beta m . $$
+
+Timings are honest only where every rank has a core or a GPU to itself. If a machine has more ranks
+than that, those beyond leave the job at `timed()`: their process ends there. The others, at least
+two of each machine, get the group of those that stay, a *sub-group*:
+"""
+
+# %%
+few = comms.timed()
+few.print(f"{few.world_size} of {n} ranks are timed")
+if few.world_size == 1:
+    few.print("One rank has nobody to send to: what it exchanges below, it copies.")
+
+# %% [markdown]
+"""
+Neighbours exchange messages of seven sizes, from 1 KiB to 4 MiB:
+"""
+
+# %%
+neighbour, other = (few.rank + 1) % few.world_size, (few.rank - 1) % few.world_size
+
+
+def exchange(outgoing, incoming):
+    if few.world_size > 1:
+        few.sendrecv(outgoing, neighbour, incoming, other)
+    else:
+        incoming.copy_(outgoing)
+
+
+# %%
+POOL = torch.zeros(2, 2**23, device=comms.device)  # 32 MiB each way
+
+
+def exchange_next(count, starts):
+    start = next(starts)  # somewhere else each time, as in a large tensor
+    exchange(*POOL[:, start : start + count].unbind())
+
+
+message_seconds = {}
+for nbytes in (2**k for k in range(10, 23, 2)):
+    starts = itertools.cycle(range(0, 2**23, nbytes // 4))
+    call = {"exchange": functools.partial(exchange_next, nbytes // 4, starts)}
+    message_seconds[nbytes] = measure(call, few, warmup=5, repeat=41)["exchange"].median
+
+# %% [markdown]
+"""
+The line that fits these times with the least *relative* error gives alpha and beta: the small
+messages tell what alpha is, and the large ones what beta is:
+"""
+
+# %%
+alpha, beta = fit_alpha_beta(list(message_seconds), list(message_seconds.values()))
+few.print(f"alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte")
+rows = [
+    (human_bytes(m), human_seconds(t), human_seconds(alpha + beta * m))
+    for m, t in message_seconds.items()
+]
+few.print(table(rows, ["message", "measured", "alpha + beta m"]))
+
+# %% [markdown]
+r"""
+## Time by size
+
+**Predict.** An algorithm of $r$ rounds, each of $m$ bytes, should take $r(\alpha + \beta m)$. For
+small tensors $\alpha$ decides, so fewer rounds win. For large ones $\beta$ decides: the ring's
+rounds are shortest, and it should win by a factor that grows with the number of ranks.
+
+**Measure.** All algorithms take turns, so that whatever disturbs the machine meets all of them:
+"""
+
+# %%
+timings = {}
+for nbytes in (2**k for k in range(14, 27, 3)):
+    x = torch.ones(nbytes // 4, device=comms.device)
+    calls = {"backend": functools.partial(few.all_reduce, x)}
+    calls |= {name: functools.partial(ours, x, few) for name, ours in ALGORITHMS.items()}
+    for name, t in measure(calls, few, repeat=11, prepare=lambda x=x: x.fill_(1)).items():
+        timings.setdefault(name, {})[nbytes] = t
+
+# %%
+models = {
+    name: lambda m, name=name: all_reduce_cost(name, few.world_size, m).seconds(alpha, beta)
+    for name in ALGORITHMS
+}
+ring_time, backend_time = (timings[name][nbytes].median for name in ("ring", "backend"))
+figures.times_by_size(
+    {name: timings[name] for name in ("backend", "ring", "naive")},
+    models=models,
+    title=f"{human_bytes(nbytes)}: the ring takes {ring_time / backend_time:.2f} "
+    "times the backend's time",
+)
+
+# %% tags=["plumbing"]
+rows = []
+for nbytes, backend in timings["backend"].items():
+    ratios = [timings[name][nbytes].median / backend.median for name in ALGORITHMS]
+    marked = mark_least([f"{ratio:.2f}" for ratio in ratios], ratios)
+    bus = bus_bandwidth(nbytes, timings["ring"][nbytes].median, few.world_size) / 1e9
+    error = models["ring"](nbytes) / timings["ring"][nbytes].median
+    rows.append((human_bytes(nbytes), backend, *marked, bus, error))
+few.print("our four in units of the backend's time; * the fastest of them")
+few.print(table(rows, ["size", "backend", *ALGORITHMS, "ring GB/s", "predicted / ring"]))
+for nbytes in (min(timings["ring"]), max(timings["ring"])):
+    fastest = min(ALGORITHMS, key=lambda name: timings[name][nbytes].median)
+    few.print(f"fastest of ours at {human_bytes(nbytes)}: {fastest}")
+
+# %% [markdown]
+r"""
+*GB/s* is the ring's *bus bandwidth*, $\frac{S}{t}\cdot\frac{2(n-1)}{n}$. It is what each link must
+have carried in a second, and can be compared between algorithms and numbers of ranks. The
+definition is that of nccl-tests, Nvidia's benchmark of collectives
+([PERFORMANCE.md](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md)).
+
+**Explain.** The prediction gets the shape right: flat where alpha decides, a straight line where
+beta does. Where it is off, it leaves something out. Alpha and beta come from exchanges in *both*
+directions, through memory that is seldom in the cache. A message in one direction, through a tensor
+that was just filled, is cheaper, so naive beats its prediction for large tensors. On the other
+hand, the additions and the Python between two messages are not in the model at all.
+
+How much the ring gains depends on the links. With two ranks on one machine, naive and the ring
+move the same bytes in all, and the two directions share the cores that copy them. With more ranks,
+each with a link of its own, naive's $2(n-1)S$ bytes through one link must fall behind.
+
+## The pauses
+
+Some small messages take far longer than others, and the cause is not the network. Linux's
+scheduler decides which thread gets a core, and treats threads by their *class*. Below, 64 KiB are
+exchanged again and again, always in the same memory, under two classes that take turns. The same is
+done with the backend's all-reduce. Between the calls there is no *barrier*, which would make every
+rank wait for all others. A curve shows the share of calls that took longer than a given time:
+"""
+
+
+# %%
+def call_times(call, policy):
+    few.barrier()
+    schedule_threads(policy)
+    seconds = []
+    for _ in range(220):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    schedule_threads("batch")
+    return seconds[20:]
+
+
+# %%
+paused = {}
+if comms.device.type == "cpu":
+    out, into = torch.zeros(2, 1 << 14).unbind()
+    calls = {
+        "exchange": functools.partial(exchange, out, into),
+        "all-reduce": functools.partial(few.all_reduce, out),
+    }
+    for _, (name, call), policy in itertools.product(range(2), calls.items(), ("other", "batch")):
+        title = f"{name}, {'default' if policy == 'other' else policy} class"
+        paused[title] = paused.get(title, []) + call_times(call, policy)
+
+# %% tags=["plumbing"]
+rows = []
+for name, seconds in paused.items():
+    long = sum(s > 1e-3 for s in seconds) / len(seconds)
+    rows.append((name, human_seconds(sum(seconds) / len(seconds)), long))
+if paused:  # not on GPUs
+    few.print(table(rows, ["", "mean", "share over 1 ms"], floats=".1%"))
+    long = {name: share for name, _, share in rows}
+    figures.pauses(
+        paused,
+        title=f"Exchanges over 1 ms: {long['exchange, default class']:.1%} in the default class, "
+        f"{long['exchange, batch class']:.1%} in the batch class",
+        xlabel="one call",
+    )
+
+# %% [markdown]
+"""
+The long calls under the default class are turns of the scheduler. gloo has a background thread
+that reads the sockets. When data arrive, it wakes up and *tries* to lock the connection. If the
+main thread holds the lock, because it is in the middle of sending, the background thread does not
+sleep: it tries again and again (`Pair::handleEvents` in [gloo's TCP
+transport](https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/pair.cc)). That is
+harmless as long as both threads have a core. But on waking it may have pushed the main thread off
+its core. Then it waits for a thread that cannot run, until the scheduler's next tick: a 250th of a
+second where the kernel ticks at 250 Hz.
+
+Threads of Linux's *batch* class do not push others off on waking. `microddp.init()` puts its
+threads into that class, which is why the book's numbers have few of these pauses. Our code is not
+the cause: the backend's own all-reduce is measured beside it.
+"""
+
+# %% [markdown]
+r"""
 ## What to take along
 
 - A ring all-reduce is a reduce-scatter followed by an all-gather. With three or more ranks, its
@@ -566,6 +569,5 @@ copied.
 """
 
 # %%
-if few is not None:
-    few.close()
+few.close()
 comms.close()

@@ -8,22 +8,23 @@ the gradients. This chapter makes them. It checks that n ranks then train as one
 whole batch, up to rounding. Then it breaks each addition on purpose, and looks at what they cost.
 """
 
-# %%
+# %% tags=["imports"]
+from functools import partial
+
 import torch
-from tabulate import tabulate
 from torch.nn.functional import cross_entropy
 
 import microddp
 from microddp import figures
 from microddp.allreduce import all_reduce_cost
-from microddp.comms import cpu_cores
 from microddp.data import ShardedBatches, epoch_order, load_digits, shard
 from microddp.model import FullMLP, gradient_bytes
 from microddp.replicas import broadcast_parameters, check_replicas
-from microddp.report import human_bytes
+from microddp.report import human_bytes, table
 from microddp.schedule import naive_data_parallel_step
 from microddp.timing import Timeline, measure
 
+# %%
 comms = microddp.init()
 rank, n = comms.rank, comms.world_size
 comms.print(comms.describe())
@@ -151,15 +152,15 @@ def train(dtype, epochs=3):
 # %%
 shared, single, apart = train(torch.float64)
 shared32, single32, apart32 = train(torch.float32)
+assert max(abs(a - b) for a, b in zip(shared, single, strict=True)) < 1e-9
+assert max(apart) < 1e-9
+
+# %% tags=["plumbing"]
 rows = [
     (i + 1, single[i], shared[i], abs(shared[i] - single[i]), apart[i]) for i in (0, 13, 27, 41)
 ]
 headers = ["step", "loss, one device", f"loss, {n} ranks", "difference", "weights apart"]
-comms.print(tabulate(rows, headers=headers, floatfmt=("d", ".6f", ".6f", ".1e", ".1e")))
-assert max(abs(a - b) for a, b in zip(shared, single, strict=True)) < 1e-9
-assert max(apart) < 1e-9
-
-# %%
+comms.print(table(rows, headers, floats=("", ".6f", ".6f", ".1e", ".1e")))
 steps = range(1, len(shared) + 1)
 figures.lines(
     {f"{n} ranks": (steps, shared), "one device": (steps, single)},
@@ -197,16 +198,16 @@ for x, y in batches(rank, n).epoch(0):
     drift.append(((everyone - everyone[0]).norm(dim=1) / everyone[0].norm()).tolist())
 
 comms.print(f"loss of rank 0: {losses[0]:.2f} in the first step, {losses[-1]:.2f} in the last")
+assert n == 1 or min(drift[-1][1:]) > 1e-3
 
-# %%
-if n > 1:
+# %% tags=["plumbing"]
+if n > 1:  # else there is nobody to be apart from
     figures.lines(
         {f"rank {r}": (range(1, len(drift) + 1), [row[r] for row in drift]) for r in range(1, n)},
         title="Without averaging every rank trains a model of its own",
         xlabel="training steps",
         ylabel="distance from rank 0's weights",
     )
-    assert min(drift[-1][1:]) > 1e-3
 
 # %% [markdown]
 """
@@ -231,7 +232,7 @@ rows = []
 for name, seed in (("one seed", 0), ("a seed for each rank", rank)):
     used = times_used(epoch_order(len(digits.train), epoch=0, seed=seed).to(comms.device))
     rows.append((name, int((used == 0).sum()), int((used == 1).sum()), int((used > 1).sum())))
-comms.print(tabulate(rows, headers=["order from", "never used", "used once", "used again"]))
+comms.print(table(rows, ["order from", "never used", "used once", "used again"]))
 assert rows[0][1:] == (0, len(digits.train), 0)
 assert n == 1 or rows[1][1] > 0
 
@@ -260,7 +261,8 @@ The core's version is the same step with a place to record when things happen:
 :pyobject: naive_data_parallel_step
 ```
 
-It must leave the weights that the version above leaves:
+It must leave the weights that the version above leaves. It calls the same all-reduces in the same
+order, so even their rounding is the same:
 """
 
 # %%
@@ -275,22 +277,20 @@ assert distance(core, ours) == 0.0
 """
 **Predict.** The first all-reduce starts when the last gradient is there. So a step should have
 three parts: computation, then communication, in which nothing is computed, then the optimizer. As
-in chapter 02, no more ranks are timed than there are cores or GPUs. Of eleven steps, the one of
+in chapter 02, ranks that have no core or GPU of their own leave here. Of eleven steps, the one of
 median length is drawn:
 """
 
 # %%
-devices = torch.cuda.device_count() if comms.device.type == "cuda" else cpu_cores()
-few = comms.subgroup(range(min(n, max(2, devices))))
+few = comms.timed()
+wide = new_model(0, torch.float32, dim=512)
+optimizer = sgd(wide)
+x, y = (shard(tensor[:BATCH], few.rank, few.world_size) for tensor in digits.train.tensors)
 timelines = []
-if few is not None:
-    wide = new_model(0, torch.float32, dim=512)
-    optimizer = sgd(wide)
-    x, y = (shard(tensor[:BATCH], few.rank, few.world_size) for tensor in digits.train.tensors)
-    for _ in range(11):
-        timeline = Timeline(few)
-        naive_data_parallel_step(wide, cross_entropy, optimizer, (x, y), few, timeline)
-        timelines.append(timeline.gather())
+for _ in range(11):
+    timeline = Timeline(few)
+    naive_data_parallel_step(wide, cross_entropy, optimizer, (x, y), few, timeline)
+    timelines.append(timeline.gather())
 
 
 # %%
@@ -298,15 +298,14 @@ def length(spans):
     return max(span.end for span in spans) - min(span.start for span in spans)
 
 
-if few is not None:
-    spans = sorted(timelines, key=length)[len(timelines) // 2]
-    few.print(f"{few.world_size} ranks, {human_bytes(gradient_bytes(wide))} of gradients")
-    figures.timeline(spans, title="Communication begins only when backward has ended")
-    for r in range(few.world_size):
-        computed = max(s.end for s in spans if s.rank == r and s.name == "backward")
-        sent = [s for s in spans if s.rank == r and s.lane == "communication"]
-        assert len(sent) == collectives
-        assert all(span.start >= computed for span in sent)
+spans = sorted(timelines, key=length)[len(timelines) // 2]
+few.print(f"{few.world_size} ranks, {human_bytes(gradient_bytes(wide))} of gradients")
+figures.timeline(spans, title="Communication begins only when backward has ended")
+for r in range(few.world_size):
+    computed = max(s.end for s in spans if s.rank == r and s.name == "backward")
+    sent = [s for s in spans if s.rank == r and s.lane == "communication"]
+    assert len(sent) == collectives
+    assert all(span.start >= computed for span in sent)
 
 # %% [markdown]
 """
@@ -316,28 +315,25 @@ the table, all ranks work at the same time:
 """
 
 # %%
-if few is not None:
-    one = new_model(0, torch.float32, dim=512)
-    one_sgd = sgd(one)
-    whole = tuple(tensor[:BATCH] for tensor in digits.train.tensors)
-    calls = {
-        "one device, whole batch": lambda: local_step(one, one_sgd, *whole),
-        "one device, one shard": lambda: local_step(one, one_sgd, x, y),
-        "naive data parallel": lambda: naive_data_parallel_step(
-            wide, cross_entropy, optimizer, (x, y), few
-        ),
-    }
-    steps = measure(calls, few, repeat=21)
+one = new_model(0, torch.float32, dim=512)
+one_sgd = sgd(one)
+whole = tuple(tensor[:BATCH] for tensor in digits.train.tensors)
+together = partial(naive_data_parallel_step, wide, cross_entropy, optimizer, (x, y), few)
+calls = {
+    "one device, whole batch": partial(local_step, one, one_sgd, *whole),
+    "one device, one shard": partial(local_step, one, one_sgd, x, y),
+    "naive data parallel": together,
+}
+steps = measure(calls, few, repeat=21)
 
-# %%
-if few is not None:
-    whole_time = steps["one device, whole batch"].median
-    rows = [(name, str(timing), whole_time / timing.median) for name, timing in steps.items()]
-    headers = [f"step, {few.world_size} ranks timed", "median (quartiles)", "times as fast"]
-    few.print(tabulate(rows, headers=headers, floatfmt=".2f"))
-    naive = steps["naive data parallel"].median
-    share = 1 - steps["one device, one shard"].median / naive
-    few.print(f"{share:.0%} of the data-parallel step is not computation")
+# %% tags=["plumbing"]
+whole_time = steps["one device, whole batch"].median
+rows = [(name, timing, whole_time / timing.median) for name, timing in steps.items()]
+headers = [f"step, {few.world_size} ranks timed", "median (quartiles)", "times as fast"]
+few.print(table(rows, headers))
+naive = steps["naive data parallel"].median
+share = 1 - steps["one device, one shard"].median / naive
+few.print(f"{share:.0%} of the data-parallel step is not computation")
 
 # %% [markdown]
 r"""
@@ -424,6 +420,5 @@ together.
 """
 
 # %%
-if few is not None:
-    few.close()
+few.close()
 comms.close()

@@ -9,7 +9,7 @@ starts an all-reduce in each one, and measures how much of the communication the
 behind backward.
 """
 
-# %%
+# %% tags=["imports"]
 import os
 import tempfile
 import time
@@ -17,13 +17,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import microddp
 from microddp import figures
-from microddp.comms import cpu_cores
 from microddp.data import ShardedBatches, load_digits
 from microddp.hooks import (
     AllReduceHooks,
@@ -33,12 +31,11 @@ from microddp.hooks import (
 )
 from microddp.model import FullMLP, SimpleCNN, Transformer, gradient_bytes
 from microddp.replicas import check_replicas
-from microddp.report import human_bytes, human_seconds
+from microddp.report import human_bytes, human_seconds, table
 from microddp.timing import Timeline, exposed, overlapped, save_chrome_trace
 
 # %%
 comms = microddp.init()
-rank, n = comms.rank, comms.world_size
 comms.print(comms.describe())
 
 # %% [markdown]
@@ -68,7 +65,8 @@ weight.register_hook(tensor_hook)
 weight.register_post_accumulate_grad_hook(post_accumulate_hook)
 for _ in range(2):
     (3 * weight).backward()
-comms.print(tabulate(calls, headers=["hook", "is given", ".grad at that time"], missingval="None"))
+rows = [(kind, given, str(grad)) for kind, given, grad in calls]
+comms.print(table(rows, ["hook", "is given", ".grad at that time"], floats=".1f"))
 assert calls == [
     *[("tensor", 3.0, None), ("post-accumulate", 5.0, 3.0)],
     *[("tensor", 3.0, 3.0), ("post-accumulate", 5.0, 6.0)],
@@ -87,30 +85,28 @@ the last layer are ready first, after a small part of the time, and those of the
 A {class}`~microddp.hooks.HookTracker` puts a post-accumulate hook on every parameter and notes
 the time. {func}`~microddp.hooks.demonstrate_hook_order` runs one backward under it, prints the
 table, and checks that all ranks saw the same order. The model is the one of the last chapters,
-with half as many layers to keep the table short. As before, no more ranks are timed than there
-are cores or GPUs:
+with half as many layers to keep the table short. As before, ranks that have no core or GPU of their
+own leave; the rest of the chapter is for the others:
 """
 
 # %%
-devices = torch.cuda.device_count() if comms.device.type == "cuda" else cpu_cores()
-few = comms.subgroup(range(min(n, max(2, devices))))
+few = comms.timed()
+rank, n = few.rank, few.world_size
 torch.manual_seed(0)
-half = FullMLP(512, depth=8, inputs=64, outputs=10).to(comms.device)
-if few is not None:
-    half(torch.randn(32, 64, device=few.device)).sum().backward()  # a process's first one is slow
-    rows = demonstrate_hook_order(half, few)
-comms.barrier()  # until here the other ranks leave the cores alone
+half = FullMLP(512, depth=8, inputs=64, outputs=10).to(few.device)
+half(torch.randn(32, 64, device=few.device)).sum().backward()  # a process's first one is slow
+rows = demonstrate_hook_order(half, few)
 
 # %%
-forward = [name for name, _ in half.named_parameters()]
-if few is not None:
-    figures.gradient_order(
-        rows, forward=forward, title="The gradients of the last layers are ready first"
-    )
-    layers = [int(row.name.split(".")[1]) for row in rows]
-    assert layers == sorted(layers, reverse=True)
-    early = sum(row.nbytes for row in rows if row.seconds < rows[-1].seconds / 2)
-    few.print(f"{early / gradient_bytes(half):.0%} of the bytes are ready in half the time")
+layers = [int(row.name.split(".")[1]) for row in rows]
+assert layers == sorted(layers, reverse=True)
+early = sum(row.nbytes for row in rows if row.seconds < rows[-1].seconds / 2)
+few.print(f"{early / gradient_bytes(half):.0%} of the bytes are ready in half the time")
+figures.gradient_order(
+    rows,
+    forward=[name for name, _ in half.named_parameters()],
+    title="The gradients of the last layers are ready first",
+)
 
 # %% [markdown]
 """
@@ -125,14 +121,14 @@ A parameter that is frozen has no hook, and one that the loss does not need has 
 
 # %%
 torch.manual_seed(0)
-model = Transformer(vocabulary=64, dim=32, depth=1, heads=2, context=16).to(comms.device)
-model.spare = nn.Parameter(torch.zeros(3, device=comms.device))  # that nothing uses
+model = Transformer(vocabulary=64, dim=32, depth=1, heads=2, context=16).to(few.device)
+model.spare = nn.Parameter(torch.zeros(3, device=few.device))  # that nothing uses
 model.norm.requires_grad_(False)
-tokens = torch.arange(8, device=comms.device)[None]
+tokens = torch.arange(8, device=few.device)[None]
 with HookTracker(model) as tracker:
     logits = model(tokens[:, :-1])
     tracker.start(cross_entropy(logits[0], tokens[0, 1:])).backward()
-comms.print(tracker)
+few.print(tracker)
 assert [row.name for row in tracker.rows if row.order is None] == ["spare"]
 assert not any(row.name.startswith("norm.") for row in tracker.rows)
 order = [row.name for row in tracker.rows]
@@ -186,13 +182,13 @@ the digits, in `float64`:
 """
 
 # %%
-digits = load_digits(comms.device)
+digits = load_digits(few.device)
 BATCH = 96 - 96 % n  # the global batch must divide
 
 
 def train(make_hooks, rank, n, check=lambda *_: None):
     torch.manual_seed(0)
-    model = FullMLP(64, depth=8, outputs=10).to(comms.device, torch.float64)
+    model = FullMLP(64, depth=8, outputs=10).to(few.device, torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     hooks = make_hooks(model)
     for x, y in ShardedBatches(digits.train, BATCH, rank, n).epoch(0):
@@ -211,13 +207,13 @@ def flat(model):
 
 
 # %%
-ours = train(lambda model: Hooks(model, comms), rank, n)
-core = train(lambda model: AllReduceHooks(model, comms), rank, n)
+ours = train(lambda model: Hooks(model, few), rank, n)
+core = train(lambda model: AllReduceHooks(model, few), rank, n)
 alone = train(lambda _: None, 0, 1)
 apart = ((flat(ours) - flat(alone)).norm() / flat(alone).norm()).item()
-comms.print(f"bitwise equal to the core's: {torch.equal(flat(ours), flat(core))}")
-comms.print(f"{apart:.1e} from one device on the whole batch")
-check_replicas(ours, comms)
+few.print(f"bitwise equal to the core's: {torch.equal(flat(ours), flat(core))}")
+few.print(f"{apart:.1e} from one device on the whole batch")
+check_replicas(ours, few)
 assert torch.equal(flat(ours), flat(core))
 assert apart < 1e-9
 
@@ -236,7 +232,7 @@ do the same things; they differ in when they start an all-reduce:
 
 # %%
 torch.manual_seed(0)
-wide = FullMLP(512, inputs=64, outputs=10).to(comms.device)
+wide = FullMLP(512, inputs=64, outputs=10).to(few.device)
 x, y = (tensor[: 64 * n].chunk(n)[rank] for tensor in digits.train.tensors)
 
 
@@ -286,27 +282,26 @@ def median_step(step):
     return sorted(recorded, key=length)[len(recorded) // 2]
 
 
-if few is not None:
-    steps = {"naive": median_step(naive), "hooks": median_step(hooked)}
-    rank_0 = {name: [s for s in spans if s.rank == 0] for name, spans in steps.items()}
-    figures.timelines(rank_0, title="With hooks, communication begins during backward")
+steps = {"naive": median_step(naive), "hooks": median_step(hooked)}
 
 # %%
-if few is not None:
-    rows = [
-        (name, r, *(f(spans, r) * 1e3 for f in (overlapped, exposed)))
-        for name, spans in steps.items()
-        for r in range(few.world_size)
-    ]
-    headers = ["step", "rank", "under way during compute (ms)", "exposed (ms)"]
-    few.print(tabulate(rows, headers=headers, floatfmt=".2f"))
-    for r in range(few.world_size):
-        mine = [s for s in steps["hooks"] if s.rank == r]
-        backward = next(s for s in mine if s.name == "backward")
-        started = [s.start for s in mine if s.lane == "communication"]
-        assert len(started) == len(list(wide.parameters()))
-        assert all(backward.start <= start <= backward.end for start in started)
-        assert overlapped(steps["naive"], r) < 1e-6
+rank_0 = {name: [s for s in spans if s.rank == 0] for name, spans in steps.items()}
+figures.timelines(rank_0, title="With hooks, communication begins during backward")
+for r in range(n):
+    mine = [s for s in steps["hooks"] if s.rank == r]
+    backward = next(s for s in mine if s.name == "backward")
+    started = [s.start for s in mine if s.lane == "communication"]
+    assert len(started) == len(list(wide.parameters()))
+    assert all(backward.start <= start <= backward.end for start in started)
+    assert overlapped(steps["naive"], r) < 1e-6
+
+# %% tags=["plumbing"]
+rows = [
+    (name, r, *(f(spans, r) * 1e3 for f in (overlapped, exposed)))
+    for name, spans in steps.items()
+    for r in range(n)
+]
+few.print(table(rows, ["step", "rank", "under way during compute (ms)", "exposed (ms)"]))
 
 # %% [markdown]
 """
@@ -320,12 +315,11 @@ each one can be clicked. With `MICRODDP_TRACES=FOLDER` in the environment the fi
 """
 
 # %%
-if few is not None:
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(os.environ.get("MICRODDP_TRACES", scratch), "04_hooks.json")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_chrome_trace(steps["hooks"], path)
-        few.print(f"{path.name}: {len(steps['hooks'])} spans, {human_bytes(path.stat().st_size)}")
+with tempfile.TemporaryDirectory() as scratch:
+    path = Path(os.environ.get("MICRODDP_TRACES", scratch), "04_hooks.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_chrome_trace(steps["hooks"], path)
+    few.print(f"{path.name}: {len(steps['hooks'])} spans, {human_bytes(path.stat().st_size)}")
 
 # %% [markdown]
 r"""
@@ -348,21 +342,19 @@ not:
 
 # %%
 results = {}
-for size in (16, 128) if few is not None else ():
+for size in (16, 128):
     batch = tuple(tensor[:size] for tensor in digits.train.tensors)
     results[size] = compare_hooks_with_manual(wide, few, batch, cross_entropy, repeat=11)
 
-# %%
+# %% tags=["plumbing"]
 rows = []
 for size, times in results.items():
     compute, manual = times["compute"].median, times["manual"].median
     hidden = human_seconds(max(compute, manual - compute))
     ratio = manual / times["hooks"].median
     rows.append((size, human_seconds(compute), times["manual"], times["hooks"], hidden, ratio))
-if few is not None:
-    few.print(f"{few.world_size} ranks, {human_bytes(gradient_bytes(wide))} of gradients")
-    headers = ["shard", "C", "naive: C + M", "hooks", "max(C, M)", "times as fast"]
-    few.print(tabulate(rows, headers=headers, floatfmt=".2f"))
+few.print(f"{n} ranks, {human_bytes(gradient_bytes(wide))} of gradients")
+few.print(table(rows, ["shard", "C", "naive: C + M", "hooks", "max(C, M)", "times as fast"]))
 
 # %% [markdown]
 """
@@ -396,11 +388,11 @@ def train_and_watch(make_hooks):
     losses = []
 
     def check(model, loss):
-        comms.all_reduce_mean(loss)
-        grads = comms.all_gather(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        few.all_reduce_mean(loss)
+        grads = few.all_gather(torch.cat([p.grad.flatten() for p in model.parameters()]))
         losses.append((loss.item(), ((grads - grads[0]).norm() / grads[0].norm()).item()))
 
-    return train(lambda model: make_hooks(model, comms), rank, n, check), losses
+    return train(lambda model: make_hooks(model, few), rank, n, check), losses
 
 
 # %% [markdown]
@@ -412,19 +404,23 @@ middle of backward, and the gradients stay each rank's own:
 # %%
 wrong, wrong_losses = train_and_watch(AveragesWhatItIsGiven)
 right, right_losses = train_and_watch(Hooks)
+assert n == 1 or min(differ for _, differ in wrong_losses) > 1e-3
+assert max(differ for _, differ in right_losses) == 0
+
+# %% tags=["plumbing"]
 rows = [
     (step + 1, *wrong_losses[step], *right_losses[step]) for step in (0, 1, len(right_losses) - 1)
 ]
 headers = ["step", "loss, wrong", "gradients differ by", "loss, right", "gradients differ by"]
-comms.print(tabulate(rows, headers=headers, floatfmt=".4f"))
+few.print(table(rows, headers, floats=".4f"))
+
+# %%
 try:
-    check_replicas(wrong, comms)
+    check_replicas(wrong, few)
 except RuntimeError as error:
-    comms.print(error)
+    few.print(error)
 else:
     assert n == 1
-assert n == 1 or min(differ for _, differ in wrong_losses) > 1e-3
-assert max(differ for _, differ in right_losses) == 0
 
 # %% [markdown]
 """
@@ -438,32 +434,35 @@ word fixes it: what has to be averaged is `parameter.grad`. And one call finds i
 
 When `backward()` returns, the all-reduces may still be under way, in the very tensors that
 `.grad` holds. Clip or log gradients now, and the numbers depend on who was faster. Here the last
-rank is late, so that all others read before anything has been added up:
+rank is late, so that all others read before anything has been added up. (A first step is there to
+warm up: on a GPU, a kernel's first call may wait for all that is under way, and hide the race.)
 """
 
 
 # %%
 def gradient_norm(model):
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
-    return norm.to(comms.device).reshape(1)
+    return norm.to(few.device).reshape(1)
 
 
 torch.manual_seed(0)
-model = SimpleCNN().to(comms.device)
-hooks = AllReduceHooks(model, comms)
+model = SimpleCNN().to(few.device)
+hooks = AllReduceHooks(model, few)
 mine = [tensor[: 8 * n].chunk(n)[rank] for tensor in digits.train.tensors]
-loss = cross_entropy(model(mine[0]), mine[1])
-time.sleep(0.5 if rank == n - 1 else 0)
-loss.backward()
-early = gradient_norm(model)
-hooks.finish()
-final = gradient_norm(model)
+for late in (0.0, 0.5):
+    model.zero_grad()
+    loss = cross_entropy(model(mine[0]), mine[1])
+    time.sleep(late if rank == n - 1 else 0)
+    loss.backward()
+    early = gradient_norm(model)
+    hooks.finish()
+    final = gradient_norm(model)
 
 # %%
-early_norms, final_norms = (comms.all_gather(norm).flatten() for norm in (early, final))
+early_norms, final_norms = (few.all_gather(norm).flatten() for norm in (early, final))
 rows = zip(range(n), early_norms.tolist(), final_norms.tolist(), strict=True)
 headers = ["rank", "norm after backward", "norm after finish()"]
-comms.print(tabulate(rows, headers=headers, floatfmt=".4f"))
+few.print(table(rows, headers, floats=".4f"))
 assert (final_norms == final_norms[0]).all()
 assert n == 1 or early_norms[0] != final_norms[0]
 
@@ -483,7 +482,7 @@ try:
     for _ in range(2):
         cross_entropy(model(mine[0]), mine[1]).backward()
 except RuntimeError as error:
-    comms.print(error)
+    few.print(error)
 else:
     raise AssertionError("a forgotten finish() must be an error")
 hooks.finish()
@@ -561,6 +560,5 @@ removes the trap; chapter 06 builds it.
 """
 
 # %%
-if few is not None:
-    few.close()
+few.close()
 comms.close()

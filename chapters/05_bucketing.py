@@ -9,14 +9,13 @@ and looks for the best size of a bucket: too small and the price is paid too oft
 the first message starts too late.
 """
 
-# %%
+# %% tags=["imports"]
 import copy
 import itertools
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
@@ -24,31 +23,28 @@ import microddp
 from microddp import figures
 from microddp.allreduce import fit_alpha_beta
 from microddp.bucketing import BucketedDDPHooks, compare_bucketed_vs_unbucketed, plan_buckets
-from microddp.comms import cpu_cores
 from microddp.data import ShardedBatches, load_digits
 from microddp.model import FullMLP, SimpleCNN, Transformer, gradient_bytes
-from microddp.report import MIB, human_bytes, human_seconds, mark_least
+from microddp.report import MIB, human_bytes, human_seconds, mark_least, table
 from microddp.timing import measure
 
+# %%
 comms = microddp.init()
-rank, n = comms.rank, comms.world_size
 comms.print(comms.describe())
 
 # %% [markdown]
 """
 ## The price of a message
 
-As before, no more ranks are timed than there are cores or GPUs, but at least two:
+As before, ranks that have no core or GPU of their own leave, and the chapter is for the others:
 """
 
 # %%
-devices = torch.cuda.device_count() if comms.device.type == "cuda" else cpu_cores()
-few = comms.subgroup(range(min(n, max(2, devices))))
-timed = few is not None and few.world_size > 1
-if timed:
-    few.print(f"timing on {few.world_size} of {n} ranks, {devices} cores or GPUs")
+few = comms.timed()
+rank, n = few.rank, few.world_size
+few.print(f"{n} of {comms.world_size} ranks stay")
 if n == 1:
-    comms.print("One rank sends nothing, so nothing is timed; add --nproc-per-node=2 for the rest.")
+    few.print("One rank sends nothing: its all-reduces below are calls without a message.")
 
 # %% [markdown]
 r"""
@@ -59,7 +55,7 @@ cache either:
 """
 
 # %%
-POOL = torch.zeros(2**24, device=comms.device)  # 64 MiB
+POOL = torch.zeros(2**24, device=few.device)  # 64 MiB
 
 
 def reduce_next(count, starts):
@@ -72,16 +68,16 @@ for nbytes in (2**k for k in range(10, 24)):
     calls[nbytes] = partial(reduce_next, nbytes // 4, starts)
 
 # %%
-if timed:
-    timings = measure(calls, few, repeat=21)
-    alpha, beta = fit_alpha_beta(list(timings), [t.median for t in timings.values()])
-    few.print(f"alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte")
+timings = measure(calls, few, repeat=21)
+alpha, beta = fit_alpha_beta(list(timings), [t.median for t in timings.values()])
+few.print(f"alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte")
+if beta > 0:  # else the size made no difference
     few.print(f"{human_bytes(alpha / beta)} take as long to send as a message takes to start")
-    figures.times_by_size(
-        {"all-reduce": timings},
-        models={"all-reduce": lambda m: alpha + beta * m},
-        title="Small messages all take the same time: that of starting",
-    )
+figures.times_by_size(
+    {"all-reduce": timings},
+    models={"all-reduce": lambda m: alpha + beta * m},
+    title="Small messages all take the same time: that of starting",
+)
 
 # %% [markdown]
 r"""
@@ -93,7 +89,7 @@ they cost $P\alpha + \beta S$; together, $\alpha + \beta S$.
 
 # %%
 torch.manual_seed(0)
-deep = FullMLP(256, depth=32).to(comms.device)
+deep = FullMLP(256, depth=32).to(few.device)
 parameters = list(deep.parameters())
 total = gradient_bytes(deep)
 
@@ -104,14 +100,12 @@ def reduce_all(tensors):
 
 
 # %%
-if timed:
-    apart = [torch.zeros_like(p) for p in parameters]
-    together = [torch.zeros(total // 4, device=comms.device)]
-    times = measure({len(t): partial(reduce_all, t) for t in (apart, together)}, few)
-    rows = [(p, human_seconds(p * alpha + beta * total), str(t)) for p, t in times.items()]
-    few.print(f"{human_bytes(total)} of gradients, {few.world_size} ranks")
-    few.print(tabulate(rows, headers=["messages", "predicted", "measured, median (quartiles)"]))
-comms.barrier()  # ranks that are not timed wait here, and leave the cores to those that are
+apart = [torch.zeros_like(p) for p in parameters]
+together = [torch.zeros(total // 4, device=few.device)]
+times = measure({len(t): partial(reduce_all, t) for t in (apart, together)}, few)
+rows = [(p, human_seconds(p * alpha + beta * total), t) for p, t in times.items()]
+few.print(f"{human_bytes(total)} of gradients, {n} ranks")
+few.print(table(rows, ["messages", "predicted", "measured, median (quartiles)"]))
 
 # %% [markdown]
 """
@@ -157,8 +151,7 @@ rows = [
     (human_bytes(size), "\n".join(f"{names[i]} ({tensors[i].nbytes})" for i in bucket))
     for size, bucket in zip(sizes(tensors, buckets), buckets, strict=True)
 ]
-headers = ["size", "parameters (bytes)"]
-comms.print(tabulate(rows, headers=headers, tablefmt="grid", showindex=True))
+few.print(table(rows, ["bucket", "parameters (bytes)"], form="grid"))
 
 # %% [markdown]
 """
@@ -199,9 +192,10 @@ PUBLISHED = {25: [2052000, 28852224, 15853824], 35: [2052000, 38297600, 6408448]
 resnet = resnet18()
 plans = {cap: plan(resnet, first=MIB, cap=cap * MIB) for cap in PUBLISHED}
 for cap, published in PUBLISHED.items():
-    comms.print(f"cap {cap} MiB: {sizes(resnet, plans[cap])}, published {published}")
+    few.print(f"cap {cap} MiB: {sizes(resnet, plans[cap])}, published {published}")
     assert sizes(resnet, plans[cap]) == published
 
+# %% tags=["plumbing"]
 figures.buckets(
     {
         f"cap {cap} MiB": [[resnet[i].nbytes for i in bucket] for bucket in buckets]
@@ -241,7 +235,7 @@ for tensors in models.values():
         ours = plan(tensors, *caps)
         assert ours == in_reverse(plan_buckets, tensors, *caps)
         assert ours == in_reverse(torch_planner, tensors, *caps)
-comms.print(f"equal to PyTorch's plan and the core's: {', '.join(models)}, at 12 pairs of caps")
+few.print(f"equal to PyTorch's plan and the core's: {', '.join(models)}, at 12 pairs of caps")
 
 # %% [markdown]
 """
@@ -311,14 +305,14 @@ Do they train as one device does on the whole batch, and exactly as the core's
 """
 
 # %%
-digits = load_digits(comms.device)
+digits = load_digits(few.device)
 BATCH = 96 - 96 % n  # the global batch must divide
 CAP = 256 << 10
 
 
 def train(hook, rank, n):
     torch.manual_seed(0)
-    model = FullMLP(64, outputs=10).to(comms.device, torch.float64)
+    model = FullMLP(64, outputs=10).to(few.device, torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     hooks = hook(model)
     for x, y in ShardedBatches(digits.train, BATCH, rank, n).epoch(0):
@@ -331,12 +325,12 @@ def train(hook, rank, n):
 
 
 # %%
-weights = train(lambda m: Hooks(m, comms, plan(list(m.parameters()), CAP, CAP)), rank, n)
-core = train(lambda m: BucketedDDPHooks(m, comms, CAP / MIB), rank, n)
+weights = train(lambda m: Hooks(m, few, plan(list(m.parameters()), CAP, CAP)), rank, n)
+core = train(lambda m: BucketedDDPHooks(m, few, CAP / MIB), rank, n)
 alone = train(lambda _: None, 0, 1)
 apart = ((weights - alone).norm() / alone.norm()).item()
-comms.print(f"bitwise equal to the core's: {torch.equal(weights, core)}")
-comms.print(f"{apart:.1e} from one device on the whole batch")
+few.print(f"bitwise equal to the core's: {torch.equal(weights, core)}")
+few.print(f"{apart:.1e} from one device on the whole batch")
 assert torch.equal(weights, core)
 assert apart < 1e-9
 
@@ -366,7 +360,7 @@ def predict(sizes, hidden, faster=1):
 
 # %%
 CAPS = {"alone": 1} | {human_bytes(2**k): 2**k for k in (19, 20, 21, 22, 23)}
-x, y = torch.randn(2, 64, 256, device=comms.device)
+x, y = torch.randn(2, 64, 256, device=few.device)
 sent = {name: sizes(parameters, plan(parameters, cap, cap)) for name, cap in CAPS.items()}
 
 
@@ -389,17 +383,16 @@ buckets and has nobody to send them to:
 """
 
 # %%
-if timed:
-    solo = [few.subgroup([r]) for r in range(few.world_size)][few.rank]
-    both = bucketed_step(plan(parameters, total, total), solo)
-    compute = measure({"forward": lambda: mse_loss(deep(x), y), "both": both}, few)
-    forward = compute["forward"].median
-    backward = compute["both"].median - forward
-    predicted = {name: (predict(s, True), predict(s, False)) for name, s in sent.items()}
-    few.print(f"forward {human_seconds(forward)}, backward {human_seconds(backward)}")
-    for i, what in enumerate(("messages are hidden", "nothing is hidden")):
-        best = min(predicted, key=lambda name, i=i: predicted[name][i])
-        few.print(f"best cap if {what}: {best}, {human_seconds(predicted[best][i])} a step")
+solo = [few.subgroup([r]) for r in range(n)][rank]
+both = bucketed_step(plan(parameters, total, total), solo)
+compute = measure({"forward": lambda: mse_loss(deep(x), y), "both": both}, few)
+forward = compute["forward"].median
+backward = compute["both"].median - forward
+predicted = {name: (predict(s, True), predict(s, False)) for name, s in sent.items()}
+few.print(f"forward {human_seconds(forward)}, backward {human_seconds(backward)}")
+for i, what in enumerate(("messages are hidden", "nothing is hidden")):
+    best = min(predicted, key=lambda name, i=i: predicted[name][i])
+    few.print(f"best cap if {what}: {best}, {human_seconds(predicted[best][i])} a step")
 
 # %% [markdown]
 """
@@ -411,31 +404,31 @@ almost over. If nothing is hidden, larger caps can only help.
 """
 
 # %%
-if timed:
-    calls = {name: bucketed_step(plan(parameters, cap, cap), few) for name, cap in CAPS.items()}
-    steps = measure(calls, few)
-    marked = mark_least([str(steps[name]) for name in CAPS], [steps[name].median for name in CAPS])
-    rows = [
-        (name, len(sent[name]), *map(human_seconds, predicted[name]), timing)
-        for name, timing in zip(CAPS, marked, strict=True)
-    ]
-    headers = ["cap", "all-reduces", "all hidden", "none hidden", "measured (quartiles), * least"]
-    few.print(tabulate(rows, headers=headers))
+calls = {name: bucketed_step(plan(parameters, cap, cap), few) for name, cap in CAPS.items()}
+steps = measure(calls, few)
 
-# %%
-if timed:
-    average = [total / len(s) / MIB for s in sent.values()]
-    _, quickest = min((steps[name].median, size) for name, size in zip(CAPS, average, strict=True))
-    curves = {"measured": [t.median * 1e3 for t in steps.values()]}
-    for i, name in ((1, "none hidden"), (0, "all hidden")):
-        curves[name] = [pair[i] * 1e3 for pair in predicted.values()]
-    figures.lines(
-        {name: (average, curve) for name, curve in curves.items()},
-        title=f"The fastest step has messages of about {human_bytes(quickest * MIB)}",
-        xlabel="average bucket, MiB",
-        ylabel="one step, ms",
-        log="x",
-    )
+# %% tags=["plumbing"]
+marked = mark_least([str(steps[name]) for name in CAPS], [steps[name].median for name in CAPS])
+rows = [
+    (name, len(sent[name]), *map(human_seconds, predicted[name]), timing)
+    for name, timing in zip(CAPS, marked, strict=True)
+]
+headers = ["cap", "all-reduces", "all hidden", "none hidden", "measured (quartiles), * least"]
+few.print(table(rows, headers))
+
+# %% tags=["plumbing"]
+average = [total / len(s) / MIB for s in sent.values()]
+_, quickest = min((steps[name].median, size) for name, size in zip(CAPS, average, strict=True))
+curves = {"measured": [t.median * 1e3 for t in steps.values()]}
+for i, name in ((1, "none hidden"), (0, "all hidden")):
+    curves[name] = [pair[i] * 1e3 for pair in predicted.values()]
+figures.lines(
+    {name: (average, curve) for name, curve in curves.items()},
+    title=f"The fastest step has messages of about {human_bytes(quickest * MIB)}",
+    xlabel="average bucket, MiB",
+    ylabel="one step, ms",
+    log="x",
+)
 
 # %% [markdown]
 """
@@ -458,22 +451,23 @@ send each gradient alone, and the buckets, with PyTorch's default cap:
 """
 
 # %%
-if timed:
-    images, classes = torch.randn(16, 64, device=few.device), torch.arange(16, device=few.device)
-    cases = [
-        ("MLP", deep, (x, y), mse_loss),
-        ("CNN", cnn.to(few.device), (images, classes % 10), cross_entropy),
-    ]
-    rows = []
-    for name, model, batch, loss_fn in cases:
-        times = compare_bucketed_vs_unbucketed(model, few, batch, loss_fn)
-        counts = [len(plan(list(model.parameters()), *caps)) for caps in ((1, 1), (MIB, 25 * MIB))]
-        ratio = times["bucketed"].median / times["one by one"].median
-        size = human_bytes(gradient_bytes(model))
-        both = mark_least([*map(str, times.values())], [t.median for t in times.values()])
-        rows.append((name, size, *counts, *both, f"{ratio:.2f}"))
-    headers = ["", "gradients", "alone", "buckets", "one by one", "bucketed, * least", "ratio"]
-    few.print(tabulate(rows, headers=headers, disable_numparse=True))
+images, classes = torch.randn(16, 64, device=few.device), torch.arange(16, device=few.device)
+cases = {
+    "MLP": (deep, few, (x, y), mse_loss),
+    "CNN": (cnn.to(few.device), few, (images, classes % 10), cross_entropy),
+}
+compared = {name: compare_bucketed_vs_unbucketed(*case) for name, case in cases.items()}
+
+# %% tags=["plumbing"]
+rows = []
+for name, times in compared.items():
+    tensors = list(cases[name][0].parameters())
+    counts = [len(plan(tensors, *caps)) for caps in ((1, 1), (MIB, 25 * MIB))]
+    ratio = times["bucketed"].median / times["one by one"].median
+    both = mark_least([*map(str, times.values())], [t.median for t in times.values()])
+    rows.append((name, human_bytes(gradient_bytes(cases[name][0])), *counts, *both, ratio))
+headers = ["", "gradients", "alone", "buckets", "one by one", "bucketed, * least", "ratio"]
+few.print(table(rows, headers))
 
 # %% [markdown]
 """
@@ -499,17 +493,16 @@ def held(hooks):
 
 
 # %%
-if timed:
-    kinds, calls = {}, {}
-    for name, as_view in {"views": True, "copies": False}.items():
-        replica = copy.deepcopy(deep)
-        kinds[name] = BucketedDDPHooks(replica, few, 2.0, gradient_as_bucket_view=as_view)
-        calls[name] = partial(step, replica, kinds[name])
-    times = measure(calls, few)
-    rows = [(name, held(hooks) / total, str(times[name])) for name, hooks in kinds.items()]
-    few.print(tabulate(rows, headers=["", "memory / gradients", "step, median (quartiles)"]))
-    assert held(kinds["views"]) == total
-    assert held(kinds["copies"]) == 2 * total
+kinds, calls = {}, {}
+for name, as_view in {"views": True, "copies": False}.items():
+    replica = copy.deepcopy(deep)
+    kinds[name] = BucketedDDPHooks(replica, few, 2.0, gradient_as_bucket_view=as_view)
+    calls[name] = partial(step, replica, kinds[name])
+times = measure(calls, few)
+rows = [(name, held(hooks) / total, times[name]) for name, hooks in kinds.items()]
+few.print(table(rows, ["", "memory / gradients", "step, median (quartiles)"]))
+assert held(kinds["views"]) == total
+assert held(kinds["copies"]) == 2 * total
 
 # %% [markdown]
 r"""
@@ -541,16 +534,15 @@ places = {
     "small first": plan(parameters, small, cap),
     "small last": [[len(parameters) - 1 - i for i in b[::-1]] for b in forwards[::-1]],
 }
-if timed:
-    measured = measure({k: bucketed_step(p, few) for k, p in places.items()}, few, repeat=21)
-    rows = [
-        (name, *(human_seconds(predict(sizes(parameters, p), True, faster)) for faster in (1, 10)))
-        for name, p in places.items()
-    ]
-    marked = mark_least([*map(str, measured.values())], [t.median for t in measured.values()])
-    rows = [(*row, timing) for row, timing in zip(rows, marked, strict=True)]
-    headers = ["", "all hidden", "network 10 x faster", "measured (quartiles), * least"]
-    few.print(tabulate(rows, headers=headers))
+measured = measure({k: bucketed_step(p, few) for k, p in places.items()}, few, repeat=21)
+
+# %% tags=["plumbing"]
+marked = mark_least([*map(str, measured.values())], [t.median for t in measured.values()])
+rows = [
+    (name, *(human_seconds(predict(sizes(parameters, p), True, faster)) for faster in (1, 10)), m)
+    for (name, p), m in zip(places.items(), marked, strict=True)
+]
+few.print(table(rows, ["", "all hidden", "network 10 x faster", "measured (quartiles), * least"]))
 
 # %% [markdown]
 """
@@ -575,7 +567,7 @@ class Collector:
     def finish(self):
         flat = torch.cat([gradient.flatten() for gradient in self.gradients])
         self.sent.append(flat.nbytes)
-        comms.all_reduce_mean(flat)
+        few.all_reduce_mean(flat)
         parts = flat.split([gradient.numel() for gradient in self.gradients])
         for gradient, part in zip(self.gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
@@ -587,13 +579,13 @@ class Collector:
 rows, results = [], []
 for empties in (False, True):
     torch.manual_seed(0)
-    model = FullMLP(256, depth=4).to(comms.device)
+    model = FullMLP(256, depth=4).to(few.device)
     collector = Collector(model, empties)
     for _ in range(4):
         step(model, collector)
     rows.append(("emptied" if empties else "never emptied", *map(human_bytes, collector.sent)))
     results.append([p.grad for p in model.parameters()])
-comms.print(tabulate(rows, headers=["sent", *(f"step {i}" for i in range(1, 5))]))
+few.print(table(rows, ["sent", *(f"step {i}" for i in range(1, 5))]))
 torch.testing.assert_close(*results)
 assert rows[1][1:] == (human_bytes(gradient_bytes(model)),) * 4
 assert rows[0][4] == human_bytes(4 * gradient_bytes(model))
@@ -624,8 +616,8 @@ class EagerHooks(Hooks):
 
 def two_branches(hook, xs, rank):
     torch.manual_seed(0)
-    branches = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2)).to(comms.device)
-    hooks = hook(branches, comms, [[1], [0]]) if hook else None
+    branches = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2)).to(few.device)
+    hooks = hook(branches, few, [[1], [0]]) if hook else None
     order = (0, 1) if rank % 2 == 0 else (1, 0)
     results = {i: branches[i](xs) for i in order}
     (results[0] + 2 * results[1]).square().mean().backward()
@@ -636,12 +628,12 @@ def two_branches(hook, xs, rank):
 
 # %%
 torch.manual_seed(rank)
-mine = torch.randn(16, 8, device=comms.device)
-whole = two_branches(None, comms.all_gather(mine).flatten(0, 1), rank=0)
+mine = torch.randn(16, 8, device=few.device)
+whole = two_branches(None, few.all_gather(mine).flatten(0, 1), rank=0)
 for hook in (EagerHooks, Hooks):
     got = two_branches(hook, mine, rank)
     error = ((got - whole).norm() / whole.norm()).item()
-    comms.print(f"{hook.__name__}: gradients {error:.1e} from those of the whole batch")
+    few.print(f"{hook.__name__}: gradients {error:.1e} from those of the whole batch")
     assert (error < 1e-5) == (hook is Hooks or n == 1)
 
 # %% [markdown]
@@ -717,6 +709,6 @@ different sizes, but not this.)
 """
 
 # %%
-if few is not None:
-    few.close()
+solo.close()
+few.close()
 comms.close()

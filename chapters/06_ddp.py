@@ -10,7 +10,7 @@ builds a small wrapper, goes through those answers with the book's own
 one run.
 """
 
-# %%
+# %% tags=["imports"]
 import copy
 import inspect
 import os
@@ -19,7 +19,6 @@ from functools import partial
 from textwrap import fill
 
 import torch
-from tabulate import tabulate
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.functional import cross_entropy
@@ -29,12 +28,11 @@ import microddp
 from microddp import figures
 from microddp.allreduce import ring_all_reduce
 from microddp.bucketing import BucketedDDPHooks
-from microddp.comms import cpu_cores
 from microddp.data import ShardedBatches, load_digits, shard
 from microddp.ddp import DDP, all_reduce_hook
 from microddp.model import FullMLP, SimpleCNN
 from microddp.replicas import broadcast_parameters, check_replicas
-from microddp.report import human_seconds, mark_least
+from microddp.report import human_seconds, mark_least, table
 from microddp.timing import measure
 
 # %%
@@ -126,6 +124,7 @@ def distance(a, b):
     return ((a - b).norm() / b.norm()).item()
 
 
+# %%
 single = train(new_model(seed=0), batches(0, 1))
 rows = []
 for name, wrap in {"SmallDDP": SmallDDP, "microddp.DDP": partial(DDP, comms=comms)}.items():
@@ -133,7 +132,7 @@ for name, wrap in {"SmallDDP": SmallDDP, "microddp.DDP": partial(DDP, comms=comm
     check_replicas(wrapped, comms)
     rows.append((name, distance(weights(wrapped), weights(single))))
     assert rows[-1][1] < 1e-9
-comms.print(tabulate(rows, headers=["wrapper", "weights to one device"], floatfmt=".1e"))
+comms.print(table(rows, ["wrapper", "weights to one device"], floats=".1e"))
 
 # %% [markdown]
 """
@@ -178,7 +177,7 @@ dtypes, buckets = len({b.dtype for b in cnn.buffers()}), len(cnn.reducer.buckets
 predicted = [dtypes + 1, dtypes + 1 + buckets, dtypes + buckets]
 comms.print(f"dtypes of buffers: {dtypes}, buckets: {buckets}")
 rows = zip((1, 2, 3), predicted, counts, strict=True)
-comms.print(tabulate(rows, headers=["collectives in iteration", "predicted", "counted"]))
+comms.print(table(rows, ["collectives in iteration", "predicted", "counted"]))
 assert counts == predicted
 
 # %% [markdown]
@@ -264,7 +263,7 @@ for broadcast in (False, True):
     rows.append((broadcast, apart(trained), apart(evaluated), distance(evaluated[0], alone)))
 headers = ["broadcast_buffers", "after training", "after an evaluation", "rank 0 to one device"]
 comms.print("distance between the ranks' statistics")
-comms.print(tabulate(rows, headers=headers, floatfmt=".1e"))
+comms.print(table(rows, headers, floats=".1e"))
 assert rows[1][2] == 0.0
 assert n == 1 or min(rows[0][1], rows[0][2], rows[1][1]) > 1e-3
 assert abs(rows[0][3] - rows[1][3]) < 1e-9
@@ -383,7 +382,7 @@ for name, arguments in {
     everyone = comms.all_gather(result)
     rows.append((name, count, distance(everyone[0] - begin, end - begin), apart(everyone)))
 headers = ["version", "collectives", "missed by", "ranks apart"]
-comms.print(tabulate(rows, headers=headers, floatfmt=("", "d", ".1e", ".1e")))
+comms.print(table(rows, headers, floats=".1e"))
 
 # %%
 assert (rows[0][1], rows[2][1]) == (5 + 1, 5 * K + 1)
@@ -421,6 +420,7 @@ class ThreeHeads(nn.Module):
         return self.heads[head](torch.relu(self.body(x)))
 
 
+# %%
 torch.manual_seed(0)
 heads = ThreeHeads().to(comms.device, torch.float64)
 x, y = next(batches(rank, n))
@@ -452,12 +452,13 @@ def norms(model):
     return [", ".join(texts) for texts in zip(*comms.all_gather_data(texts), strict=True)]
 
 
+# %%
 alone, patient = copy.deepcopy(heads), DDP(heads, comms, find_unused_parameters=True)
 cross_entropy(alone(x, mine), y).backward()
 count = collectives(lambda: cross_entropy(patient(x, mine), y).backward())
 rows = list(zip(("head 0", "head 1", "head 2"), norms(alone), norms(heads), strict=True))
 comms.print("norm of the gradient on each rank")
-comms.print(tabulate(rows, headers=["", "alone", "averaged"]))
+comms.print(table(rows, ["", "alone", "averaged"]))
 comms.print(f"collectives for {len(patient.reducer.buckets)} bucket: {count}")
 assert count == 2
 assert heads.heads[2].weight.grad is None
@@ -542,9 +543,9 @@ if n > 1:
     }
     rows = [(name, uneven_step(0, **how), uneven_step(4, **how)) for name, how in means.items()]
     headers = ["step misses by, if mean is over", "rank 0 has nothing", "a quarter of a batch"]
-    comms.print(tabulate(rows, headers=headers, floatfmt=".1e"))
+    comms.print(table(rows, headers, floats=".1e"))
     assert abs(rows[0][1] - 1 / n) < 1e-9
-    assert max(rows[1][1], *rows[2][1:]) < 1e-9 < 1e-3 < rows[0][2] == rows[1][2]
+    assert max(rows[1][1], *rows[2][1:], abs(rows[0][2] - rows[1][2])) < 1e-9 < 1e-3 < rows[0][2]
 else:
     comms.print("Uneven inputs take two ranks; torchrun --nproc-per-node=4 starts four.")
 
@@ -576,6 +577,7 @@ def gradient(*hook):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
+# %%
 plain = gradient()
 rows = [("none", 0.0)]
 for name, state, hook in (
@@ -583,7 +585,7 @@ for name, state, hook in (
     ("all_reduce_hook, ring", (comms, ring_all_reduce), all_reduce_hook),
 ):
     rows.append((name, distance(gradient(state, hook), plain)))
-comms.print(tabulate(rows, headers=["hook", "gradient off by"], floatfmt=".1e"))
+comms.print(table(rows, ["hook", "gradient off by"], floats=".1e"))
 assert rows[1][1] < 1e-3
 assert rows[2][1] < 1e-6
 
@@ -607,6 +609,8 @@ ours = DDP(new_model(0, torch.float32, dim=256), comms, bucket_cap_mb=1)
 theirs = TorchDDP(copy.deepcopy(ours.module), process_group=comms.group, bucket_cap_mb=1)
 optimizers = [sgd(ours), sgd(theirs)]
 rows = []
+
+# %%
 for i, (x, y) in zip(range(5), batches(rank, n), strict=False):
     counts = []
     for model, optimizer in zip((ours, theirs), optimizers, strict=True):
@@ -619,13 +623,13 @@ for i, (x, y) in zip(range(5), batches(rank, n), strict=False):
         assert torch.equal(p.grad, q.grad)
         assert torch.equal(p, q)
 headers = ["collectives in iteration", "microddp.DDP", "torch DDP"]
-comms.print(tabulate(rows, headers=headers))
+comms.print(table(rows, headers))
 
 # %%
 mine = ", ".join(str(bucket.buffer().nbytes) for bucket in ours.reducer.buckets)
 other = theirs._get_ddp_logging_data()["rebuilt_bucket_sizes"]
 rows = [("microddp.DDP", mine), ("torch DDP", other)]
-comms.print(tabulate(rows, headers=["wrapper", "buckets, bytes"]))
+comms.print(table(rows, ["wrapper", "buckets, bytes"]))
 assert mine == other
 
 # %% [markdown]
@@ -634,52 +638,55 @@ Buckets and bits are the same. The counts differ in the second iteration alone, 
 agree on the buckets: PyTorch sends their parameters and then their sizes, this wrapper the order
 alone, from which every rank makes the same plan.
 
-**Measure.** The time of a step, for models of growing width, on no more ranks than there are
-cores or GPUs. All take turns, in rounds; a ratio is taken within a round, where both steps met the
-same machine. PyTorch's wrapper comes twice: as it is, and with gradients as views of the buckets,
-which is what this one does unless told otherwise:
+**Measure.** The time of a step, for models of growing width, on the ranks that have a core or a GPU
+of their own; the others leave here. All kinds take turns, in rounds; a ratio is taken within a
+round, where both steps met the same machine. PyTorch's wrapper comes twice: as it is, and with
+gradients as views of the buckets, which is what this one does unless told otherwise:
 """
 
 # %%
-devices = torch.cuda.device_count() if comms.device.type == "cuda" else cpu_cores()
-few = comms.subgroup(range(min(n, max(2, devices))))
+few = comms.timed()
+part = [tuple(shard(t[:BATCH], few.rank, few.world_size) for t in digits.train.tensors)]
+WIDTHS = (128, 256, 512)
+
+
+def contestants(dim):
+    """A model of each kind, all alike."""
+    bare, ours, theirs, views = (new_model(0, torch.float32, dim) for _ in range(4))
+    wrap = partial(TorchDDP, process_group=few.group)
+    return {
+        "no averaging": bare,
+        "torch DDP": wrap(theirs),
+        "torch DDP, views": wrap(views, gradient_as_bucket_view=True),
+        "microddp.DDP": DDP(ours, few),
+    }
+
 
 # %%
-WIDTHS = (128, 256, 512)
-rows, times = [], {"no averaging": [], "torch DDP": [], "torch DDP, views": [], "microddp.DDP": []}
-for dim in WIDTHS if few is not None else ():
-    models = {
-        "no averaging": new_model(0, torch.float32, dim),
-        "torch DDP": TorchDDP(new_model(0, torch.float32, dim), process_group=few.group),
-        "torch DDP, views": TorchDDP(
-            new_model(0, torch.float32, dim), process_group=few.group, gradient_as_bucket_view=True
-        ),
-        "microddp.DDP": DDP(new_model(0, torch.float32, dim), few),
-    }
-    part = [tuple(shard(t[:BATCH], few.rank, few.world_size) for t in digits.train.tensors)]
+measured = {}
+for dim in WIDTHS:
+    models = contestants(dim)
     calls = {name: partial(train, model, part, sgd(model)) for name, model in models.items()}
-    steps = measure(calls, few, repeat=15)
+    measured[dim] = measure(calls, few, repeat=15)
+
+# %% tags=["plumbing"]
+rows = []
+for dim, steps in measured.items():
     mine, *others = (steps[name] for name in ("microddp.DDP", "torch DDP, views", "torch DDP"))
     like, ratio = (mine.ratio(other) for other in others)
     low, high = ratio.spread
-    both = f"{ratio.median:.2f} ({low:.2f} to {high:.2f})", f"{like.median:.2f}"
+    both = f"{ratio.median:.2f} ({low:.2f} to {high:.2f})", like.median
     alone, *medians = (timing.median for timing in steps.values())
     marked = mark_least([*map(human_seconds, medians)], medians)
     rows.append((dim, human_seconds(alone), *marked, *both))
-    for name, timing in steps.items():
-        times[name].append(timing.median * 1e3)
-
-# %%
-if few is not None:
-    few.print(f"median time of a step; ranks timed: {few.world_size}; * the fastest that averages")
-    headers = ["width", *times, "microddp / torch (quartiles)", "/ torch, views"]
-    few.print(tabulate(rows, headers=headers))
-    figures.lines(
-        {name: (WIDTHS, medians) for name, medians in times.items()},
-        title=f"The widest step takes {ratio.median:.2f} times PyTorch's, round by round",
-        xlabel="width of the model",
-        ylabel="time of a step, ms",
-    )
+few.print(f"median time of a step; ranks timed: {few.world_size}; * the fastest that averages")
+few.print(table(rows, ["width", *calls, "microddp / torch (quartiles)", "/ torch, views"]))
+figures.lines(
+    {name: (WIDTHS, [measured[d][name].median * 1e3 for d in WIDTHS]) for name in calls},
+    title=f"The widest step takes {ratio.median:.2f} times PyTorch's, round by round",
+    xlabel="width of the model",
+    ylabel="time of a step, ms",
+)
 
 # %% [markdown]
 """
@@ -817,6 +824,5 @@ it does, and has checks to turn on with `TORCH_DISTRIBUTED_DEBUG`.
 """
 
 # %%
-if few is not None:
-    few.close()
+few.close()
 comms.close()

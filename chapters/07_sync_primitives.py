@@ -4,11 +4,11 @@ r"""
 
 Which other collectives are there, and what are they for? An all-reduce gives everybody the sum.
 Around it stand seven more, for waiting, copying, dealing out and collecting. This chapter draws
-who has what before and after each, counts and times what they send, uses them for the chores of a
-training job, and then makes the mistakes that leave a job hanging.
+who has what before and after each, uses them for the chores of a training job, and makes the
+mistakes that leave a job hanging. At the end it counts and times what they send.
 """
 
-# %%
+# %% tags=["imports"]
 import contextlib
 import itertools
 import math
@@ -24,25 +24,24 @@ from textwrap import fill, shorten
 
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import DistributedSampler
 
-# %%
+# %% tags=["imports"]
 import microddp
 from microddp import figures
 from microddp.allreduce import fit_alpha_beta, ring_reduce_scatter
-from microddp.comms import cpu_cores
 from microddp.data import ShardedBatches, load_digits, shard
 from microddp.ddp import DDP
 from microddp.model import FullMLP, SimpleCNN
 from microddp.replicas import broadcast_parameters, check_replicas
-from microddp.report import human_bytes, human_seconds
+from microddp.report import human_bytes, human_seconds, table
 from microddp.timing import measure
 
+# %%
 os.environ.pop("MICRODDP_DEBUG", None)  # a later section sets it where it belongs
 comms = microddp.init()
 rank, n = comms.rank, comms.world_size
@@ -62,7 +61,7 @@ arrived = time.monotonic()  # one clock for all processes of a machine
 comms.barrier()
 times = comms.all_gather_data([arrived, time.monotonic()])
 rows = [(r, *(human_seconds(t - times[0][0]) for t in pair)) for r, pair in enumerate(times)]
-comms.print(tabulate(rows, headers=["rank", "comes at", "leaves at"], stralign="right"))
+comms.print(table(rows, ["rank", "comes at", "leaves at"]))
 if comms.local_world_size == n:
     assert min(left for _, left in times) >= max(came for came, _ in times)
 
@@ -85,21 +84,24 @@ The others move data:
   the data is transposed.
 
 **Predict.** Let part $p$ of rank $r$ be the number $(p + 1) \cdot 10^r$. Then every rank writes to
-a decimal digit of its own, and a sum tells who is in it. With these numbers in `table[r][p]`, one
-line defines each collective: what every rank holds at the end, in rank order. (The group has at
-most four ranks, so that the picture stays small.)
+a decimal digit of its own, and a sum tells who is in it. With these numbers in `data[r][p]`, one
+line defines each collective: what every rank holds at the end, in rank order. (The ranks form
+groups of at most four, so that the picture stays small: it shows the first.)
 """
 
 # %%
-drawn = comms.subgroup(range(min(n, 4)))
-k = min(n, 4)
-table = [[(p + 1) * 10**r for p in range(k)] for r in range(k)]
-columns = [list(column) for column in zip(*table, strict=True)]
+fours = [comms.subgroup(range(first, min(first + 4, n))) for first in range(0, n, 4)]
+drawn = fours[rank // 4]
+k = drawn.world_size
+data = [[(p + 1) * 10**r for p in range(k)] for r in range(k)]
+columns = [list(column) for column in zip(*data, strict=True)]
 sums = [sum(column) for column in columns]
-own = [table[r][r] for r in range(k)]
+own = [data[r][r] for r in range(k)]
+
+# %%
 DEFINED = {
-    "broadcast": [table[0]] * k,
-    "scatter": [[number] for number in table[0]],
+    "broadcast": [data[0]] * k,
+    "scatter": [[number] for number in data[0]],
     "gather": [own] + [[]] * (k - 1),
     "all-gather": [own] * k,
     "reduce-scatter": [[number] for number in sums],
@@ -134,27 +136,18 @@ def brings(name, whole, group):
 
 # %%
 panels = {}
-for name, defined in DEFINED.items() if drawn else ():
-    x = brings(name, torch.tensor(table[rank], device=comms.device), drawn)
+for name, defined in DEFINED.items():
+    x = brings(name, torch.tensor(data[drawn.rank], device=comms.device), drawn)
     before = drawn.all_gather_data(x.tolist())
     result = collective(name, drawn, x)
     after = drawn.all_gather_data([] if result is None else result.flatten().tolist())
     assert after == defined, name
     panels[name] = before, after
 
-# %%
-rooted = ("broadcast", "scatter", "gather")
-if drawn:
-    figures.holdings(
-        {name: panels[name] for name in rooted}, title="One rank gives to all, or takes from all"
-    )
-
-# %%
-if drawn:
-    figures.holdings(
-        {name: panel for name, panel in panels.items() if name not in rooted},
-        title="Every rank gives, and every rank gets",
-    )
+# %% tags=["plumbing"]
+rooted = {name: panels.pop(name) for name in ("broadcast", "scatter", "gather")}
+figures.holdings(rooted, title="One rank gives to all, or takes from all")
+figures.holdings(panels, title="Every rank gives, and every rank gets")
 
 # %% [markdown]
 """
@@ -212,144 +205,6 @@ number. It could as well have been `os.system`. Among the ranks of one job that 
 runs them, who could have called it anyway. But a port can be reached by others, and a file may
 come from anywhere. JSON has nothing to call.
 
-## What they cost
-
-**Predict.** Let $S$ be the bytes of the largest tensor that a rank holds before or after.
-
-- Broadcast is a tree from rank 0. Each round reaches twice as many ranks, so it takes
-  $\lceil\log_2 n\rceil$ rounds of $S$. A barrier takes as many, with nothing to carry.
-- Scatter and gather are $n-1$ messages of $S/n$ through rank 0's link.
-- The other four are rings, or exchanges with one rank after the other: $n-1$ rounds of $S/n$, and
-  for all-reduce twice as many.
-
-`COST` holds three numbers for each: the rounds, and as shares of $S$ the bytes of a round and the
-bytes that the busiest rank sends. As in chapter 02, `few` has no more ranks than there are cores
-or GPUs (but at least two), and `m` is their number:
-"""
-
-# %%
-devices = torch.cuda.device_count() if comms.device.type == "cuda" else cpu_cores()
-few = comms.subgroup(range(min(n, max(2, devices))))
-timed = few is not None and few.world_size > 1
-m = min(n, max(2, devices))
-doublings = math.ceil(math.log2(m))
-COST = {
-    "barrier": (doublings, 0, 0),
-    "broadcast": (doublings, 1, doublings),
-    "scatter": (m - 1, 1 / m, (m - 1) / m),
-    "gather": (m - 1, 1 / m, 1 / m),
-    "all-gather": (m - 1, 1 / m, (m - 1) / m),
-    "reduce-scatter": (m - 1, 1 / m, (m - 1) / m),
-    "all-to-all": (m - 1, 1 / m, (m - 1) / m),
-    "all-reduce": (2 * (m - 1), 1 / m, 2 * (m - 1) / m),
-}
-
-# %% [markdown]
-"""
-**Measure.** First the bytes. gloo's messages travel over TCP, also between two processes of one
-machine. Linux counts what each connection has sent, and what it had to send again
-(`tcpi_bytes_sent` and `tcpi_bytes_retrans` in the kernel's `linux/tcp.h`). The sum over a
-process's connections tells what a collective really sent, whatever the backend does inside:
-"""
-
-
-# %%
-def bytes_sent():
-    """What this process has sent over TCP since it began."""
-    total = 0
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError, struct.error):  # not TCP, or an old kernel
-            connection = socket.socket(fileno=int(fd))
-            try:
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 216)
-                sent, sent_again = struct.unpack_from("QQ", info, 200)
-                total += sent - sent_again
-            finally:
-                connection.detach()  # it is not ours to close
-    return total
-
-
-def call_on(name, parts):
-    """A call of a collective whose largest tensor has ``parts`` numbers for each rank."""
-    x = brings(name, torch.ones(m * parts, device=comms.device), few)
-    if name == "reduce-scatter, ring":
-        return partial(ring_reduce_scatter, x, few)
-    return few.barrier if name == "barrier" else partial(collective, name, few, x)
-
-
-# %%
-PART = 2**18  # numbers: 1 MiB
-S = 4 * PART * m
-counted = {}
-COST["reduce-scatter, ring"] = COST["reduce-scatter"]  # chapter 02's
-can_count = comms.backend == "gloo" and hasattr(socket, "TCP_INFO") and bytes_sent() > 0
-for name in COST if timed and can_count else ():
-    call = call_on(name, PART)
-    few.barrier()
-    before = bytes_sent()
-    call()
-    few.barrier()
-    counted[name] = max(few.all_gather_data(bytes_sent() - before))
-
-# %%
-if counted:
-    few.print(f"S = {human_bytes(S)}, {m} ranks: bytes of the rank that sends most")
-    rows = [
-        (name, human_bytes(COST[name][2] * S), human_bytes(sent)) for name, sent in counted.items()
-    ]
-    few.print(tabulate(rows, headers=["", "predicted", "counted"], stralign="right"))
-    for name, sent in counted.items():
-        expected = COST["all-reduce" if name == "reduce-scatter" else name][2] * S
-        assert abs(sent - expected) < 0.02 * S, (name, sent, expected)
-else:
-    comms.print("Bytes are counted for two ranks and more, on gloo, under Linux.")
-
-# %% [markdown]
-r"""
-**Explain.** The few hundred bytes of the barrier are messages without content. All others send
-what was predicted, except one: over gloo, a reduce-scatter sends what an all-reduce sends. PyTorch
-makes it from all-reduces, after which every rank throws all parts but one away. The name of a
-collective says who has what at the end, not what it costs to get there. The last line is the
-first half of chapter 02's ring, which sends half of that.
-
-Now the time. As in chapter 02, $\alpha$ and $\beta$ come from single exchanges of many sizes:
-"""
-
-# %%
-if timed:
-    right, left = (few.rank + 1) % m, (few.rank - 1) % m
-    exchanges = {}
-    for nbytes in (2**i for i in range(10, 23, 2)):
-        out, into = torch.zeros(2, nbytes // 4, device=comms.device).unbind()
-        exchanges[nbytes] = partial(few.sendrecv, out, right, into, left)
-    single = {size: t.median for size, t in measure(exchanges, few, repeat=31).items()}
-    alpha, beta = fit_alpha_beta(list(single), list(single.values()))
-    few.print(f"alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte")
-
-# %%
-if timed:
-    rows = {name: [name] for name in COST}
-    for parts in (1, PART):
-        timings = measure({name: call_on(name, parts) for name in COST}, few, repeat=21)
-        for name, timing in timings.items():
-            rounds, share, _ = COST[name]
-            predicted = rounds * (alpha + beta * share * 4 * m * parts)
-            rows[name] += [human_seconds(predicted), human_seconds(timing.median)]
-    headers = [
-        "",
-        *(f"{human_bytes(4 * m * p)}, {w}" for p in (1, PART) for w in ("pred.", "meas.")),
-    ]
-    few.print(tabulate(rows.values(), headers=headers, stralign="right"))
-comms.barrier()  # ranks that are not timed wait here, and leave the cores to those that are
-
-# %% [markdown]
-r"""
-**Explain.** For small tensors only the start counts, whichever the collective. Scatter and gather
-start more than one message: they first say what comes, because parts may differ in size. For large
-tensors, remember that $\beta$ was measured on messages in both directions at once. So a broadcast
-between two ranks, in one direction, should beat its prediction. The others make a new tensor, copy
-what arrives into it, or add; none of that is in the model.
-
 ## What they are for
 
 A training job needs most of them once. Here is one, from its start to its last number.
@@ -372,7 +227,7 @@ before = first_weights()
 broadcast_parameters(module, comms)
 rows = list(zip(range(n), before, first_weights(), strict=True))
 comms.print("the first weight of each rank's model")
-comms.print(tabulate(rows, headers=["rank", "made", "after broadcast"], disable_numparse=True))
+comms.print(table(rows, ["rank", "made", "after broadcast"]))
 model = DDP(module, comms, verify_replicas=True)
 
 # %% [markdown]
@@ -419,7 +274,7 @@ for epoch in range(1, 21):
 # %%
 stops = comms.all_gather_data([wished, epoch])
 rows = [(r, "not yet" if w is None else w, e) for r, (w, e) in enumerate(stops)]
-comms.print(tabulate(rows, headers=["rank", "wants to stop after epoch", "stops after epoch"]))
+comms.print(table(rows, ["rank", "wants to stop after epoch", "stops after epoch"]))
 assert len({stopped for _, stopped in stops}) == 1
 
 # %% [markdown]
@@ -450,11 +305,11 @@ single = losses_and_hits(images, labels).mean(1)
 
 # %%
 rows = [("mean of means", means), ("sums and counts", sums[:2] / sums[2]), ("one device", single)]
-table = [(name, *both.tolist(), (both[0] - single[0]).abs().item()) for name, both in rows]
+rows = [(name, *both.tolist(), (both[0] - single[0]).abs().item()) for name, both in rows]
 headers = ["", "loss", "accuracy", "loss off by"]
-comms.print(tabulate(table, headers=headers, floatfmt=("", ".6f", ".6f", ".0e")))
-assert table[1][3] < 1e-12
-assert n == 1 or table[0][3] > 1e-9
+comms.print(table(rows, headers, floats=("", ".6f", ".6f", ".0e")))
+assert rows[1][3] < 1e-12
+assert n == 1 or rows[0][3] > 1e-9
 
 # %% [markdown]
 """
@@ -482,7 +337,7 @@ found = {
 }
 
 # %%
-comms.print(tabulate(found.items(), headers=["predictions", "accuracy"], floatfmt=".4f"))
+comms.print(table(found.items(), ["predictions", "accuracy"], floats=".4f"))
 assert all(abs(found[name] - single[1]) < 1e-12 for name in found if "rank by" not in name)
 assert n == 1 or found["every n-th, rank by rank"] < 0.5
 
@@ -685,7 +540,7 @@ for case, wrap in itertools.product(HANG + GO_ON, (DDP, torch_ddp)):
     rows.append((*case, name, "hangs" if any(hangs) else "goes on"))
     assert hangs == {STUCK and case in HANG}
 headers = ["rank 0 evaluates", "gradients", "barrier", "DDP", "the job"]
-comms.print(tabulate(rows, headers=headers))
+comms.print(table(rows, headers))
 
 # %% [markdown]
 """
@@ -759,7 +614,7 @@ for name in mesh.mesh_dim_names:
     microddp.register_mesh(mesh[name])
     mine.append(f"{microddp.get('rank')} of {microddp.get('ws')}")
 comms.print(f"a mesh of {shape[0]} x {shape[1]}; 2 x 2 takes four ranks")
-comms.print(tabulate(comms.all_gather_data(mine), headers=["grank", "lrank", *mesh.mesh_dim_names]))
+comms.print(table(comms.all_gather_data(mine), ["grank", "lrank", *mesh.mesh_dim_names]))
 
 # %% [markdown]
 """
@@ -778,7 +633,144 @@ assert torch.equal(total, whole)
 microddp.register_mesh(None)
 
 # %% [markdown]
+r"""
+## What they cost
+
+**Predict.** Let $S$ be the bytes of the largest tensor that a rank holds before or after.
+
+- Broadcast is a tree from rank 0. Each round reaches twice as many ranks, so it takes
+  $\lceil\log_2 n\rceil$ rounds of $S$. A barrier takes as many, with nothing to carry.
+- Scatter and gather are $n-1$ messages of $S/n$ through rank 0's link.
+- The other four are rings, or exchanges with one rank after the other: $n-1$ rounds of $S/n$, and
+  for all-reduce twice as many.
+
+`COST` holds three numbers for each: the rounds, and as shares of $S$ the bytes of a round and the
+bytes that the busiest rank sends. As in chapter 02, ranks that have no core or GPU of their own
+leave first, and `m` is the number of those that stay:
 """
+
+# %%
+few = comms.timed()
+m = few.world_size
+doublings = math.ceil(math.log2(m))
+few.print(f"{m} of {n} ranks stay")
+
+# %%
+COST = {
+    "barrier": (doublings, 0, 0),
+    "broadcast": (doublings, 1, doublings),
+    "scatter": (m - 1, 1 / m, (m - 1) / m),
+    "gather": (m - 1, 1 / m, 1 / m),
+    "all-gather": (m - 1, 1 / m, (m - 1) / m),
+    "reduce-scatter": (m - 1, 1 / m, (m - 1) / m),
+    "all-to-all": (m - 1, 1 / m, (m - 1) / m),
+    "all-reduce": (2 * (m - 1), 1 / m, 2 * (m - 1) / m),
+}
+
+# %% [markdown]
+"""
+**Measure.** First the bytes. gloo's messages travel over TCP, also between two processes of one
+machine. Linux counts what each connection has sent, and what it had to send again
+(`tcpi_bytes_sent` and `tcpi_bytes_retrans` in the kernel's `linux/tcp.h`). The sum over a
+process's connections tells what a collective really sent, whatever the backend does inside:
+"""
+
+
+# %%
+def bytes_sent():
+    """What this process has sent over TCP since it began."""
+    total = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError, struct.error):  # not TCP, or an old kernel
+            connection = socket.socket(fileno=int(fd))
+            try:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 216)
+                sent, sent_again = struct.unpack_from("QQ", info, 200)
+                total += sent - sent_again
+            finally:
+                connection.detach()  # it is not ours to close
+    return total
+
+
+def call_on(name, parts):
+    """A call of a collective whose largest tensor has ``parts`` numbers for each rank."""
+    x = brings(name, torch.ones(m * parts, device=comms.device), few)
+    if name == "reduce-scatter, ring":
+        return partial(ring_reduce_scatter, x, few)
+    return few.barrier if name == "barrier" else partial(collective, name, few, x)
+
+
+# %%
+PART = 2**18  # numbers: 1 MiB
+S = 4 * PART * m
+COST["reduce-scatter, ring"] = COST["reduce-scatter"]  # chapter 02's
+can_count = comms.backend == "gloo" and hasattr(socket, "TCP_INFO") and bytes_sent() > 0
+counted = {}
+for name in COST if m > 1 and all(few.all_gather_data(can_count)) else ():
+    call = call_on(name, PART)
+    few.barrier()
+    before = bytes_sent()
+    call()
+    few.barrier()
+    counted[name] = max(few.all_gather_data(bytes_sent() - before))
+
+# %%
+rows = [(name, human_bytes(COST[name][2] * S), human_bytes(sent)) for name, sent in counted.items()]
+if counted:
+    few.print(f"S = {human_bytes(S)}, {m} ranks: bytes of the rank that sends most")
+    few.print(table(rows, ["", "predicted", "counted"]))
+else:
+    few.print("Bytes are counted for two ranks and more, on gloo, under Linux.")
+for name, sent in counted.items():
+    expected = COST["all-reduce" if name == "reduce-scatter" else name][2] * S
+    assert abs(sent - expected) < 0.02 * S, (name, sent, expected)
+
+# %% [markdown]
+r"""
+**Explain.** The few hundred bytes of the barrier are messages without content. All others send
+what was predicted, except one: over gloo, a reduce-scatter sends what an all-reduce sends. PyTorch
+makes it from all-reduces, after which every rank throws all parts but one away. The name of a
+collective says who has what at the end, not what it costs to get there. The last line is the
+first half of chapter 02's ring, which sends half of that.
+
+Now the time. As in chapter 02, $\alpha$ and $\beta$ come from single exchanges of many sizes:
+"""
+
+# %%
+right, left = (few.rank + 1) % m, (few.rank - 1) % m
+exchanges = {}
+for nbytes in (2**i for i in range(10, 23, 2)):
+    out, into = torch.zeros(2, nbytes // 4, device=comms.device).unbind()
+    exchange = partial(few.sendrecv, out, right, into, left)
+    exchanges[nbytes] = exchange if m > 1 else partial(into.copy_, out)  # alone, one can only copy
+single = {size: t.median for size, t in measure(exchanges, few, repeat=31).items()}
+alpha, beta = fit_alpha_beta(list(single), list(single.values()))
+few.print(f"alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte")
+
+# %%
+timings = {
+    parts: measure({name: call_on(name, parts) for name in COST}, few, repeat=21)
+    for parts in (1, PART)
+}
+
+# %% tags=["plumbing"]
+rows = {name: [name] for name in COST}
+for parts, by_name in timings.items():
+    for name, timing in by_name.items():
+        rounds, share, _ = COST[name]
+        predicted = rounds * (alpha + beta * share * 4 * m * parts)
+        rows[name] += [human_seconds(predicted), human_seconds(timing.median)]
+headers = [f"{human_bytes(4 * m * parts)}, {w}" for parts in timings for w in ("pred.", "meas.")]
+few.print(table(rows.values(), ["", *headers]))
+
+# %% [markdown]
+r"""
+**Explain.** For small tensors only the start counts, whichever the collective. Scatter and gather
+start more than one message: they first say what comes, because parts may differ in size. For large
+tensors, remember that $\beta$ was measured on messages in both directions at once. So a broadcast
+between two ranks, in one direction, should beat its prediction. The others make a new tensor, copy
+what arrives into it, or add; none of that is in the model.
+
 ## What to take along
 
 - A collective is defined by who has what before and after. What it sends depends on how the
@@ -862,7 +854,6 @@ microddp.register_mesh(None)
 """
 
 # %%
-for group in (drawn, few):
-    if group is not None:
-        group.close()
+drawn.close()
+few.close()
 comms.close()

@@ -7,7 +7,7 @@ whole steps. This one takes them apart, predicts them from their parts, and ends
 below which training on several devices is slower than on one.
 """
 
-# %%
+# %% tags=["imports"]
 import copy
 import itertools
 import statistics
@@ -18,12 +18,11 @@ from contextlib import nullcontext
 from functools import partial
 
 import torch
-from tabulate import tabulate
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-# %%
+# %% tags=["imports"]
 import microddp
 from microddp import figures
 from microddp.allreduce import estimate_communication_time
@@ -44,7 +43,7 @@ from microddp.performance import (
     predict_step,
     profile_steps,
 )
-from microddp.report import human_bytes, human_seconds
+from microddp.report import human_bytes, human_seconds, table
 from microddp.schedule import ddp_step, naive_data_parallel_step, register_ddp_hooks
 from microddp.timing import Timeline, Timing, measure
 
@@ -125,7 +124,7 @@ for name, cap in {"naive": None, "bucketed": 1.0}.items():
     apart, times = take_apart(spans), break_down(spans)
     assert abs(apart["exposed"] - times.exposed) + abs(apart["hidden"] - times.hidden) < 1e-9
     rows.append((name, *(t * 1e3 for t in (times.total, times.exposed, times.hidden))))
-few.print(tabulate(rows, ["ms", "step", "exposed", "hidden"], floatfmt=".2f"))
+few.print(table(rows, ["ms", "step", "exposed", "hidden"], floats=".2f"))
 
 # %% [markdown]
 """
@@ -232,7 +231,7 @@ for channels, rule in RULE.items():
     times = human_bytes(overhead.nbytes), human_seconds(alone)
     rows.append((f"{overhead.nbytes / 4e6:.1f}M", *times, *(f"{share:.0%}" for share in shares)))
 headers = ["parameters", "gradients", "computing", "measured", "10 Gbit/s, predicted", "the rule"]
-few.print(tabulate(rows, headers, disable_numparse=True))
+few.print(table(rows, headers))
 
 # %% [markdown]
 """
@@ -354,7 +353,7 @@ rows = [
     )
     for K in (1, 2, 4, 8)
 ]
-few.print(tabulate(rows, ["accumulation", "measured", "predicted"], disable_numparse=True))
+few.print(table(rows, ["accumulation", "measured", "predicted"]))
 
 # %% [markdown]
 r"""
@@ -426,7 +425,7 @@ for (name, (net, data, loss_fn)), cap in itertools.product(CASES.items(), (1.0, 
     row = (name, cap, human_seconds(statistics.median(predicted)), str(measured))
     rows.append((*row, f"{errors[-1]:+.0%}"))
 headers = ["model", "cap MiB", "predicted", "measured (quartiles)", "error"]
-few.print(tabulate(rows, headers, disable_numparse=True))
+few.print(table(rows, headers))
 few.print(f"median error {statistics.median(map(abs, errors)):.0%}")
 
 # %% [markdown]

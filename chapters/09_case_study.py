@@ -11,7 +11,7 @@ what takes the rest? Published figures for this model and task stand beside the 
 It needs `pip install "microddp[llm]"`; with `transformers` alone it runs on made-up pairs.
 """
 
-# %%
+# %% tags=["imports"]
 import copy
 import itertools
 from contextlib import nullcontext
@@ -19,7 +19,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 import microddp
@@ -28,10 +27,11 @@ from microddp.comms import cpu_cores
 from microddp.ddp import DDP
 from microddp.model import gradient_bytes, parameter_count
 from microddp.performance import profile_steps
-from microddp.report import human_bytes, human_seconds
+from microddp.report import human_bytes, human_seconds, table
 from microddp.timing import measure
 from microddp.workloads import batches, load_case, new_model
 
+# %%
 comms = microddp.init()
 rank, n = comms.rank, comms.world_size
 comms.print(comms.describe())
@@ -57,7 +57,7 @@ rows = [
     ("gradients", human_bytes(total)),
     *case.statistics(),
 ]
-comms.print(tabulate(rows, disable_numparse=True))
+comms.print(table(rows))
 
 # %% [markdown]
 """
@@ -191,7 +191,7 @@ if timed:
         ("speed-up / devices", f"{gain / 2:.0%}", f"{one / split / N:.0%}"),
     ]
     headers = ["a batch", "published, 2 GPUs", f"here, {N} x {few.device.type}"]
-    few.print(tabulate(rows, headers=headers, disable_numparse=True))
+    few.print(table(rows, headers))
 
 # %% [markdown]
 """
@@ -264,7 +264,7 @@ if timed:
         }.items()
     ]
     headers = ["all-reduce's share", "1 micro-batch", "2, predicted", "2, measured"]
-    few.print(tabulate(rows, headers=headers, floatfmt=".1%"))
+    few.print(table(rows, headers, floats=".1%"))
     calls = [{row.kind: row.calls for row in s.rows} for s in both]
     assert calls[0]["all-reduce"] == calls[1]["all-reduce"]
     assert calls[1]["attention"] == 2 * calls[0]["attention"]
@@ -318,7 +318,7 @@ if timed:
     }.items():
         _, got = gradients(*arguments)
         rows.append((name, got.nbytes, ((got - exact).norm() / exact.norm()).item()))
-    few.print(tabulate(rows, headers=["", "bytes of gradients", "off by"], floatfmt=".1e"))
+    few.print(table(rows, ["", "bytes of gradients", "off by"], floats=".1e"))
     few.print(f"'halved' sent {sum(sent):,} bytes, {sum(sent) / total:.2f} of the gradients'")
     assert 2 * sum(sent) == total
     assert max(row[2] for row in rows[1:]) < 2**-7  # bf16 keeps 8 bits
@@ -358,7 +358,7 @@ if timed:
         for name, s in summaries.items()
     ]
     headers = ["", "all-reduce", "of it hidden", "multiplications, of the step"]
-    few.print(tabulate(rows, headers=headers, floatfmt=".1%"))
+    few.print(table(rows, headers, floats=".1%"))
 
 # %% [markdown]
 """
@@ -386,7 +386,7 @@ if timed:
     wall = s.mean("wall")
     rows = [(name, human_seconds(t), wall / (wall - t)) for name, t in savings.items()]
     headers = ["if there were", "a step saves", "speed-up at most"]
-    few.print(tabulate(rows, headers=headers, floatfmt=".2f"))
+    few.print(table(rows, headers, floats=".2f"))
     few.close()
 comms.barrier()  # ranks that are not timed wait here, and leave the cores to those that are
 
@@ -442,7 +442,7 @@ for name, pad in (("the wrong token", case.pad + 1), ("the token of the batches"
     tight, padded = (logits(pad, shortest + extra) for extra in (0, more))
     rows.append((name, *tight.tolist(), *padded.tolist(), (tight - padded).abs().max().item()))
 headers = ["pad_token_id is", "logits", "", f"with {more} more columns", "", "differ by"]
-comms.print(tabulate(rows, headers=headers, floatfmt=(*("", *[".4f"] * 4), ".1e")))
+comms.print(table(rows, headers, floats=(*("", *[".4f"] * 4), ".1e")))
 assert rows[0][-1] > 1e-3
 assert rows[1][-1] < 1e-5
 
