@@ -678,20 +678,26 @@ process's connections tells what a collective really sent, whatever the backend 
 
 # %%
 def bytes_sent():
-    """What this process has sent over TCP since it began."""
-    total = 0
+    """What this process has sent over each of its TCP connections."""
+    counts = {}
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError, struct.error):  # not TCP, or an old kernel
             connection = socket.socket(fileno=int(fd))
             try:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 216)
                 sent, sent_again = struct.unpack_from("QQ", info, 200)
-                total += sent - sent_again
+                counts[fd] = sent - sent_again
             finally:
                 connection.detach()  # it is not ours to close
-    return total
+    return counts
 
 
+def sent_since(before):
+    """Those to ranks that left may be closed by now: what they sent is in no difference."""
+    return sum(count - before.get(fd, 0) for fd, count in bytes_sent().items())
+
+
+# %%
 def call_on(name, parts):
     """A call of a collective whose largest tensor has ``parts`` numbers for each rank."""
     x = brings(name, torch.ones(m * parts, device=comms.device), few)
@@ -704,7 +710,7 @@ def call_on(name, parts):
 PART = 2**18  # numbers: 1 MiB
 S = 4 * PART * m
 COST["reduce-scatter, ring"] = COST["reduce-scatter"]  # chapter 02's
-can_count = comms.backend == "gloo" and hasattr(socket, "TCP_INFO") and bytes_sent() > 0
+can_count = comms.backend == "gloo" and hasattr(socket, "TCP_INFO") and any(bytes_sent().values())
 counted = {}
 for name in COST if m > 1 and all(few.all_gather_data(can_count)) else ():
     call = call_on(name, PART)
@@ -712,7 +718,7 @@ for name in COST if m > 1 and all(few.all_gather_data(can_count)) else ():
     before = bytes_sent()
     call()
     few.barrier()
-    counted[name] = max(few.all_gather_data(bytes_sent() - before))
+    counted[name] = max(few.all_gather_data(sent_since(before)))
 
 # %%
 rows = [(name, human_bytes(COST[name][2] * S), human_bytes(sent)) for name, sent in counted.items()]
@@ -799,10 +805,11 @@ what arrives into it, or add; none of that is in the model.
        return result if rank == 0 else None
    ```
 
-   The zeros travel, too. With `bytes_sent` around both, each rank sends $n - 1$ parts, where with
-   `gather` all but rank 0 send one part and rank 0 almost nothing. Unequal parts take `gather`: it
-   first tells everybody the lengths. `all_to_all` cuts each tensor into $n$ equal parts, so ranks
-   with unequal parts call it with different shapes, and gloo then ended the processes.
+   The zeros travel, too. With `bytes_sent` before and `sent_since` after both, each rank sends
+   $n - 1$ parts, where with `gather` all but rank 0 send one part and rank 0 almost nothing.
+   Unequal parts take `gather`: it first tells everybody the lengths. `all_to_all` cuts each tensor
+   into $n$ equal parts, so ranks with unequal parts call it with different shapes, and gloo then
+   ended the processes.
 
    </details>
 

@@ -4,14 +4,14 @@ r"""
 
 Where does the time of a step go, and when is a second device worth it? The chapters before timed
 whole steps. This one takes them apart, predicts them from their parts, and ends with a bandwidth
-below which training on several devices is slower than on one.
+below which training on several devices is slower than on one. All of it is measured, so ranks that
+have no core or GPU of their own leave at the start.
 """
 
 # %% tags=["imports"]
 import copy
 import itertools
 import statistics
-import sys
 import tempfile
 import time
 from contextlib import nullcontext
@@ -26,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import microddp
 from microddp import figures
 from microddp.allreduce import estimate_communication_time
-from microddp.comms import cpu_cores
 from microddp.ddp import DDP
 from microddp.model import FullMLP, ModelConfig, SimpleCNN, Transformer, gradient_bytes
 from microddp.performance import (
@@ -50,13 +49,9 @@ from microddp.timing import Timeline, Timing, measure
 # %%
 comms = microddp.init()
 comms.print(comms.describe())
-devices = torch.cuda.device_count() if comms.device.type == "cuda" else cpu_cores()
-few = comms.subgroup(range(min(comms.world_size, max(2, devices))))
-if few is None:  # a rank too many for honest times has nothing to do here
-    comms.close()
-    sys.exit()
+few = comms.timed()
 n = few.world_size
-few.print(f"timing on {n} of {comms.world_size} ranks, {devices} cores or GPUs")
+few.print(f"{n} of {comms.world_size} ranks stay")
 if n == 1:
     few.print("One rank waits for nobody; add --nproc-per-node=2 to see communication.")
 
@@ -110,6 +105,7 @@ def sgd(net):
     return torch.optim.SGD(net.parameters(), lr=1e-3)
 
 
+# %%
 rows = []
 for name, cap in {"naive": None, "bucketed": 1.0}.items():
     timeline, net = Timeline(few), copy.deepcopy(model)
@@ -124,7 +120,7 @@ for name, cap in {"naive": None, "bucketed": 1.0}.items():
     apart, times = take_apart(spans), break_down(spans)
     assert abs(apart["exposed"] - times.exposed) + abs(apart["hidden"] - times.hidden) < 1e-9
     rows.append((name, *(t * 1e3 for t in (times.total, times.exposed, times.hidden))))
-few.print(table(rows, ["ms", "step", "exposed", "hidden"], floats=".2f"))
+few.print(table(rows, ["ms", "step", "exposed", "hidden"]))
 
 # %% [markdown]
 """
@@ -143,6 +139,8 @@ ways = {
     "microddp.DDP": (DDP(ours, few, bucket_cap_mb=1), {}),
     "torch DDP": (TorchDDP(theirs, process_group=few.group, bucket_cap_mb=1), {}),
 }
+
+# %%
 optimizers = {name: sgd(net) for name, (net, _) in ways.items()}
 analyzers = {name: DDPPerformanceAnalyzer(few) for name in ways}
 for _ in range(15):
@@ -154,6 +152,10 @@ for _ in range(15):
 for analyzer in analyzers.values():
     del analyzer.steps[:3]  # to warm up
 summaries = {name: analyzer.summary() for name, analyzer in analyzers.items()}
+few.print(summaries["microddp.DDP"])
+assert n == 1 or summaries["naive"].ranks[0].hidden == 0
+
+# %% tags=["plumbing"]
 PARTS = ("forward", "backward", "exposed", "optimizer")
 bars = {name: {p: getattr(s.ranks[0], p) for p in PARTS} for name, s in summaries.items()}
 fastest = min(list(ways)[1:], key=lambda name: summaries[name].ranks[0].total)
@@ -163,8 +165,6 @@ figures.stacked_bars(
     title=f"'{fastest}' waits {waits[fastest] / max(waits['naive'], 1e-9):.0%} as long as 'naive'",
     xlabel="time of a step on rank 0 (medians)",
 )
-few.print(summaries["microddp.DDP"])
-assert n == 1 or summaries["naive"].ranks[0].hidden == 0
 
 # %% [markdown]
 """
@@ -189,14 +189,12 @@ def train_step(net, optimizer, batch, loss_fn):
     optimizer.step()
 
 
-clocked = measure(
-    {
-        "plain": partial(train_step, net, optimizer, longer, mse_loss),
-        "watched": partial(analyzer.time_step, net, *longer, optimizer, loss_fn=mse_loss),
-    },
-    few,
-    repeat=100,
-)
+# %%
+calls = {
+    "plain": partial(train_step, net, optimizer, longer, mse_loss),
+    "watched": partial(analyzer.time_step, net, *longer, optimizer, loss_fn=mse_loss),
+}
+clocked = measure(calls, few, repeat=100)
 added = clocked["watched"].ratio(clocked["plain"]).median - 1
 few.print(f"the analyzer adds {added:+.1%} to a step of {clocked['plain']}")
 
@@ -221,6 +219,8 @@ LINK = 1.25e9  # bytes a second
 RULE = {(96, 192, 384): 0.6, (208, 416, 832): 0.4, (432, 864, 1728): 0.2}
 images = torch.randn(16, 64, device=few.device), torch.arange(16, device=few.device) % 10
 rows, cnns = [], {}
+
+# %%
 for channels, rule in RULE.items():
     cnn = SimpleCNN(ModelConfig(channels, hidden=2 * channels[1])).to(few.device)
     overhead = DDPPerformanceAnalyzer(few).analyze_communication_overhead(cnn, *images, repeat=5)
@@ -317,6 +317,7 @@ def variant(K=1, samples=64, cap=1.0, autocast=False, half_messages=False):
 
 
 # %%
+# %%
 VARIANTS = {f"buckets of {cap:g} MiB": {"cap": cap} for cap in (0.1, 1, 25)}
 VARIANTS |= {f"accumulation of {K}": {"K": K} for K in (1, 2, 4, 8)}
 VARIANTS |= {f"batch of {size}": {"samples": size} for size in (16, 64, 256)}
@@ -324,36 +325,32 @@ VARIANTS |= {"bf16 autocast": {"autocast": True}, "bf16 messages": {"half_messag
 calls = {}
 for name, options in VARIANTS.items():
     calls[name, "alone"], calls[name, "together"] = variant(**options)
+
 # %%
 times = measure(calls, few, repeat=9)
 overheads = {
     name: Overhead(gradient_bytes(model), times[name, "alone"], times[name, "together"])
     for name in VARIANTS
 }
+
+# %% tags=["plumbing"]
+shares = {name: max(overhead.share, 0.0) for name, overhead in overheads.items()}
 bars = {
-    f"{name} ({human_seconds(o.together.median)})": {
-        "computing": 1 - max(o.share, 0),
-        "averaging": max(o.share, 0),
+    f"{name} ({human_seconds(overheads[name].together.median)})": {
+        "computing": 1 - share,
+        "averaging": share,
     }
-    for name, o in overheads.items()
+    for name, share in shares.items()
 }
-# %%
-once, eight = (max(overheads[f"accumulation of {K}"].share, 0) for K in (1, 8))
+once, eight = (shares[f"accumulation of {K}"] for K in (1, 8))
 figures.stacked_bars(
     bars,
     title=f"Averaging every 8 takes {eight:.0%} instead of {once:.0%}",
     xlabel="share of the step (its time)",
     formatter=lambda share, _: f"{share:.0%}",
 )
-rows = [
-    (
-        K,
-        f"{max(overheads[f'accumulation of {K}'].share, 0):.0%}",
-        f"{once / (once + K * (1 - once)):.0%}",
-    )
-    for K in (1, 2, 4, 8)
-]
-few.print(table(rows, ["accumulation", "measured", "predicted"]))
+rows = [(K, shares[f"accumulation of {K}"], once / (once + K * (1 - once))) for K in (1, 2, 4, 8)]
+few.print(table(rows, ["accumulation", "measured", "predicted"], floats=".0%"))
 
 # %% [markdown]
 r"""
@@ -393,6 +390,7 @@ def flat_cross_entropy(logits, targets):
     return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+# %%
 tokens = torch.randint(512, (4, 64), device=few.device)
 decoder = Transformer(512, dim=192, depth=3, heads=3, context=64).to(few.device)
 CASES = {f"MLP of width {dim}": (FullMLP(dim).to(few.device), dim, mse_loss) for dim in (128, 512)}
@@ -412,6 +410,7 @@ def predict(net, data, loss_fn, cap):
     return predict_step(compute, plan, cost, cores_for_each_rank(few)).step
 
 
+# %%
 rows, errors = [], []
 for (name, (net, data, loss_fn)), cap in itertools.product(CASES.items(), (1.0, 25.0)):
     wrapped = DDP(copy.deepcopy(net), few, bucket_cap_mb=cap)
@@ -422,10 +421,11 @@ for (name, (net, data, loss_fn)), cap in itertools.product(CASES.items(), (1.0, 
         seconds += measure({"": step}, few, repeat=4)[""].seconds
     measured = Timing(tuple(seconds))
     errors.append(statistics.median(predicted) / measured.median - 1)
-    row = (name, cap, human_seconds(statistics.median(predicted)), str(measured))
-    rows.append((*row, f"{errors[-1]:+.0%}"))
+    rows.append((name, cap, human_seconds(statistics.median(predicted)), measured, errors[-1]))
+
+# %% tags=["plumbing"]
 headers = ["model", "cap MiB", "predicted", "measured (quartiles)", "error"]
-few.print(table(rows, headers))
+few.print(table(rows, headers, floats=("", "g", "", "", "+.0%")))
 few.print(f"median error {statistics.median(map(abs, errors)):.0%}")
 
 # %% [markdown]
@@ -497,22 +497,25 @@ def curve(rate, start_up):
 
 # %%
 LINKS = {"10 Gbit/s Ethernet": 1.25, "PCIe 4.0 x16": 31.5, "NVLink 4 (H100)": 450}
+if n > 1 and cost.beta > 0:
+    LINKS["this machine's all-reduce"] = 1 / cost.beta / 1e9
+need_here, need_h100 = (break_even(1e9, *device) / 1e9 for device in (HERE, H100))
+few.print(f"1e9 parameters need {need_here:.3g} GB/s here, and {need_h100:.3g} GB/s on H100s")
+assert need_here < need_h100
+
+# %% tags=["plumbing"]
 ends = (1e4, 1e11)
 figures.lines(
     {
         "H100, computing": curve(*H100),
         "this device, computing": curve(*HERE),
         **{name: (ends, (gigabytes, gigabytes)) for name, gigabytes in LINKS.items()},
-        **({"this machine's all-reduce": (ends, (1 / cost.beta / 1e9,) * 2)} if n > 1 else {}),
     },
     title="Above its curve a link makes 8 ranks faster than one",
     xlabel=f"parameters of the model ({SAMPLES} samples or tokens a rank and step)",
     ylabel="bandwidth of a link, GB/s",
     log="xy",
 )
-need_here, need_h100 = (break_even(1e9, *device) / 1e9 for device in (HERE, H100))
-few.print(f"1e9 parameters need {need_here:.3g} GB/s here, and {need_h100:.3g} GB/s on H100s")
-assert need_here < need_h100
 
 # %% [markdown]
 """
@@ -545,6 +548,7 @@ def adam(net):
     return torch.optim.Adam(net.parameters())
 
 
+# %%
 verdicts = {
     "wide layers, large batch": case(512, 4, 1024),
     "wide layers, one sample": case(1024, 4, 1, adam),
@@ -573,6 +577,7 @@ def slow_loader(batches=8):
         yield batch
 
 
+# %%
 net = DDP(copy.deepcopy(model), few)
 optimizer, analyzer = sgd(net), DDPPerformanceAnalyzer(few)
 for inputs, targets in analyzer.batches(slow_loader()):
@@ -677,4 +682,5 @@ Before you buy a network, in this order:
 """
 
 # %%
+few.close()
 comms.close()

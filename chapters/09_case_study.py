@@ -13,7 +13,9 @@ It needs `pip install "microddp[llm]"`; with `transformers` alone it runs on mad
 
 # %% tags=["imports"]
 import copy
+import gc
 import itertools
+import math
 from contextlib import nullcontext
 from functools import partial
 
@@ -23,7 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 
 import microddp
 from microddp import figures
-from microddp.comms import cpu_cores
+from microddp.comms import peak_memory
 from microddp.ddp import DDP
 from microddp.model import gradient_bytes, parameter_count
 from microddp.performance import profile_steps
@@ -33,31 +35,65 @@ from microddp.workloads import batches, load_case, new_model
 
 # %%
 comms = microddp.init()
-rank, n = comms.rank, comms.world_size
 comms.print(comms.describe())
+few = comms.timed()
+rank, n = few.rank, few.world_size
+few.print(f"{n} of {comms.world_size} ranks stay")
+if n == 1:
+    few.print("One rank sends nothing: add --nproc-per-node=2 for the effect of a split.")
 
 # %% [markdown]
 """
+As in the last chapter, ranks that have no core or GPU of their own left at the start. The N devices
+of this chapter are the others.
+
 ## The case
 
-On a GPU the model has its full size. On a CPU that would take too long, so there it is smaller in
-every direction, with about the same ratios of widths and heads, and with random weights. Change
-`SIZE` to decide otherwise. The weights, the tokenizer and the sentences come from the Hugging Face
-hub. Where it cannot be reached, the weights are random and the pairs made up, with MRPC's lengths
-and its share of *paraphrases*, which are the pairs that say the same:
+The weights, the tokenizer and the sentences come from the Hugging Face hub. Where it cannot be
+reached, the weights are random and the pairs made up, with MRPC's lengths and its share of
+*paraphrases*, which are the pairs that say the same. On a CPU the full size would take too long.
+There the model is smaller in every direction, with about the same ratios of widths and heads, and
+with random weights.
+
+The same goes for a GPU without room. Most is needed below, where a model that trains alone stands
+beside one that trains with others. Each holds weights, gradients and the two moments that AdamW
+keeps of them. Add the model as it was loaded, a message of all gradients, and the buckets twice
+while they are planned anew. The activations of a batch get a quarter on top:
 """
 
 # %%
-SIZE = "full" if comms.device.type == "cuda" else "small"
-case = load_case(SIZE, comms)
+COPIES = 1 + 2 * (1 + 1 + 2) + 1 + 1
+with torch.device("meta"):  # shapes without memory
+    needed = 1.25 * COPIES * gradient_bytes(new_model("full", pad=0))
+few.print(
+    f"{COPIES} times the parameters; with activations {human_bytes(needed)} a rank, full size"
+)
+
+
+def room():
+    """Bytes of this rank's GPU that are free for it, as the ranks on it share them alike."""
+    gpus = torch.cuda.device_count()
+    sharing = math.ceil(min(few.local_world_size, max(2, gpus)) / gpus)
+    return torch.cuda.mem_get_info()[0] / sharing
+
+
+# %%
+SIZE = "small"
+if few.device.type == "cuda":
+    least = min(few.all_gather_data(room()))  # all must choose alike
+    few.print(f"free for each rank: {human_bytes(least)} or more")
+    SIZE = "full" if needed <= least else "small"
+case = load_case(SIZE, few)
 total = gradient_bytes(case.model)
-comms.print(case.origin)
+few.print(case.origin)
+
+# %% tags=["plumbing"]
 rows = [
     ("parameters", f"{parameter_count(case.model):,}"),
     ("gradients", human_bytes(total)),
     *case.statistics(),
 ]
-comms.print(table(rows))
+few.print(table(rows, []))
 
 # %% [markdown]
 """
@@ -82,16 +118,11 @@ gradients (chapter 06), in fp32 or with autocast:
 
 
 # %%
-def global_batch(comms):
-    """16, or the nearest below that divides by the ranks."""
-    return comms.world_size * max(1, 16 // comms.world_size)
-
-
 def step(model, optimizer, micro_batches, bf16=False):
     optimizer.zero_grad()
     for batch in micro_batches:
         with nullcontext() if batch is micro_batches[-1] else model.no_sync():
-            with torch.autocast(comms.device.type, torch.bfloat16, enabled=bf16):
+            with torch.autocast(few.device.type, torch.bfloat16, enabled=bf16):
                 loss = model(**batch).loss / len(micro_batches)
             loss.backward()
     optimizer.step()
@@ -111,26 +142,31 @@ def train(model, data):
     return [step(model, optimizer, [batch]).item() for batch in itertools.islice(data, STEPS)]
 
 
-size = global_batch(comms)
-whole = batches(case.train, size, comms, whole=True)
+# %%
+size = n * max(1, 16 // n)  # 16, or the nearest below that divides by the ranks
+whole = batches(case.train, size, few, whole=True)
 alone = train(copy.deepcopy(case.model), whole) if rank == 0 else []
-alone = comms.all_gather_data(alone)[0]
-split = train(DDP(copy.deepcopy(case.model), comms), batches(case.train, size, comms))
-split = [sum(losses) / n for losses in zip(*comms.all_gather_data(split), strict=True)]
+alone = few.all_gather_data(alone)[0]
+gc.collect()  # a wrapper, its hooks and its model hold each other: they go when they are looked for
+split = train(DDP(copy.deepcopy(case.model), few), batches(case.train, size, few))
+split = [sum(losses) / n for losses in zip(*few.all_gather_data(split), strict=True)]
+gc.collect()
 
 # %%
 worst = max(abs(a - b) for a, b in zip(alone, split, strict=True))
-comms.print(f"global batch {size}: one device of {size} against {n} of {size // n}")
-comms.print(f"losses of {STEPS} steps differ by {worst:.1e} at most")
+few.print(f"global batch {size}: one device of {size} against {n} of {size // n}")
+few.print(f"losses of {STEPS} steps differ by {worst:.1e} at most")
+tolerance = 1e-3 if SIZE == "small" else 1e-2  # a GPU picks other kernels for other shapes
+assert worst < tolerance
+assert SIZE == "full" or not case.made_up or sum(split[-5:]) < 0.8 * sum(split[:5])
+
+# %% tags=["plumbing"]
 figures.lines(
     {"one device": (range(STEPS), alone), f"{n} devices": (range(STEPS), split)},
     title=f"{STEPS} steps on one device and on {n}: losses differ by {worst:.0e} at most",
     xlabel="step",
     ylabel="loss of the global batch",
 )
-tolerance = 1e-3 if SIZE == "small" else 1e-2  # a GPU picks other kernels for other shapes
-assert worst < tolerance
-assert SIZE == "full" or not case.made_up or sum(split[-5:]) < 0.8 * sum(split[:5])
 
 # %% [markdown]
 r"""
@@ -141,33 +177,33 @@ r"""
 **Predict.** On N devices each step computes 1/N of the batch, and averages S bytes of gradients,
 however large the batch. Let $t(16/N)$ be the time of the computing and $t_S$ that of the all-reduce
 alone. The step takes $t(16/N) + t_S$ if nothing is hidden behind backward, and at best the larger
-of the two. Both are measured, on no more ranks than there are cores or GPUs, but at least two. Each
-rank updates all weights: that is work which no split makes smaller.
+of the two. Both are measured. Each rank updates all weights: that is work which no split makes
+smaller.
 """
 
 # %%
-devices = torch.cuda.device_count() if comms.device.type == "cuda" else cpu_cores()
-few = comms.subgroup(range(min(n, max(2, devices))))
-timed = few is not None
-if n == 1:
-    comms.print("One rank sends nothing: add --nproc-per-node=2 for the effect of a split.")
-if timed:
-    size, N = global_batch(few), few.world_size
-    model = copy.deepcopy(case.model)
-    ddp = DDP(copy.deepcopy(case.model), few)
-    optimizers = {m: adamw(m) for m in (model, ddp)}
-    batch = next(batches(case.train, size, few, whole=True))
-    shards = [b for b, _ in zip(batches(case.train, size, few), range(2), strict=False)]
-    flat = torch.zeros(total // 4, device=few.device)
+batch = next(batches(case.train, size, few, whole=True))
+shards = [b for b, _ in zip(batches(case.train, size, few), range(2), strict=False)]
+
+
+def time_batches():
+    model, ddp = copy.deepcopy(case.model), DDP(copy.deepcopy(case.model), few)
+    optimizer, flat = adamw(model), torch.zeros(total // 4, device=few.device)
     calls = {
-        "one": lambda: few.rank == 0 and step(model, optimizers[model], [batch]),
-        "shard": lambda: step(model, optimizers[model], shards[:1]),
+        "one": lambda: rank == 0 and step(model, optimizer, [batch]),
+        "shard": lambda: step(model, optimizer, shards[:1]),
         "all-reduce": lambda: few.all_reduce(flat),
-        "N": lambda: step(ddp, optimizers[ddp], shards[:1]),
+        "N": partial(step, ddp, adamw(ddp), shards[:1]),
     }
-    times = measure(calls, few, warmup=3, repeat=9)
-    one, shard, reducing, split = (timing.median for timing in times.values())
-    few.print(f"global batch {size} on {N} of {n} ranks, {devices} cores or GPUs")
+    return measure(calls, few, warmup=3, repeat=9)
+
+
+# %%
+times = time_batches()
+gc.collect()
+one, shard, reducing, split = (timing.median for timing in times.values())
+if few.device.type == "cuda":
+    few.print(f"at the peak {peak_memory(few.device) / total:.1f} times the parameters")
 
 # %% [markdown]
 """
@@ -179,19 +215,20 @@ run took 1.58 s on one and 1.16 s on two:
 # %%
 PUBLISHED = {"one": 0.0751, "N": 0.0551}  # seconds a batch
 gain = PUBLISHED["one"] / PUBLISHED["N"]
-if timed:
-    rows = [
-        ("one device, whole batch", human_seconds(PUBLISHED["one"]), str(times["one"])),
-        ("one device's shard", "", str(times["shard"])),
-        ("all-reduce alone", "", str(times["all-reduce"])),
-        ("split: all hidden", "", human_seconds(max(shard, reducing))),
-        ("split: none hidden", "", human_seconds(shard + reducing)),
-        ("split: measured", human_seconds(PUBLISHED["N"]), str(times["N"])),
-        ("speed-up", f"{gain:.2f}", f"{one / split:.2f}"),
-        ("speed-up / devices", f"{gain / 2:.0%}", f"{one / split / N:.0%}"),
-    ]
-    headers = ["a batch", "published, 2 GPUs", f"here, {N} x {few.device.type}"]
-    few.print(table(rows, headers))
+
+# %% tags=["plumbing"]
+rows = [
+    ("one device, whole batch", human_seconds(PUBLISHED["one"]), times["one"]),
+    ("one device's shard", None, times["shard"]),
+    ("all-reduce alone", None, times["all-reduce"]),
+    ("split: all hidden", None, human_seconds(max(shard, reducing))),
+    ("split: none hidden", None, human_seconds(shard + reducing)),
+    ("split: measured", human_seconds(PUBLISHED["N"]), times["N"]),
+    ("speed-up", gain, one / split),
+    ("speed-up / devices", f"{gain / 2:.0%}", f"{one / split / n:.0%}"),
+]
+few.print(f"global batch {size} on {n} ranks")
+few.print(table(rows, ["a batch", "published, 2 GPUs", f"here, {n} x {few.device.type}"]))
 
 # %% [markdown]
 """
@@ -222,9 +259,9 @@ def profile(model, micro_batches, **options):
     return profile_steps(partial(step, model, optimizer, micro_batches, **options), few)
 
 
-if timed:
-    summaries = {"fp32": profile(ddp, shards[:1])}
-    few.print(summaries["fp32"])
+replica = DDP(copy.deepcopy(case.model), few)
+summaries = {"fp32": profile(replica, shards[:1])}
+few.print(summaries["fp32"])
 
 # %% [markdown]
 r"""
@@ -250,24 +287,27 @@ def predicted(share, k):
     return share / (share + k * (1 - share))
 
 
-if timed:
-    summaries["fp32, 2 micro-batches"] = profile(ddp, shards)
-    both = list(summaries.values())
-    shares = [s.busy_share for s in both]
-    alone = [s.transfer / (s.transfer + s.mean("computing")) for s in both]
-    rows = [
-        (name, first, predicted(first, 2), second)
-        for name, (first, second) in {
-            "published, 4 H100": (0.422, 0.25),
-            f"here, {N} x {few.device.type}": shares,
-            "here, transfers alone": alone,
-        }.items()
-    ]
-    headers = ["all-reduce's share", "1 micro-batch", "2, predicted", "2, measured"]
-    few.print(table(rows, headers, floats=".1%"))
-    calls = [{row.kind: row.calls for row in s.rows} for s in both]
-    assert calls[0]["all-reduce"] == calls[1]["all-reduce"]
-    assert calls[1]["attention"] == 2 * calls[0]["attention"]
+summaries["fp32, 2 micro-batches"] = profile(replica, shards)
+del replica
+gc.collect()
+both = list(summaries.values())
+shares = [s.busy_share for s in both]
+alone = [s.transfer / (s.transfer + s.mean("computing")) for s in both]
+calls = [{row.kind: row.calls for row in s.rows} for s in both]
+assert calls[0]["all-reduce"] == calls[1]["all-reduce"]
+assert calls[1]["attention"] == 2 * calls[0]["attention"]
+
+# %% tags=["plumbing"]
+rows = [
+    (name, first, predicted(first, 2), second)
+    for name, (first, second) in {
+        "published, 4 H100": (0.422, 0.25),
+        f"here, {n} x {few.device.type}": shares,
+        "here, transfers alone": alone,
+    }.items()
+]
+headers = ["all-reduce's share", "1 micro-batch", "2, predicted", "2, measured"]
+few.print(table(rows, headers, floats=".1%"))
 
 # %% [markdown]
 """
@@ -308,20 +348,20 @@ def gradients(hook=None, bf16=False):
 
 
 # %%
-if timed:
-    _, exact = gradients()
-    rows = []
-    for name, arguments in {
-        "autocast": (None, True),
-        "halved": (halved,),
-        "torch's bf16_compress_hook": (bf16_compress_hook,),
-    }.items():
-        _, got = gradients(*arguments)
-        rows.append((name, got.nbytes, ((got - exact).norm() / exact.norm()).item()))
-    few.print(table(rows, ["", "bytes of gradients", "off by"], floats=".1e"))
-    few.print(f"'halved' sent {sum(sent):,} bytes, {sum(sent) / total:.2f} of the gradients'")
-    assert 2 * sum(sent) == total
-    assert max(row[2] for row in rows[1:]) < 2**-7  # bf16 keeps 8 bits
+_, exact = gradients()
+rows = []
+for name, arguments in {
+    "autocast": (None, True),
+    "halved": (halved,),
+    "torch's bf16_compress_hook": (bf16_compress_hook,),
+}.items():
+    gc.collect()
+    _, got = gradients(*arguments)
+    rows.append((name, got.nbytes, ((got - exact).norm() / exact.norm()).item()))
+few.print(table(rows, ["", "bytes of gradients", "off by"], floats=".1e"))
+few.print(f"'halved' sent {sum(sent):,} bytes, {sum(sent) / total:.2f} of the gradients'")
+assert 2 * sum(sent) == total
+assert max(row[2] for row in rows[1:]) < 2**-7  # bf16 keeps 8 bits
 
 # %% [markdown]
 """
@@ -329,36 +369,39 @@ if timed:
 """
 
 # %%
-if timed:
-    for name, hook in (("bf16", None), ("bf16, halved", halved)):
-        replica, _ = gradients(hook, bf16=True)
-        summaries[name] = profile(replica, shards[:1], bf16=True)
-    bars = {}
-    for name, s in summaries.items():
-        pairs = size * (2 if "micro" in name else 1)
-        hidden, waiting = s.mean("hidden"), s.mean("all_reduce") - s.mean("hidden")
-        parts = {
-            "computing": s.mean("computing") - hidden,
-            "computing during all-reduce": hidden,
-            "all-reduce alone": waiting,
-            "idle": s.mean("idle"),
-        }
-        bars[name] = {part: seconds / pairs for part, seconds in parts.items()}
+del exact, got, _
+for name, hook in (("bf16", None), ("bf16, halved", halved)):
+    replica, _ = gradients(hook, bf16=True)
+    summaries[name] = profile(replica, shards[:1], bf16=True)
+    del replica, _
+    gc.collect()
 
-# %%
-if timed:
-    shares = {name: summary.busy_share for name, summary in summaries.items()}
-    figures.stacked_bars(
-        bars,
-        title=f"All-reduce: {shares['fp32']:.0%} of busy time, {shares['bf16']:.0%} in bf16",
-        xlabel="time per pair",
-    )
-    rows = [
-        (name, s.busy_share, s.overlap, s.seconds("matrix multiplication") / s.mean("wall"))
-        for name, s in summaries.items()
-    ]
-    headers = ["", "all-reduce", "of it hidden", "multiplications, of the step"]
-    few.print(table(rows, headers, floats=".1%"))
+# %% tags=["plumbing"]
+bars = {}
+for name, s in summaries.items():
+    pairs = size * (2 if "micro" in name else 1)
+    hidden, waiting = s.mean("hidden"), s.mean("all_reduce") - s.mean("hidden")
+    parts = {
+        "computing": s.mean("computing") - hidden,
+        "computing during all-reduce": hidden,
+        "all-reduce alone": waiting,
+        "idle": s.mean("idle"),
+    }
+    bars[name] = {part: seconds / pairs for part, seconds in parts.items()}
+shares = {name: summary.busy_share for name, summary in summaries.items()}
+figures.stacked_bars(
+    bars,
+    title=f"All-reduce: {shares['fp32']:.0%} of busy time, {shares['bf16']:.0%} in bf16",
+    xlabel="time per pair",
+)
+
+# %% tags=["plumbing"]
+rows = [
+    (name, s.busy_share, s.overlap, s.seconds("matrix multiplication") / s.mean("wall"))
+    for name, s in summaries.items()
+]
+headers = ["", "all-reduce", "of it hidden", "multiplications, of the step"]
+few.print(table(rows, headers, floats=".1%"))
 
 # %% [markdown]
 """
@@ -376,19 +419,15 @@ or half of the multiplications' time were gone, and nothing else changed:
 """
 
 # %%
-if timed:
-    s = summaries["fp32"]
-    savings = {
-        "every all-reduce hidden": s.mean("all_reduce") - s.mean("hidden"),
-        "no idle time": s.mean("idle"),
-        "multiplications twice as fast": s.seconds("matrix multiplication") / 2,
-    }
-    wall = s.mean("wall")
-    rows = [(name, human_seconds(t), wall / (wall - t)) for name, t in savings.items()]
-    headers = ["if there were", "a step saves", "speed-up at most"]
-    few.print(table(rows, headers, floats=".2f"))
-    few.close()
-comms.barrier()  # ranks that are not timed wait here, and leave the cores to those that are
+s = summaries["fp32"]
+savings = {
+    "every all-reduce hidden": s.mean("all_reduce") - s.mean("hidden"),
+    "no idle time": s.mean("idle"),
+    "multiplications twice as fast": s.seconds("matrix multiplication") / 2,
+}
+wall = s.mean("wall")
+rows = [(name, human_seconds(t), wall / (wall - t)) for name, t in savings.items()]
+few.print(table(rows, ["if there were", "a step saves", "speed-up at most"]))
 
 # %% [markdown]
 """
@@ -410,10 +449,10 @@ def logits(pad, length):
     """Of the first pair that is shorter than the others, in a batch of so many tokens."""
     tokens, mask, _ = case.train.tensors
     vocabulary = max(int(tokens.max()) + 1, 4096)
-    classifier = new_model("small", pad, vocabulary).to(comms.device)
+    classifier = new_model("small", pad, vocabulary).to(few.device)
     i = int(mask.sum(1).argmin())
     rows = torch.tensor([i, i])  # a batch of two, so that rows could differ in length
-    batch = (x[rows, :length].to(comms.device) for x in (tokens, mask))
+    batch = (x[rows, :length].to(few.device) for x in (tokens, mask))
     with torch.no_grad():
         return classifier(*batch).logits[0]
 
@@ -422,7 +461,7 @@ try:
     logits(None, 64)
     raise AssertionError("expected an error")
 except ValueError as error:
-    comms.print(error)
+    few.print(error)
 
 # %% [markdown]
 """
@@ -442,7 +481,7 @@ for name, pad in (("the wrong token", case.pad + 1), ("the token of the batches"
     tight, padded = (logits(pad, shortest + extra) for extra in (0, more))
     rows.append((name, *tight.tolist(), *padded.tolist(), (tight - padded).abs().max().item()))
 headers = ["pad_token_id is", "logits", "", f"with {more} more columns", "", "differ by"]
-comms.print(table(rows, headers, floats=(*("", *[".4f"] * 4), ".1e")))
+few.print(table(rows, headers, floats=(*("", *[".4f"] * 4), ".1e")))
 assert rows[0][-1] > 1e-3
 assert rows[1][-1] < 1e-5
 
@@ -531,4 +570,5 @@ own length: the losses on one device and on N then differ.
 """
 
 # %%
+few.close()
 comms.close()
