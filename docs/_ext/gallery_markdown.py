@@ -6,6 +6,9 @@ takes text for reStructuredText, so this extension replaces the functions throug
 splits a script, assembles its page and saves its notebook. Scripts without a Markdown cell
 are left to the functions replaced.
 
+The page folds the code of a cell that has one of the tags in `FOLDED`, as in
+`# %% tags=["plumbing"]`; what the cell printed and drew stays in sight. The notebook has the tags.
+
 `install()` makes the replacements, for processes that have no Sphinx application.
 """
 
@@ -34,16 +37,20 @@ from sphinx_gallery.py_source_parser import split_code_and_text_blocks as split_
 # Where a page's own blocks go between the header and the footer that sphinx-gallery writes.
 _BODY = "\n.. gallery-markdown-body\n"
 
+# The tags of cells whose code is folded, and what stands in its place.
+FOLDED = {"imports": "Imports", "plumbing": "Plumbing"}
+
 _KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 
 
 class Cell(NamedTuple):
-    """One jupytext cell: its type, its notebook source, its lines in the script."""
+    """One jupytext cell: its type, its notebook source, its lines in the script, its tags."""
 
     kind: str  # "markdown", "code" or "raw"
     source: str
     script: str  # the script's own lines, without the cell marker
     lineno: int  # of the first of these lines, counted from 1
+    tags: tuple[str, ...] = ()
 
 
 def read_cells(text: str) -> list[Cell]:
@@ -57,7 +64,8 @@ def read_cells(text: str) -> list[Cell]:
         first = lines[position]
         marked = reader.start_code_re.match(first) or reader.alternative_start_code_re.match(first)
         lineno = position + (2 if marked else 1)
-        cells.append(Cell(cell.cell_type, cell.source, "\n".join(reader.org_content), lineno))
+        script, tags = "\n".join(reader.org_content), tuple(cell.metadata.get("tags", ()))
+        cells.append(Cell(cell.cell_type, cell.source, script, lineno, tags))
         position += length
     return cells
 
@@ -88,7 +96,8 @@ def split_script(source_file: str | Path, return_node: bool = False) -> tuple[An
         elif cell.kind == "code" and cell.script.strip():
             blocks.append(Block("code", cell.script + "\n", cell.lineno))
     code = "".join(block.content for block in blocks if block.type == "code")
-    file_conf = {"markdown": True, **py_source_parser.extract_file_config(code)}
+    folded = {cell.lineno: FOLDED[tag] for cell in cells for tag in cell.tags if tag in FOLDED}
+    file_conf = {"markdown": True, "folded": folded, **py_source_parser.extract_file_config(code)}
     return (file_conf, blocks, node) if return_node else (file_conf, blocks)
 
 
@@ -130,7 +139,8 @@ def page_blocks(
 ) -> str:
     """Assemble a page's MyST text: Markdown as it stands, code and output as reStructuredText.
 
-    `file_conf["preamble"]`, Markdown, is put just below the title.
+    `file_conf["preamble"]`, Markdown, is put just below the title; `file_conf["folded"]` has the
+    summaries of the blocks whose code is folded, by the number of their first line.
     """
     if "markdown" not in file_conf:
         rst: str = blocks_to_rst(
@@ -144,7 +154,12 @@ def page_blocks(
             parts.append(_link_chapters(block.content.strip(), ".md"))
         elif block.content.strip():  # blank where it held nothing but settings
             code = codestr2rst(block.content, language, block.lineno if numbered else None)
-            parts.append(_eval_rst(f"{code}\n{output}"))
+            if summary := file_conf["folded"].get(block.lineno):
+                parts.append(f'<details class="folded"><summary>{summary}</summary>')
+                parts += [_eval_rst(code), "</details>"]
+                code = ""
+            if shown := f"{code}\n{output}".strip():
+                parts.append(_eval_rst(shown))
     title, _, rest = parts[0].partition("\n")
     parts[:1] = [title, file_conf.get("preamble", ""), rest]
     return "\n\n".join(part.strip("\n") for part in parts if part.strip())

@@ -91,6 +91,25 @@ Nothing here.
 """A string alone in a code cell is code."""
 '''
 
+FOLDS = '''# %% [markdown]
+"""
+# A chapter with plumbing
+
+Some of it is folded.
+"""
+
+# %% tags=["imports"]
+# sphinx_gallery_line_numbers = True
+import json
+
+# %% tags=["plumbing"]
+rows = json.loads("[1, 2]")
+print("the rows are", rows)
+
+# %% a title tags=["other"]
+print("in", "sight")
+'''
+
 REST = '''"""
 A chapter in reStructuredText
 =============================
@@ -115,6 +134,7 @@ def rich_book(root: Path) -> Book:
     book.write("chapters/rich.py", RICH)
     book.write("chapters/other.py", OTHER)
     book.write("chapters/rest.py", REST)
+    book.write("chapters/folds.py", FOLDS)
     book.write(
         "chapters/drawing.svg",
         '<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"></svg>',
@@ -218,6 +238,42 @@ class TestPage:
         page = rich[0].page("rest")
         assert "Text as the gallery knows it, with <em>emphasis</em>" in page
         assert "A chapter in reStructuredText" in page
+
+
+class TestFolding:
+    """The code of tagged cells is folded away; what the cell printed is not."""
+
+    @pytest.fixture
+    def page(self, rich: tuple[Book, Build]) -> str:
+        return html.unescape(re.sub(r"</?span[^>]*>", "", rich[0].page("folds")))
+
+    def test_the_code_is_folded_under_the_tags_name(self, page: str) -> None:
+        folded = re.findall(
+            r'<details class="folded"><summary>(\w+)</summary>(.*?)</details>', page, re.DOTALL
+        )
+        assert [summary for summary, _ in folded] == ["Imports", "Plumbing"]
+        assert "import json" in folded[0][1]
+        assert 'print("the rows are", rows)' in folded[1][1]
+        assert all('<div class="highlight"><pre>' in code for _, code in folded), "as any other"
+        assert page.count("</details>") == 2
+
+    def test_output_stays_in_sight(self, page: str) -> None:
+        in_sight = re.sub(r"<details.*?</details>", "", page, flags=re.DOTALL)
+        assert "the rows are [1, 2]" in in_sight
+        assert 'print("in", "sight")' in in_sight
+        assert "import json" not in in_sight
+        assert in_sight.count("sphx-glr-script-out") == page.count("sphx-glr-script-out") > 0
+
+    def test_settings_work_in_folded_cells(self, rich: tuple[Book, Build]) -> None:
+        page = rich[0].page("folds")
+        assert "sphinx_gallery_" not in page
+        assert 'class="linenos">' in page
+
+    def test_the_notebook_keeps_the_tags(self, rich: tuple[Book, Build]) -> None:
+        text = (rich[0].root / "docs/chapters/folds.ipynb").read_text(encoding="utf-8")
+        cells = nbformat.reads(text, as_version=4).cells  # type: ignore[no-untyped-call]
+        tags = [cell.metadata.get("tags") for cell in cells]
+        assert tags == [None, ["imports"], ["plumbing"], ["other"]]
 
 
 class TestNotebook:
