@@ -83,6 +83,8 @@ for epoch in range(20):
     losses = [step(model, cross_entropy, optimizer, x, y) for x, y in batches.epoch(epoch)]
     progress.append((torch.stack(losses).mean().item(), accuracy(model, digits.test)))
 
+
+# %%
 rows = [(epoch + 1, *progress[epoch]) for epoch in (0, 4, 9, 19)]
 comms.print(table(rows, ["epoch", "training loss", "test accuracy"], floats=".3f"))
 assert progress[-1][1] > 0.93, "the network should read more than 93 % of the test images"
@@ -138,14 +140,16 @@ def phases(batch):
     return {name: torch.tensor(seconds[5:]).median().item() for name, seconds in times.items()}
 
 
+# %%
 split = {f"batch {batch}": phases(batch) for batch in (16, 128, 1024)}
+assert split["batch 1024"]["backward"] > split["batch 1024"]["forward"]
 
 # %% [markdown]
 """
 **Measure.** The medians, and the same as a picture:
 """
 
-# %%
+# %% tags=["plumbing"]
 rows = [
     (name, *map(human_seconds, parts.values()), parts["backward"] / parts["forward"])
     for name, parts in split.items()
@@ -154,7 +158,6 @@ comms.print(table(rows, ["", *PHASES, "backward / forward"], floats=".2f"))
 figures.stacked_bars(
     split, title="A larger batch spends its time in forward and backward", xlabel="time of one step"
 )
-assert split["batch 1024"]["backward"] > split["batch 1024"]["forward"]
 
 # %% [markdown]
 """
@@ -185,8 +188,9 @@ for batch in SIZES:
 
 timings = measure(steps, comms)
 rates = [int(batch) / timing.median for batch, timing in timings.items()]
+assert rates[-1] > 3 * rates[0], "a batch should use the device better than single samples"
 
-# %%
+# %% tags=["plumbing"]
 rows = [
     (batch, str(timing), rate) for (batch, timing), rate in zip(timings.items(), rates, strict=True)
 ]
@@ -199,7 +203,6 @@ figures.lines(
     ylabel="samples per second",
     log="xy",
 )
-assert rates[-1] > 3 * rates[0], "a batch should use the device better than single samples"
 
 # %% [markdown]
 r"""
@@ -255,8 +258,9 @@ for batch in (16, 128, 1024):
     parts[f"batch {batch}"] = kinds
     rows.append((batch, *map(human_bytes, (predicted, kept, sum(kinds.values())))))
     assert abs(kept - predicted) < 0.1 * predicted
+assert weights == gradients == momentum == gradient_bytes(wide)
 
-# %%
+# %% tags=["plumbing"]
 headers = ["batch", "activations predicted", "counted", "with weights, gradients, momentum"]
 comms.print(table(rows, headers))
 peak = human_bytes(peak_memory(comms.device))
@@ -267,7 +271,6 @@ figures.stacked_bars(
     xlabel="memory",
     formatter=human_bytes,
 )
-assert weights == gradients == momentum == gradient_bytes(wide)
 
 # %% [markdown]
 """

@@ -166,6 +166,10 @@ def train(average, dtype=torch.float64):
 apart, from_single, flipped = train(average=True)
 apart32, from_single32, flipped32 = train(average=True, dtype=torch.float32)
 drift, drift_from_single, drift_flipped = train(average=False)
+assert max(apart) == max(apart32) == 0.0
+assert from_single[-1] < 1e-9 < 1e-3 < drift[-1]
+
+# %% tags=["plumbing"]
 rows = [
     ("averaged, float64", apart[-1], from_single[-1], flipped[-1]),
     ("averaged, float32", apart32[-1], from_single32[-1], flipped32[-1]),
@@ -179,10 +183,8 @@ headers = [
 ]
 comms.print(table(rows, headers, floats=".1e"))
 comms.print(f"ReLUs, of {96 * 15 * 128:,}, in float32 before steps 1 to 6: {flipped32[:6]}")
-assert max(apart) == max(apart32) == 0.0
-assert from_single[-1] < 1e-9 < 1e-3 < drift[-1]
 
-# %%
+# %% tags=["plumbing"]
 steps = range(1, len(drift) + 1)
 figures.lines(
     {
@@ -230,7 +232,7 @@ for a in cuts:
     wrong.append(distance((small + large) / 2, whole))
     right.append(distance((a * small + (96 - a) * large) / 96, whole))
 
-# %%
+# %% tags=["plumbing"]
 rows = list(zip(cuts, (96 - a for a in cuts), wrong, right, strict=True))
 headers = ["first shard", "second shard", "mean of means", "weighted by samples"]
 comms.print(table(rows, headers, floats=".1e"))
@@ -241,6 +243,8 @@ figures.lines(
     ylabel="relative error of the gradient",
     log="y",
 )
+
+# %%
 assert wrong[0] > 0.1
 assert max(right) < 1e-5
 assert wrong[-1] < 1e-5

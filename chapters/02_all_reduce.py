@@ -142,6 +142,8 @@ records every message:
 # %%
 BUILT = {"naive": naive, "direct": direct, "ring": ring}
 size = 1003
+
+# %%
 sent = {}
 for name, all_reduce in BUILT.items():
     tensor = torch.arange(size, dtype=torch.float32, device=comms.device) * (rank + 1)
@@ -257,11 +259,8 @@ exchange that adds tensors as they arrive has the same fault:
 # %%
 torch.manual_seed(rank)
 values = torch.randn(10_000, device=comms.device)
-for name, all_reduce in {
-    "whole-tensor ring": ring_of_whole_tensors,
-    "ring": ring,
-    "direct": direct,
-}.items():
+three = {"whole-tensor ring": ring_of_whole_tensors, "ring": ring, "direct": direct}
+for name, all_reduce in three.items():
     result = values.clone()
     all_reduce(result)
     results = comms.all_gather(result)
@@ -395,7 +394,7 @@ for nbytes in (2**k for k in range(14, 27, 3)):
     for name, t in measure(calls, few, repeat=11, prepare=lambda x=x: x.fill_(1)).items():
         timings.setdefault(name, {})[nbytes] = t
 
-# %%
+# %% tags=["plumbing"]
 models = {
     name: lambda m, name=name: all_reduce_cost(name, few.world_size, m).seconds(alpha, beta)
     for name in ALGORITHMS

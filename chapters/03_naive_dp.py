@@ -119,6 +119,7 @@ def batches(for_rank, of):
     return ShardedBatches(digits.train, BATCH, for_rank, of)
 
 
+# %%
 def local_step(model, optimizer, x, y):
     optimizer.zero_grad()
     loss = cross_entropy(model(x), y)

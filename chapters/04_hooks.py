@@ -61,6 +61,7 @@ def post_accumulate_hook(parameter):
     calls.append(("post-accumulate", parameter.item(), parameter.grad.item()))
 
 
+# %%
 weight.register_hook(tensor_hook)
 weight.register_post_accumulate_grad_hook(post_accumulate_hook)
 for _ in range(2):
@@ -202,6 +203,7 @@ def train(make_hooks, rank, n, check=lambda *_: None):
     return model
 
 
+# %%
 def flat(model):
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
@@ -244,6 +246,7 @@ def forward_and_backward(timeline):
         loss.backward()
 
 
+# %%
 def naive(timeline):
     forward_and_backward(timeline)
     for name, parameter in wide.named_parameters():
@@ -383,6 +386,7 @@ class AveragesWhatItIsGiven(Hooks):
         self.works.append(dist.all_reduce(grad, group=self.comms.group, async_op=True))
 
 
+# %%
 def train_and_watch(make_hooks):
     """The mean loss in every step, and how far the ranks' last gradients were from equal."""
     losses = []
@@ -445,6 +449,7 @@ def gradient_norm(model):
     return norm.to(few.device).reshape(1)
 
 
+# %%
 torch.manual_seed(0)
 model = SimpleCNN().to(few.device)
 hooks = AllReduceHooks(model, few)

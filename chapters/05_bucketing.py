@@ -134,6 +134,7 @@ def plan(parameters, first, cap):
     return buckets
 
 
+# %%
 def sizes(parameters, buckets):
     return [sum(parameters[i].nbytes for i in bucket) for bucket in buckets]
 
@@ -310,6 +311,7 @@ BATCH = 96 - 96 % n  # the global batch must divide
 CAP = 256 << 10
 
 
+# %%
 def train(hook, rank, n):
     torch.manual_seed(0)
     model = FullMLP(64, outputs=10).to(few.device, torch.float64)
@@ -364,6 +366,7 @@ x, y = torch.randn(2, 64, 256, device=few.device)
 sent = {name: sizes(parameters, plan(parameters, cap, cap)) for name, cap in CAPS.items()}
 
 
+# %%
 def step(model, hooks):
     model.zero_grad()
     mse_loss(model(x), y).backward()
@@ -585,6 +588,8 @@ for empties in (False, True):
         step(model, collector)
     rows.append(("emptied" if empties else "never emptied", *map(human_bytes, collector.sent)))
     results.append([p.grad for p in model.parameters()])
+
+# %%
 few.print(table(rows, ["sent", *(f"step {i}" for i in range(1, 5))]))
 torch.testing.assert_close(*results)
 assert rows[1][1:] == (human_bytes(gradient_bytes(model)),) * 4
@@ -614,6 +619,7 @@ class EagerHooks(Hooks):
                 bucket.work = self.comms.all_reduce(bucket.flat, async_op=True)
 
 
+# %%
 def two_branches(hook, xs, rank):
     torch.manual_seed(0)
     branches = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2)).to(few.device)

@@ -101,6 +101,7 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
+# %%
 def batches(for_rank, of):
     for x, y in ShardedBatches(digits.train, BATCH, for_rank, of).epoch(0):
         yield x.double(), y
@@ -120,6 +121,7 @@ def weights(model):
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
+# %%
 def distance(a, b):
     return ((a - b).norm() / b.norm()).item()
 
@@ -209,6 +211,7 @@ def shown(call):
     return False
 
 
+# %%
 odd = new_model(seed=0, dim=160 if rank == n - 1 else 128)
 assert shown(lambda: DDP(odd, comms)) == (n > 1)
 
@@ -261,6 +264,8 @@ for broadcast in (False, True):
     cnn.eval()(digits.test.tensors[0].double())
     evaluated = comms.all_gather(statistics(cnn))
     rows.append((broadcast, apart(trained), apart(evaluated), distance(evaluated[0], alone)))
+
+# %%
 headers = ["broadcast_buffers", "after training", "after an evaluation", "rank 0 to one device"]
 comms.print("distance between the ranks' statistics")
 comms.print(table(rows, headers, floats=".1e"))
@@ -381,6 +386,8 @@ for name, arguments in {
     result, count = accumulate(*arguments)
     everyone = comms.all_gather(result)
     rows.append((name, count, distance(everyone[0] - begin, end - begin), apart(everyone)))
+
+# %% tags=["plumbing"]
 headers = ["version", "collectives", "missed by", "ranks apart"]
 comms.print(table(rows, headers, floats=".1e"))
 
@@ -518,6 +525,7 @@ def one_step(model, loss):
     torch.optim.SGD(model.parameters(), lr=0.01).step()
 
 
+# %%
 def uneven_step(first, by_all=True, weighted=False, b=16):
     """What a step misses if rank 0 has only ``first`` samples, as a share of the right step."""
     sizes = [first, *[b] * (n - 1)]
@@ -622,6 +630,8 @@ for i, (x, y) in zip(range(5), batches(rank, n), strict=False):
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
         assert torch.equal(p, q)
+
+# %% tags=["plumbing"]
 headers = ["collectives in iteration", "microddp.DDP", "torch DDP"]
 comms.print(table(rows, headers))
 
@@ -650,6 +660,7 @@ part = [tuple(shard(t[:BATCH], few.rank, few.world_size) for t in digits.train.t
 WIDTHS = (128, 256, 512)
 
 
+# %%
 def contestants(dim):
     """A model of each kind, all alike."""
     bare, ours, theirs, views = (new_model(0, torch.float32, dim) for _ in range(4))

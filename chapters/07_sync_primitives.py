@@ -30,7 +30,6 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import DistributedSampler
 
-# %% tags=["imports"]
 import microddp
 from microddp import figures
 from microddp.allreduce import fit_alpha_beta, ring_reduce_scatter
@@ -296,6 +295,7 @@ def losses_and_hits(x, y):
     )
 
 
+# %%
 values = losses_and_hits(x, y)
 means = values.mean(1)
 comms.all_reduce_mean(means)
@@ -330,6 +330,8 @@ orders = {
     "every n-th, rank by rank": everyone.flatten(),
     "every n-th, dealt back": everyone.T.flatten(),
 }
+
+# %%
 found = {
     name: (predicted[: len(labels)] == labels).double().mean().item()
     for name, predicted in orders.items()
@@ -375,6 +377,7 @@ def outcomes(mistake, *args, debug="0"):
     return endings
 
 
+# %%
 def show(endings):
     for r, ending in enumerate(endings):
         comms.print(fill(f"[rank {r}] {ending}", 90, subsequent_indent=" " * 9))
@@ -455,6 +458,7 @@ def swapped_sums(group, odd):
     group.print(f"0.5 and 100, summed over the ranks: {sums}")
 
 
+# %%
 def other_shape(group, odd):
     tensor = torch.full((4 if rank in odd else 3,), float(rank), device=comms.device)
     group.broadcast(tensor)
@@ -462,6 +466,7 @@ def other_shape(group, odd):
     group.print(f"rank 0 sent {received[0]}, the last rank has {received[-1]}")
 
 
+# %%
 MISTAKES = ((two_orders, [0]), (swapped_sums, [0]), (other_shape, [n - 1]))
 for mistake, odd in MISTAKES[1:]:
     assert set(outcomes(mistake, odd)) == {"went on"}
@@ -524,6 +529,7 @@ def evaluation(group, wrap, through, gradients, barrier):
         cross_entropy(model.train()(a), b).backward()
 
 
+# %%
 def torch_ddp(module, group):
     return TorchDDP(module, process_group=group.group)
 
@@ -692,6 +698,7 @@ def bytes_sent():
     return counts
 
 
+# %%
 def sent_since(before):
     """Those to ranks that left may be closed by now: what they sent is in no difference."""
     return sum(count - before.get(fd, 0) for fd, count in bytes_sent().items())
@@ -711,6 +718,8 @@ PART = 2**18  # numbers: 1 MiB
 S = 4 * PART * m
 COST["reduce-scatter, ring"] = COST["reduce-scatter"]  # chapter 02's
 can_count = comms.backend == "gloo" and hasattr(socket, "TCP_INFO") and any(bytes_sent().values())
+
+# %%
 counted = {}
 for name in COST if m > 1 and all(few.all_gather_data(can_count)) else ():
     call = call_on(name, PART)

@@ -22,7 +22,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-# %% tags=["imports"]
 import microddp
 from microddp import figures
 from microddp.allreduce import estimate_communication_time
@@ -81,6 +80,7 @@ def union(spans):
     return total
 
 
+# %%
 def take_apart(spans):
     waits = [span for span in spans if span.lane == "wait"]
     under_way = [span for span in spans if span.lane == "communication"]
@@ -230,6 +230,8 @@ for channels, rule in RULE.items():
     shares = (overhead.share, network / (alone + network), rule)
     times = human_bytes(overhead.nbytes), human_seconds(alone)
     rows.append((f"{overhead.nbytes / 4e6:.1f}M", *times, *(f"{share:.0%}" for share in shares)))
+
+# %% tags=["plumbing"]
 headers = ["parameters", "gradients", "computing", "measured", "10 Gbit/s, predicted", "the rule"]
 few.print(table(rows, headers))
 
@@ -307,6 +309,7 @@ def accumulate(K, batch, autocast, net, optimizer):
     optimizer.step()
 
 
+# %%
 def variant(K=1, samples=64, cap=1.0, autocast=False, half_messages=False):
     """A step alone and a step together."""
     data = torch.randn(2, samples, DIM, device=few.device).unbind()
@@ -488,6 +491,7 @@ def break_even(parameters, rate, start_up):
     return 8 * parameters * (RANKS - 1) / RANKS / saved if saved > 0 else float("inf")
 
 
+# %%
 def curve(rate, start_up):
     sizes = [10 ** (k / 4) for k in range(16, 45)]
     points = [(size, break_even(size, rate, start_up) / 1e9) for size in sizes]
@@ -582,6 +586,8 @@ net = DDP(copy.deepcopy(model), few)
 optimizer, analyzer = sgd(net), DDPPerformanceAnalyzer(few)
 for inputs, targets in analyzer.batches(slow_loader()):
     analyzer.time_step(net, inputs, targets, optimizer, loss_fn=mse_loss)
+
+# %%
 summary = analyzer.summary()
 few.print(summary)
 figures.stacked_bars(

@@ -70,6 +70,7 @@ few.print(
 )
 
 
+# %%
 def room():
     """Bytes of this rank's GPU that are free for it, as the ranks on it share them alike."""
     gpus = torch.cuda.device_count()
@@ -129,6 +130,7 @@ def step(model, optimizer, micro_batches, bf16=False):
     return loss.detach()
 
 
+# %%
 def adamw(model):  # real weights want a smaller step than random ones
     return torch.optim.AdamW(model.parameters(), lr=3e-4 if case.made_up else 2e-5)
 
@@ -186,6 +188,7 @@ batch = next(batches(case.train, size, few, whole=True))
 shards = [b for b, _ in zip(batches(case.train, size, few), range(2), strict=False)]
 
 
+# %%
 def time_batches():
     model, ddp = copy.deepcopy(case.model), DDP(copy.deepcopy(case.model), few)
     optimizer, flat = adamw(model), torch.zeros(total // 4, device=few.device)
@@ -338,6 +341,7 @@ def halved(group, bucket):
     return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
+# %%
 def gradients(hook=None, bf16=False):
     replica = DDP(copy.deepcopy(case.model), few)
     if hook:
@@ -457,6 +461,7 @@ def logits(pad, length):
         return classifier(*batch).logits[0]
 
 
+# %%
 try:
     logits(None, 64)
     raise AssertionError("expected an error")
