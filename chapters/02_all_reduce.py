@@ -275,10 +275,7 @@ start equal and add different averages are no longer replicas, and chapter 01 sh
 makes of a last bit. Two ranks are always safe, since a + b = b + a; with three or more, the order
 must be the same everywhere. In the chunked ring each chunk is added up along one path and then
 copied.
-"""
 
-# %% [markdown]
-r"""
 ## From a chapter to a core
 
 The ring above moves whole chunks. The core cuts large chunks into pieces of `PIECE_BYTES`
