@@ -128,7 +128,7 @@ class Comms(PointToPoint):
         two stay on each machine, since one alone sends nothing. With NCCL all stay.
 
         Returns:
-            The group of those that stay: this one, if all do.
+            The group of those that stay, which is this one if all do.
 
         Raises:
             SystemExit: on the ranks that leave, with status 0.
