@@ -256,10 +256,11 @@ assert not torch.equal(first, second)
 """
 ## What it costs
 
-The core's version is the same step with a place to record when things happen:
+The core's version is the same step, written once for every way of averaging: here `strategy.finish`
+averages one by one. It also has places to record when things happen, and can take a batch in parts:
 
 ```{literalinclude} ../../microddp/schedule.py
-:pyobject: naive_data_parallel_step
+:pyobject: compute_gradients
 ```
 
 It must leave the weights that the version above leaves. It calls the same all-reduces in the same

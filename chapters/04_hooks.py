@@ -26,10 +26,10 @@ from microddp.data import ShardedBatches, load_digits
 from microddp.hooks import (
     AllReduceHooks,
     HookTracker,
-    compare_hooks_with_manual,
     demonstrate_hook_order,
 )
 from microddp.model import FullMLP, SimpleCNN, Transformer, gradient_bytes
+from microddp.performance import compare_strategies
 from microddp.replicas import check_replicas
 from microddp.report import human_bytes, human_seconds, table
 from microddp.timing import Timeline, exposed, overlapped, save_chrome_trace
@@ -338,24 +338,25 @@ cores, there is no core to spare: work can be moved to an earlier time, but not 
 be hidden is *waiting*: for a message to arrive, and for a rank that is behind. So on a CPU expect
 something near $C + M$. It may even be more, because threads that share a core disturb each other.
 
-**Measure.** {func}`~microddp.hooks.compare_hooks_with_manual` times both in turns, and the same
-without any averaging, which is $C$. There are two sizes of the shard: $C$ grows with it, $M$ does
-not:
+**Measure.** {func}`~microddp.performance.analyzer.compare_strategies` times both in turns, and the
+same without any averaging, which is $C$. There are two sizes of the shard: $C$ grows with it, $M$
+does not:
 """
 
 # %%
 results = {}
 for size in (16, 128):
     batch = tuple(tensor[:size] for tensor in digits.train.tensors)
-    results[size] = compare_hooks_with_manual(wide, few, batch, cross_entropy, repeat=11)
+    names = ("none", "naive", "hooks")
+    results[size] = compare_strategies(names, wide, few, batch, cross_entropy, repeat=11)
 
 # %% tags=["plumbing"]
 rows = []
 for size, times in results.items():
-    compute, manual = times["compute"].median, times["manual"].median
+    compute, manual = times["none"].median, times["naive"].median
     hidden = human_seconds(max(compute, manual - compute))
     ratio = manual / times["hooks"].median
-    rows.append((size, human_seconds(compute), times["manual"], times["hooks"], hidden, ratio))
+    rows.append((size, human_seconds(compute), times["naive"], times["hooks"], hidden, ratio))
 few.print(f"{n} ranks, {human_bytes(gradient_bytes(wide))} of gradients")
 few.print(table(rows, ["shard", "C", "naive: C + M", "hooks", "max(C, M)", "times as fast"]))
 

@@ -22,9 +22,10 @@ from torch.nn.functional import cross_entropy, mse_loss
 import microddp
 from microddp import figures
 from microddp.allreduce import fit_alpha_beta
-from microddp.bucketing import BucketedDDPHooks, compare_bucketed_vs_unbucketed, plan_buckets
+from microddp.bucketing import BucketedDDPHooks, plan_buckets
 from microddp.data import ShardedBatches, load_digits
 from microddp.model import FullMLP, SimpleCNN, Transformer, gradient_bytes
+from microddp.performance import compare_strategies
 from microddp.report import MIB, human_bytes, human_seconds, mark_least, table
 from microddp.timing import measure
 
@@ -459,14 +460,14 @@ cases = {
     "MLP": (deep, few, (x, y), mse_loss),
     "CNN": (cnn.to(few.device), few, (images, classes % 10), cross_entropy),
 }
-compared = {name: compare_bucketed_vs_unbucketed(*case) for name, case in cases.items()}
+compared = {name: compare_strategies(("hooks", "bucketed"), *case) for name, case in cases.items()}
 
 # %% tags=["plumbing"]
 rows = []
 for name, times in compared.items():
     tensors = list(cases[name][0].parameters())
     counts = [len(plan(tensors, *caps)) for caps in ((1, 1), (MIB, 25 * MIB))]
-    ratio = times["bucketed"].median / times["one by one"].median
+    ratio = times["bucketed"].median / times["hooks"].median
     both = mark_least([*map(str, times.values())], [t.median for t in times.values()])
     rows.append((name, human_bytes(gradient_bytes(cases[name][0])), *counts, *both, ratio))
 headers = ["", "gradients", "alone", "buckets", "one by one", "bucketed, * least", "ratio"]
@@ -490,7 +491,7 @@ more.
 # %%
 def held(hooks):
     """Bytes of memory under gradients and buckets, shared memory counted once."""
-    tensors = [p.grad for p in hooks.parameters] + [b.buffer() for b in hooks.buckets]
+    tensors = [p.grad for p in hooks.buckets.parameters] + [b.buffer() for b in hooks.buckets]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 

@@ -26,10 +26,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import microddp
 from microddp import figures
-from microddp.allreduce import ring_all_reduce
+from microddp.allreduce import all_reduce_hook, ring_all_reduce
 from microddp.bucketing import BucketedDDPHooks
 from microddp.data import ShardedBatches, load_digits, shard
-from microddp.ddp import DDP, all_reduce_hook
+from microddp.ddp import DDP
 from microddp.model import FullMLP, SimpleCNN
 from microddp.replicas import broadcast_parameters, check_replicas
 from microddp.report import human_seconds, mark_least, table
@@ -568,7 +568,7 @@ collectives and no others, and a call of yours would wait for it.
 The all-reduce can be replaced. A *communication hook* is given each full bucket, and returns a
 *future*: a promise of what the bucket should become. The book's buckets have the methods of
 PyTorch's, so PyTorch's hooks work on them: `fp16_compress_hook` sends half the bytes of `float32`.
-And {func}`~microddp.ddp.wrapper.all_reduce_hook` takes any all-reduce of chapter 02.
+And {func}`~microddp.allreduce.comm_hook.all_reduce_hook` takes any all-reduce of chapter 02.
 
 **Predict.** The ring adds in an order of its own, so it may round differently. Numbers in `float16`
 have 11 significant bits, so the gradient should be off by some $10^{-4}$ of itself:

@@ -20,7 +20,6 @@ from functools import partial
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.functional import cross_entropy, mse_loss
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import microddp
 from microddp import figures
@@ -37,12 +36,11 @@ from microddp.performance import (
     measure_compute,
     measure_rates,
     measure_scaling,
-    plan_by_name,
     predict_step,
     profile_steps,
 )
 from microddp.report import human_bytes, human_seconds, table
-from microddp.schedule import ddp_step, naive_data_parallel_step, register_ddp_hooks
+from microddp.schedule import STRATEGIES, take_step
 from microddp.timing import Timeline, Timing, measure
 
 # %%
@@ -90,7 +88,9 @@ def take_apart(spans):
 
 # %% [markdown]
 """
-**Measure.** Two steps of one model, first naive and then with buckets. The core's
+**Measure.** Two steps of one model, first naive and then with buckets. Both are the same step, of
+another *strategy*: that is the core's word for how gradients are averaged, and
+`microddp.schedule.STRATEGIES` is the table of them. The core's
 {func}`~microddp.performance.analyzer.break_down` follows the same rule, and adds the phases:
 """
 
@@ -107,15 +107,12 @@ def sgd(net):
 
 # %%
 rows = []
-for name, cap in {"naive": None, "bucketed": 1.0}.items():
-    timeline, net = Timeline(few), copy.deepcopy(model)
-    hooks = register_ddp_hooks(net, few, cap, timeline) if cap else None
-    for _ in range(3):  # what is left in the timeline is the last
-        timeline.take()
-        if hooks:
-            ddp_step(net, mse_loss, sgd(net), batch, hooks, timeline)
-        else:
-            naive_data_parallel_step(net, mse_loss, sgd(net), batch, few, timeline)
+for name in ("naive", "bucketed"):
+    strategy, timeline = STRATEGIES[name](copy.deepcopy(model), few, bucket_cap_mb=1), Timeline(few)
+    strategy.record(timeline)
+    for _ in range(3):
+        timeline.take()  # what is left in the timeline is the last step
+        take_step(strategy, mse_loss, sgd(strategy.module), batch)
     spans = timeline.take()
     apart, times = take_apart(spans), break_down(spans)
     assert abs(apart["exposed"] - times.exposed) + abs(apart["hidden"] - times.hidden) < 1e-9
@@ -124,35 +121,25 @@ few.print(table(rows, ["ms", "step", "exposed", "hidden"]))
 
 # %% [markdown]
 """
-{class}`~microddp.performance.analyzer.DDPPerformanceAnalyzer` runs and times steps of any kind,
+{class}`~microddp.performance.analyzer.DDPPerformanceAnalyzer` times steps of any strategy,
 PyTorch's DDP included: there it watches when gradients come and when the group has sent something.
-Here are all of this book's ways to train, in turns:
+Here are all of them, in turns:
 """
 
 # %%
-bare, naive, hooked, bucketed, ours, theirs = (copy.deepcopy(model) for _ in range(6))
-ways = {
-    "no averaging": (bare, {}),
-    "naive": (naive, {"naive": True}),
-    "hooks": (hooked, {"hooks": register_ddp_hooks(hooked, few)}),
-    "buckets": (bucketed, {"hooks": register_ddp_hooks(bucketed, few, 1.0)}),
-    "microddp.DDP": (DDP(ours, few, bucket_cap_mb=1), {}),
-    "torch DDP": (TorchDDP(theirs, process_group=few.group, bucket_cap_mb=1), {}),
-}
-
-# %%
-optimizers = {name: sgd(net) for name, (net, _) in ways.items()}
+ways = {name: make(copy.deepcopy(model), few, bucket_cap_mb=1) for name, make in STRATEGIES.items()}
+optimizers = {name: sgd(strategy.module) for name, strategy in ways.items()}
 analyzers = {name: DDPPerformanceAnalyzer(few) for name in ways}
 for _ in range(15):
-    for name, (net, options) in ways.items():
+    for name, strategy in ways.items():
         few.barrier()
-        analyzers[name].time_step(net, *batch, optimizers[name], loss_fn=mse_loss, **options)
+        analyzers[name].time_step(strategy, *batch, optimizers[name], loss_fn=mse_loss)
 
 # %%
 for analyzer in analyzers.values():
     del analyzer.steps[:3]  # to warm up
 summaries = {name: analyzer.summary() for name, analyzer in analyzers.items()}
-few.print(summaries["microddp.DDP"])
+few.print(summaries["ddp"])
 assert n == 1 or summaries["naive"].ranks[0].hidden == 0
 
 # %% tags=["plumbing"]
@@ -409,8 +396,7 @@ CASES["transformer"] = (decoder, (tokens, tokens.roll(-1, 1)), flat_cross_entrop
 # %%
 def predict(net, data, loss_fn, cap):
     compute = measure_compute(net, loss_fn, data, sgd, few, repeat=4)
-    plan = plan_by_name(net, list(compute.ready), cap, cap)
-    return predict_step(compute, plan, cost, cores_for_each_rank(few)).step
+    return predict_step("ddp", net, compute, cost, cores_for_each_rank(few), cap).step
 
 
 # %%
@@ -557,7 +543,9 @@ verdicts = {
     "wide layers, large batch": case(512, 4, 1024),
     "wide layers, one sample": case(1024, 4, 1, adam),
     "64 layers of width 8": case(8, 64, 4),
-    "this chapter's, naive": judge(bare, batch, exposed=summaries["naive"].ranks[0].exposed),
+    "this chapter's, naive": judge(
+        ways["none"].module, batch, exposed=summaries["naive"].ranks[0].exposed
+    ),
 }
 for name, verdict in verdicts.items():
     few.print(f"{name}: {verdict}\n")
@@ -619,9 +607,9 @@ Before you buy a network, in this order:
 
 ## Exercises
 
-1. `plan_by_name` takes a cap of 0: a bucket for each parameter, as with chapter 04's hooks. Predict
-   a step of this chapter's model at caps of 0, 1 and 25 MiB, and again with an $\alpha$ that is
-   100 us larger. Which prediction moves most, and why?
+1. `predict_step` takes any strategy. Predict a step of this chapter's model with `"hooks"`, and with
+   `"ddp"` at caps of 1 and 25 MiB, and again with an $\alpha$ that is 100 us larger. Which
+   prediction moves most, and why?
 
    <details class="solution"><summary>Solution</summary>
 

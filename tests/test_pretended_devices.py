@@ -247,11 +247,6 @@ def hook_on_a_thread():
     comms.close()
 
 
-@pytest.mark.xfail(
-    raises=DisorderError,
-    strict=True,
-    reason="the hook's thread sends while backward asks which parameters no rank used",
-)
 def test_hook_on_a_thread():
     replay(job(2, hook_on_a_thread, gpus=2))
 
@@ -314,21 +309,7 @@ def test_chapter_with_gloo(chapter):
         replay(logs)
 
 
-GROUPS_OF_FEW = pytest.mark.xfail(
-    raises=DisorderError,
-    strict=True,
-    reason="the ranks that are not timed do not take part in making groups of those that are",
-)
-
-
-@pytest.mark.parametrize(
-    "chapter",
-    [
-        *("02", "03", "06", "07"),
-        pytest.param("05", marks=GROUPS_OF_FEW),
-        pytest.param("08", marks=GROUPS_OF_FEW),
-    ],
-)
+@pytest.mark.parametrize("chapter", ["02", "03", "05", "06", "07", "08"])
 def test_chapter_on_two_machines(chapter):
     replay(job(4, run_chapter, CHAPTERS[chapter], SHORTER.get(chapter), gpus=2, ranks_here=2))
 
