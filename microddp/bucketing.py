@@ -112,7 +112,8 @@ class GradientBucket:
         sizes = enumerate(p.nbytes for p in self._parameters)
         self.large = {slot for slot, nbytes in sizes if nbytes >= LARGE_BYTES}
         self._small = [slot for slot in range(len(self._parameters)) if slot not in self.large]
-        self._absent: list[int] = []  # the slots whose gradients did not come
+        self._grads: list[torch.Tensor | None] = [None] * len(self._parameters)  # that have come
+        self._absent: list[int] = []  # the slots of those that have not, and count as zero
 
     def index(self) -> int:
         """Its place in the order in which buckets are sent."""
@@ -138,10 +139,14 @@ class GradientBucket:
         """The parameters whose gradients it holds."""
         return self._parameters
 
-    def bring_in(self, divisor: int, as_view: bool, slot: int | None = None) -> None:
-        """Bring gradients in, divided by ``divisor``; one that did not come counts as zero.
+    def take(self, slot: int, grad: torch.Tensor | None) -> None:
+        """Hold a parameter's gradient, ``None`` for zero, until it is brought in."""
+        self._grads[slot] = grad
 
-        With ``as_view`` the buffer becomes the gradients' home: ``.grad`` is a view of it.
+    def bring_in(self, divisor: int, as_view: bool, slot: int | None = None) -> None:
+        """Copy gradients that were taken into the buffer, divided by ``divisor``.
+
+        With ``as_view`` the buffer becomes their home: ``.grad`` is a view of it.
 
         Args:
             divisor: the number of ranks that average.
@@ -149,12 +154,12 @@ class GradientBucket:
             slot: of a large gradient; ``None`` for all others.
         """
         if self.sparse:
-            self._flat = _sparse_gradient(self._parameters[0]) / divisor
+            self._flat = self._sparse_gradient() / divisor
             return
         at_home, grads, views = [], [], []
         for i in self._small if slot is None else (slot,):
-            parameter, view = self._parameters[i], self.views[i]
-            grad = parameter.grad
+            grad, view = self._grads[i], self.views[i]
+            self._grads[i] = None
             if grad is view:
                 at_home.append(view)
             elif grad is None:
@@ -164,7 +169,7 @@ class GradientBucket:
                 grads.append(grad)
                 views.append(view)
                 if as_view:
-                    parameter.grad = view
+                    self._parameters[i].grad = view
         if torch.is_grad_enabled() and any(g.requires_grad for g in grads):  # create_graph=True
             warnings.warn("gradients are averaged, but not gradients of gradients", stacklevel=2)
         with torch.no_grad():
@@ -183,6 +188,13 @@ class GradientBucket:
                 self._home.div_(divisor)
             elif at_home:
                 torch._foreach_div_(at_home, divisor)
+
+    def _sparse_gradient(self) -> torch.Tensor:
+        (grad,), (parameter,) = self._grads, self._parameters
+        if grad is not None:
+            return grad.detach()
+        nothing = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+        return torch.sparse_coo_tensor(nothing, parameter.detach()[:0], parameter.shape)
 
     def accept(self, reduced: torch.Tensor) -> None:
         """Take a communication hook's result as what the buffer is to hold."""
@@ -215,14 +227,6 @@ class GradientBucket:
             torch._foreach_copy_(grads, views)  # one call: each would cost more than a small copy
 
 
-def _sparse_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """What came, or zero."""
-    if parameter.grad is not None:
-        return parameter.grad.detach()
-    nothing = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-    return torch.sparse_coo_tensor(nothing, parameter.detach()[:0], parameter.shape)
-
-
 class Buckets:
     """The buckets of a model's gradients, which travel in one order, the same on every rank.
 
@@ -234,7 +238,7 @@ class Buckets:
     Attributes:
         all: the buckets.
         plan: the numbers of the parameters of each.
-        places: for each parameter its bucket's index, and its slot there if its gradient is large.
+        places: for each parameter its bucket's index, its slot there, and whether it is large.
         divisor: of the gradients; at first the number of ranks.
         send: begins what becomes of a full bucket; at first its all-reduce.
         timeline: records gradients, collectives and the wait for them.
@@ -248,7 +252,7 @@ class Buckets:
         self.divisor = comms.world_size
         self.send: Callable[[GradientBucket], Launched] = self.all_reduce
         self.timeline: Recorder = NOT_RECORDED
-        self.places: list[tuple[int, int | None]] = []
+        self.places: list[tuple[int, int, bool]] = []
 
     def follow(self, plan: Sequence[Sequence[int]]) -> None:
         """Make the buckets of a plan, in the order of sending, in the place of those before."""
@@ -262,10 +266,10 @@ class Buckets:
             )
             for index, members in enumerate(plan)
         ]
-        self.places = [(0, None)] * len(self.parameters)
+        self.places = [(0, 0, False)] * len(self.parameters)
         for bucket, members in zip(self.all, plan, strict=True):
             for slot, i in enumerate(members):
-                self.places[i] = (bucket.index(), slot if slot in bucket.large else None)
+                self.places[i] = (bucket.index(), slot, slot in bucket.large)
                 p = self.parameters[i]
                 if self.as_view and p.grad is not None and not bucket.sparse:
                     p.grad = bucket.views[slot].copy_(p.grad)
@@ -297,16 +301,18 @@ class Backward:
         self.missing = [len(members) for members in buckets.plan]
         self.works: list[Any] = []
 
-    def come(self, i: int) -> None:
+    def come(self, i: int, grad: torch.Tensor | None) -> None:
         """The gradient of parameter ``i`` has come, or none will: send what is full now."""
         self.arrived[i] = None
         buckets = self.buckets
-        index, large = buckets.places[i]
-        if large is not None:
-            buckets.all[index].bring_in(buckets.divisor, buckets.as_view, large)
+        index, slot, large = buckets.places[i]
+        bucket = buckets.all[index]
+        bucket.take(slot, grad)
+        if large:
+            bucket.bring_in(buckets.divisor, buckets.as_view, slot)
         self.missing[index] -= 1
         if not self.missing[index]:
-            buckets.all[index].bring_in(buckets.divisor, buckets.as_view)
+            bucket.bring_in(buckets.divisor, buckets.as_view)
             self.send_full()
 
     def send_full(self) -> None:
@@ -392,7 +398,7 @@ class BucketedDDPHooks(Switchable):
         """Record gradients, collectives and the wait for them from now on."""
         self.buckets.timeline = timeline
 
-    def _ready(self, i: int, _parameter: torch.Tensor) -> None:
+    def _ready(self, i: int, parameter: torch.Tensor) -> None:
         if not self.armed:
             return
         if i in self.backward.arrived:
@@ -401,7 +407,7 @@ class BucketedDDPHooks(Switchable):
                 "before finish() was called for the last backward"
             )
         self.buckets.timeline.mark(self.names[i])
-        self.backward.come(i)
+        self.backward.come(i, parameter.grad)
 
     def finish(self) -> None:
         """Wait until every gradient is averaged.

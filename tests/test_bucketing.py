@@ -130,6 +130,14 @@ def parameters_of(*shapes, dtype=torch.float32):
     return [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
 
 
+def bring_in(bucket, divisor, as_view):
+    for slot, p in enumerate(bucket.parameters()):
+        bucket.take(slot, p.grad)
+        if slot in bucket.large:
+            bucket.bring_in(divisor, as_view, slot)
+    bucket.bring_in(divisor, as_view)
+
+
 def test_a_bucket_holds_gradients_side_by_side():
     parameters = parameters_of((2, 3), (), (0,), (4,))
     bucket = GradientBucket(parameters, index=3, is_last=False)
@@ -137,7 +145,7 @@ def test_a_bucket_holds_gradients_side_by_side():
     assert bucket.parameters() == parameters
     for i, p in enumerate(parameters):
         p.grad = torch.full_like(p, i + 1.0)
-    bucket.bring_in(2, as_view=False)
+    bring_in(bucket, 2, as_view=False)
     assert bucket.buffer().tolist() == [0.5] * 6 + [1] + [2] * 4
     assert [g.shape for g in bucket.gradients()] == [p.shape for p in parameters]
     bucket.buffer().mul_(10)
@@ -146,16 +154,33 @@ def test_a_bucket_holds_gradients_side_by_side():
     assert [p.grad.unique().tolist() for p in parameters] == [[5], [10], [], [20]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.complex64])
+def test_many_gradients_in_one_call_are_scaled_as_one_by_one(dtype):
+    large, channels = (130, 130), (4, 3, 2, 2)  # too large to wait for the others; not plain
+    for shapes in ([(5,), (3, 3), (7,)], [large, (5,), (3, 3)], [channels, (5,)], [large, large]):
+        parameters = parameters_of(*shapes, dtype=dtype)
+        if channels in shapes:
+            parameters[0] = nn.Parameter(parameters[0].data.to(memory_format=torch.channels_last))
+        bucket = GradientBucket(parameters)
+        for at_home in (False, True):  # as copies or none, and as views of the bucket
+            grads = [torch.randn(p.shape).to(dtype) for p in parameters]
+            for p, view, grad in zip(parameters, bucket.views, grads, strict=True):
+                p.grad = view.copy_(grad) if at_home else grad.clone()
+            bring_in(bucket, 3, as_view=True)
+            for view, grad in zip(bucket.views, grads, strict=True):
+                assert torch.equal(view, grad / 3 if at_home else grad * (1 / 3)), shapes
+
+
 def test_as_views_gradients_live_in_the_bucket():
     (p,) = parameters_of((2, 2))
     bucket = GradientBucket([p])
     p.grad = torch.ones(2, 2)
-    bucket.bring_in(4, as_view=True)
+    bring_in(bucket, 4, as_view=True)
     assert p.grad.data_ptr() == bucket.buffer().data_ptr()
     bucket.buffer().fill_(8)
     bucket.give_back(as_view=True)
     assert p.grad.eq(8).all()
-    bucket.bring_in(4, as_view=True)
+    bring_in(bucket, 4, as_view=True)
     assert bucket.buffer().eq(2).all(), "divided in place, not copied over itself"
 
 
@@ -164,7 +189,7 @@ def test_a_gradient_that_did_not_come_counts_as_zero_and_is_made():
         parameters = parameters_of((3,), (2,))
         bucket = GradientBucket(parameters)
         bucket.buffer().fill_(7)
-        bucket.bring_in(2, as_view)
+        bring_in(bucket, 2, as_view)
         assert bucket.buffer().eq(0).all()
         bucket.buffer().fill_(3)
         bucket.give_back(as_view, unused=[1])
@@ -184,7 +209,7 @@ def test_gradients_are_laid_out_like_their_parameters():
     for p in (weight, sliced, turned):
         p.grad = torch.randn_like(p)
     kept = [p.grad.clone() for p in (weight, sliced, turned)]
-    bucket.bring_in(1, as_view=True)
+    bring_in(bucket, 1, as_view=True)
     for p, grad in zip((weight, sliced, turned), kept, strict=True):
         assert torch.equal(p.grad, grad)
     assert bucket.buffer().numel() == 48 + 12 + 24

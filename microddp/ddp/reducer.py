@@ -169,7 +169,8 @@ class Reducer:
             now = self.backward
             if now is not None and not now.end_is_told:
                 self.begin(now)
-            if parameter.grad is None:  # an output that the loss does not use leads here
+            grad = parameter.grad
+            if grad is None:  # an output that the loss does not use leads here
                 return
             used.add(i)
             if now is None:
@@ -184,7 +185,7 @@ class Reducer:
                     "the same, pass static_graph=True"
                 )
             self.buckets.timeline.mark(name)
-            now.come(i)
+            now.come(i, grad)
 
         return ready
 
@@ -197,7 +198,7 @@ class Reducer:
             now.begun = True
             for i in now.unused:
                 now.left[i] = 0
-                now.come(i)
+                now.come(i, self.parameters[i].grad)
 
     # ---- the end of backward: what was sent is waited for, and handed back
 
@@ -211,7 +212,7 @@ class Reducer:
         elif self.find_unused:
             for i in range(len(self.parameters)):
                 if i not in now.arrived:
-                    now.come(i)
+                    now.come(i, self.parameters[i].grad)
         # If not, it was a nested backward, or left parameters out: the next forward tells.
         if now.complete:
             self._finish(now)
@@ -241,8 +242,8 @@ class Reducer:
         self._calls = [1 - left for left in now.left]
         self._counting = False
         self._unused = [i for i, calls in enumerate(self._calls) if not calls]
-        for i in range(len(self.parameters)):
-            now.come(i)
+        for i, parameter in enumerate(self.parameters):
+            now.come(i, parameter.grad)
 
     def _find_used_nowhere(self) -> set[int]:
         """The parameters that no rank used. A collective, unless that is known."""

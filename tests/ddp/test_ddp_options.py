@@ -22,10 +22,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.nn.functional import mse_loss
 
-from microddp.allreduce import ALGORITHMS, all_reduce_hook
+from microddp.allreduce import ALGORITHMS, all_reduce_hook, ring_all_reduce
 from microddp.comms import Comms
 from microddp.ddp import DDP
 from microddp.replicas import check_replicas
+from microddp.timing import Timeline
 
 CAPS = ({}, {"bucket_cap_mb": SMALL})
 
@@ -273,6 +274,22 @@ def test_what_goes_wrong_in_a_hook_is_raised_by_backward(comms):
             loss.backward()
     with pytest.raises(RuntimeError, match=f"rank {comms.rank}: expected one hook, got a second"):
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+
+
+@on_ranks(2)
+def test_a_timeline_sees_the_buckets_that_a_hook_sends(comms):
+    hooks = (comms.group, default_hooks.allreduce_hook), ((comms, ring_all_reduce), all_reduce_hook)
+    for state, hook in hooks:
+        ddp = DDP(mlp(), comms, bucket_cap_mb=SMALL)
+        ddp.register_comm_hook(state, hook)
+        timeline = Timeline(comms)
+        ddp.reducer.record(timeline)
+        for step in range(2):
+            timeline.take()
+            ddp(data(comms.rank, step)[0]).sum().backward()
+        spans = timeline.take()
+        for lane in ("communication", "wait"):
+            assert sum(s.lane == lane for s in spans) == len(ddp.reducer.buckets) > 1
 
 
 # ---- uneven inputs
