@@ -607,13 +607,13 @@ Before you buy a network, in this order:
 
 ## Exercises
 
-1. `predict_step` takes any strategy. Predict a step of this chapter's model with `"hooks"`, and with
-   `"ddp"` at caps of 1 and 25 MiB, and again with an $\alpha$ that is 100 us larger. Which
+1. `predict_step` takes any strategy. Predict a step of this chapter's model with `"hooks"`, and
+   with `"ddp"` at caps of 1 and 25 MiB, and again with an $\alpha$ that is 100 us larger. Which
    prediction moves most, and why?
 
    <details class="solution"><summary>Solution</summary>
 
-   The one without buckets. The plans have 32, 4 and 1 messages. Where each message waits for the
+   The one of the hooks. The plans have 32, 4 and 1 messages. Where each message waits for the
    one before it, each pays the error of $\alpha$ once: the step grows by 3.2 ms, 0.4 ms and 0.1 ms.
    Messages that backward hides pay less, so these are upper bounds. What the prediction leaves out
    for each message, the launch of an all-reduce and a late rank, is multiplied in the same way. So

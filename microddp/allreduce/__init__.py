@@ -29,7 +29,7 @@ from microddp.allreduce.cost import (
     fit_alpha_beta,
 )
 from microddp.allreduce.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from microddp.allreduce.whole import (
+from microddp.allreduce.whole_tensor import (
     direct_all_reduce,
     naive_all_reduce,
     recursive_doubling_all_reduce,

@@ -26,7 +26,7 @@ def ring_reduce_scatter(tensor: torch.Tensor, comms: Comms, op: str = "sum") -> 
 
     Args:
         tensor: contiguous; otherwise as for
-            :func:`~microddp.allreduce.whole.naive_all_reduce`, with its errors.
+            :func:`~microddp.allreduce.whole_tensor.naive_all_reduce`, with its errors.
 
     Returns:
         This rank's chunk, a flat view into ``tensor``.
@@ -56,7 +56,7 @@ def ring_all_reduce(tensor: torch.Tensor, comms: Comms, op: str = "sum") -> None
 
     A rank sends 2 (n-1)/n S bytes (and up to one element more per round where n does not divide
     the size), to its right-hand neighbour only. Scratch: one piece, never more than a chunk.
-    Arguments and errors are those of :func:`~microddp.allreduce.whole.naive_all_reduce`.
+    Arguments and errors are those of :func:`~microddp.allreduce.whole_tensor.naive_all_reduce`.
 
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
     workstations", 2009, section 3.

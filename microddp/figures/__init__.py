@@ -7,6 +7,6 @@ environment each figure is also written to ``DIR/<script>-<number>.png``.
 """
 
 from microddp.figures.plots import buckets, lines, pauses, stacked_bars, times_by_size
-from microddp.figures.ring_animation import RingAnimation
+from microddp.figures.ring import RingAnimation, ring_rounds
 from microddp.figures.timelines import gradient_order, timeline, timelines
-from microddp.figures.who_has_what import contributors, holdings, ring_rounds, traffic
+from microddp.figures.who_has_what import contributors, holdings, traffic

@@ -10,7 +10,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from microddp.comms import Message
 from microddp.figures.style import COLORS, GREY, drawing
 from microddp.report import human_bytes
 
@@ -115,51 +114,5 @@ def traffic(matrices: Mapping[str, Sequence[Sequence[float]]], *, title: str) ->
         axes.set_yticks(range(len(matrix)))
         axes.grid(visible=False)
     panels[0][0].set_ylabel("from rank")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    return figure
-
-
-@drawing
-def ring_rounds(messages: Sequence[Sequence[Message]], nbytes: int, *, title: str) -> Figure:
-    """The ring, round by round, from recorded messages: what each rank holds, and what it sends.
-
-    A square is a chunk on a rank; the number in it says how many ranks' values it contains. A frame
-    marks the chunks that travel in this round, to the rank below (the last rank's to the first).
-
-    Args:
-        messages: each rank's messages in order, one for each round.
-        nbytes: the size of the reduced tensor.
-        title: the finding, in words.
-    """
-    n = len(messages)
-    rounds = len(messages[0])
-    holds = [[1] * n for _ in range(n)]
-    columns = min(rounds + 1, 4)
-    rows = -(-(rounds + 1) // columns)
-    figure, panels = plt.subplots(
-        rows, columns, figsize=(7.0, 0.6 + 1.95 * rows), layout="constrained", squeeze=False
-    )
-    for step, axes in enumerate(panels.flat):
-        axes.set_axis_off()
-        if step > rounds:
-            continue
-        sent = [messages[rank][step] for rank in range(n)] if step < rounds else []
-        chunks = [message.offset * n // nbytes for message in sent]
-        axes.imshow(holds, cmap="Blues", vmin=0, vmax=1.6 * n)
-        for rank in range(n):
-            label = f"rank {rank}" if step % columns == 0 else str(rank)
-            axes.text(-0.7, rank, label, ha="right", va="center", fontsize=8)
-            for chunk in range(n):
-                text = str(holds[rank][chunk])
-                axes.text(chunk, rank, text, ha="center", va="center", fontsize=9, color="black")
-        for rank, chunk in enumerate(chunks):
-            corner = (chunk - 0.44, rank - 0.44)
-            axes.add_patch(Rectangle(corner, 0.88, 0.88, fill=False, lw=2, ec=COLORS[1]))
-        axes.set_title("result" if step == rounds else f"round {step + 1}", fontsize=9)
-        before = [row.copy() for row in holds]
-        for message, chunk in zip(sent, chunks, strict=True):
-            arriving = before[message.src][chunk]
-            mine = before[message.dst][chunk]
-            holds[message.dst][chunk] = arriving if arriving == n else mine + arriving
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure

@@ -19,10 +19,10 @@ from torch.utils.data import TensorDataset
 
 from microddp.comms import Comms
 from microddp.workloads.sentence_pairs import (
-    MAX_TOKENS,
     PAD,
     TRAINING_PAIRS,
     VALIDATION_PAIRS,
+    encode_pairs,
     made_up_pairs,
 )
 
@@ -216,15 +216,6 @@ def _load(size: str, device: torch.device, source: Source) -> Case:
         tokenizer.pad_token = tokenizer.eos_token
     found = datasets.load_dataset(*source.data)
 
-    def encoded(split: str) -> TensorDataset:
-        pairs = found[split]
-        texts = [f"{a}\n{b}" for a, b in zip(pairs["sentence1"], pairs["sentence2"], strict=True)]
-        both = tokenizer(
-            texts, padding=True, truncation=True, max_length=MAX_TOKENS, padding_side="right"
-        )
-        columns = (both["input_ids"], both["attention_mask"], pairs["label"])
-        return TensorDataset(*(torch.tensor(list(column)) for column in columns))
-
     if size == "full":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # of the head
@@ -237,5 +228,5 @@ def _load(size: str, device: torch.device, source: Source) -> Case:
         model = new_model(size, tokenizer.pad_token_id, len(tokenizer))
         weights = f"random weights ({size} size) with the tokenizer of {source.model}"
     origin = f"{weights}, and the pairs of {' '.join(source.data)}"
-    train, validation = encoded("train"), encoded("validation")
+    train, validation = (encode_pairs(found[name], tokenizer) for name in ("train", "validation"))
     return Case(model.to(device), train, validation, tokenizer.pad_token_id, origin)

@@ -1,8 +1,9 @@
-"""Pairs of sentences: made up with the lengths of MRPC's, and dealt out to the ranks."""
+"""Pairs of sentences: MRPC's, or made up with their lengths; dealt out to the ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.utils.data import TensorDataset
@@ -56,6 +57,21 @@ def made_up_pairs(samples: int, vocabulary: int, seed: int) -> TensorDataset:
     mask = place <= first + second
     tokens = tokens.where(mask, PAD)[:, :MAX_TOKENS]
     return TensorDataset(tokens, mask[:, :MAX_TOKENS].long(), labels.long())
+
+
+def encode_pairs(pairs: Any, tokenizer: Any) -> TensorDataset:
+    """Real pairs of sentences as tokens, mask and labels, each pair as one text of two lines.
+
+    Args:
+        pairs: a split of MRPC, with columns ``sentence1``, ``sentence2`` and ``label``.
+        tokenizer: of the model, one of transformers'.
+    """
+    texts = [f"{a}\n{b}" for a, b in zip(pairs["sentence1"], pairs["sentence2"], strict=True)]
+    both = tokenizer(
+        texts, padding=True, truncation=True, max_length=MAX_TOKENS, padding_side="right"
+    )
+    columns = (both["input_ids"], both["attention_mask"], pairs["label"])
+    return TensorDataset(*(torch.tensor(list(column)) for column in columns))
 
 
 def batches(

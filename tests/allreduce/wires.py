@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from microddp.comms.pending import Exchange, Pending, started
-from microddp.comms.scratch import Scratch
+from microddp.comms.point_to_point import Scratch
 
 SECONDS = 5.0  # for a message that never comes
 

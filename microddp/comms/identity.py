@@ -1,4 +1,4 @@
-"""A rank's place: who it is in a group, on which device and machine, and when it leaves."""
+"""Who a rank is: its number in a group, its device and machine, and when it leaves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from microddp.comms.agreement import Headers
 from microddp.comms.machine import cpu_cores, cpu_name
 
 
-class Place:
+class Identity:
     """A process's place in a group of ranks.
 
     Attributes:
