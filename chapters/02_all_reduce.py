@@ -565,5 +565,4 @@ r"""
 """
 
 # %%
-few.close()
 comms.close()

@@ -422,5 +422,4 @@ together.
 """
 
 # %%
-few.close()
 comms.close()

@@ -566,5 +566,4 @@ removes the trap; chapter 06 builds it.
 """
 
 # %%
-few.close()
 comms.close()

@@ -717,5 +717,4 @@ different sizes, but not this.)
 
 # %%
 solo.close()
-few.close()
 comms.close()

@@ -835,5 +835,4 @@ it does, and has checks to turn on with `TORCH_DISTRIBUTED_DEBUG`.
 """
 
 # %%
-few.close()
 comms.close()

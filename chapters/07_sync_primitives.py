@@ -871,5 +871,4 @@ what arrives into it, or add; none of that is in the model.
 
 # %%
 drawn.close()
-few.close()
 comms.close()

@@ -676,5 +676,4 @@ Before you buy a network, in this order:
 """
 
 # %%
-few.close()
 comms.close()

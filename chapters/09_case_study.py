@@ -575,5 +575,4 @@ own length: the losses on one device and on N then differ.
 """
 
 # %%
-few.close()
 comms.close()

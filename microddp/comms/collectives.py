@@ -89,8 +89,8 @@ class Comms(PointToPoint):
             )
         for member in ranks:
             check_rank(self, "ranks", member)
-        part = self.world_size < dist.get_world_size()
-        if part and self.backend == "nccl":
+        whole = self.world_size == dist.get_world_size()
+        if not whole and self.backend == "nccl":
             raise RuntimeError(
                 f"rank {self.rank}: NCCL makes a group together with all ranks of the job, "
                 f"expected subgroup() of their group of {dist.get_world_size()}, got it of one of "
@@ -99,11 +99,13 @@ class Comms(PointToPoint):
         self.agree(f"subgroup({list(ranks)})")
         members = [dist.get_global_rank(self.group, member) for member in ranks]
         seconds = self.timeout if timeout is None else timeout
-        with self._own_name() if part else nullcontext():
+        with nullcontext() if whole else self._own_name():
             group = dist.new_group(members, timeout=timedelta(seconds=seconds))
         if self.rank not in ranks:
             return None
-        return Comms(group, self.device, self.local_rank, self.local_world_size, seconds)
+        part = Comms(group, self.device, self.local_rank, self.local_world_size, seconds)
+        self._parts.append(part)
+        return part
 
     @contextmanager
     def _own_name(self) -> Iterator[None]:

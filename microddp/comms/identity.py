@@ -44,6 +44,7 @@ class Identity:
         timeout: float,
     ) -> None:
         self._group: dist.ProcessGroup | None = group
+        self._parts: list[Identity] = []  # in sub-groups
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.local_rank = local_rank
@@ -112,7 +113,7 @@ class Identity:
             self.close()
 
     def close(self) -> None:
-        """Leave the group. The group of all ranks takes its sub-groups with it.
+        """Leave the group, and the sub-groups that were made of it.
 
         Keeps no reference to the group: its threads end when the last one goes, and a thread that
         is still letting go of a tensor when Python exits would abort the process.
@@ -120,6 +121,8 @@ class Identity:
         self._leave(dist.destroy_process_group)
 
     def _leave(self, end: Callable[[dist.ProcessGroup | None], None]) -> None:
+        while self._parts:
+            self._parts.pop()._leave(end)
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             end(None if group is dist.group.WORLD else group)

@@ -7,6 +7,7 @@ import itertools
 import os
 import socket
 import sys
+import time
 from datetime import timedelta
 
 import torch
@@ -92,13 +93,22 @@ def init(backend: str | None = None, timeout: float | None = None) -> Comms:
     # A rank that left at once would break the connections that others are still making.
     comms.barrier()
     if backend == "gloo":
-        # Its threads must end before Python does: see Comms.close.
-        atexit.register(comms.close)
+        atexit.register(_end_of_gloo, comms)
     if not under_torchrun:
         script = getattr(sys.modules["__main__"], "__file__", None)  # not in a notebook
         name = os.path.relpath(script) if script else "script.py"
         comms.print(f"microddp: one rank. For more: torchrun --nproc-per-node=4 {name}")
     return comms
+
+
+def _end_of_gloo(comms: Comms) -> None:
+    """Let gloo's threads end, or come to rest, before Python does, which would abort the process.
+
+    They end with the last reference to the group, see ``Comms.close``. Where PyTorch's DDP still has
+    one, a thread may be letting go of its last tensor, for which it needs Python.
+    """
+    comms.close()
+    time.sleep(0.05)
 
 
 def _timeout(argument: float | None) -> float:

@@ -517,3 +517,12 @@ def test_ranks_without_a_core_leave_when_it_comes_to_timing(comms):
     assert few.all_gather(torch.tensor([few.rank])).flatten().tolist() == list(
         range(few.world_size)
     )
+
+
+@on_ranks(2)
+def test_closing_a_group_closes_its_subgroups(comms):
+    inner = comms.subgroup([0, 1]).subgroup([1, 0])
+    inner.barrier()
+    comms.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        inner.barrier()
