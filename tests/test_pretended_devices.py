@@ -15,8 +15,7 @@ from ranks import run
 from torch.nn.functional import cross_entropy
 
 import microddp
-from microddp.allreduce import ring_all_reduce
-from microddp.ddp import all_reduce_hook
+from microddp.allreduce import all_reduce_hook, ring_all_reduce
 from microddp.train.__main__ import main
 
 CHAPTERS = {path.stem[:2]: str(path) for path in Path(__file__).parents[1].glob("chapters/*.py")}
@@ -309,7 +308,8 @@ def test_chapter_with_gloo(chapter):
         replay(logs)
 
 
-@pytest.mark.parametrize("chapter", ["02", "03", "05", "06", "07", "08"])
+# Those that make groups, which is where machines differ.
+@pytest.mark.parametrize("chapter", ["05", "06", "07", "08"])
 def test_chapter_on_two_machines(chapter):
     replay(job(4, run_chapter, CHAPTERS[chapter], SHORTER.get(chapter), gpus=2, ranks_here=2))
 

@@ -104,8 +104,8 @@ def init(backend: str | None = None, timeout: float | None = None) -> Comms:
 def _end_of_gloo(comms: Comms) -> None:
     """Let gloo's threads end, or come to rest, before Python does, which would abort the process.
 
-    They end with the last reference to the group, see ``Comms.close``. Where PyTorch's DDP still has
-    one, a thread may be letting go of its last tensor, for which it needs Python.
+    They end with the last reference to the group, see ``Comms.close``. Where PyTorch's DDP still
+    has one, a thread may be letting go of its last tensor, for which it needs Python.
     """
     comms.close()
     time.sleep(0.05)

@@ -176,6 +176,10 @@ class Recorder:
     def get_backend(self, group: Any = None) -> str:
         return self.groups[(group or dist.group.WORLD).group_name][0]
 
+    def get_backend_config(self, group: Any = None) -> str:
+        backend = self.get_backend(group)
+        return "cuda:nccl" if backend == "nccl" else "cpu:gloo,cuda:gloo"
+
     def batch_isend_irecv(self, real: Any, operations: Any) -> Any:
         """Point-to-point calls that make one call of NCCL's."""
         self.batch.messages = messages = []
@@ -252,5 +256,6 @@ def install() -> Recorder:
     )
     for module in (c10d, dist):
         module.get_backend = recorder.get_backend
+        module.get_backend_config = recorder.get_backend_config
         module.is_nccl_available = lambda: True
     return recorder

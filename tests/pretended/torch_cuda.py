@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -48,7 +49,7 @@ class Event:
 class Stream:
     """A queue that is always empty."""
 
-    synchronize = wait_stream = wait_event = _nothing
+    synchronize = wait_stream = wait_event = record_event = _nothing
 
     def __init__(self, device: Any = None, **_: Any) -> None:
         self.device = cuda(device)
@@ -68,8 +69,15 @@ def on_device(device: Any) -> Any:
 
 
 def properties(device: Any = None) -> SimpleNamespace:
+    index = cuda(device).index
+    # All pretended machines have one host name.
+    number = int(os.environ["RANK"]) // int(os.environ["LOCAL_WORLD_SIZE"])
     return SimpleNamespace(
-        name=f"pretended GPU {cuda(device).index}", total_memory=machine.memory, major=8, minor=0
+        name=f"pretended GPU {index}",
+        uuid=f"{number}-{index}",
+        total_memory=machine.memory,
+        major=8,
+        minor=0,
     )
 
 
