@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._utils import _flatten_dense_tensors
 
 from microddp.comms import Comms
 from microddp.hooks import Switchable
@@ -27,7 +26,7 @@ BUCKET_CAP_MB = 25.0
 FIRST_BUCKET_CAP_MB = 1.0
 # A gradient below this size is brought into its bucket with the others, in one call for all. Above,
 # a call costs less than the bytes, and those are still in the cache when the gradient comes.
-LARGE_BYTES = 1 << 16
+LARGE_BYTES = 1 << 18
 
 
 def bucket_caps(bucket_cap_mb: float | None) -> list[int]:
@@ -108,7 +107,6 @@ class GradientBucket:
             # A gradient is laid out like its parameter: channels last, say.
             self.views.append(part.as_strided(p.shape, torch.empty_like(p, device="meta").stride()))
             start += p.numel()
-        self._plain = all(view.is_contiguous() for view in self.views)
         sizes = enumerate(p.nbytes for p in self._parameters)
         self.large = {slot for slot, nbytes in sizes if nbytes >= LARGE_BYTES}
         self._small = [slot for slot in range(len(self._parameters)) if slot not in self.large]
@@ -153,6 +151,12 @@ class GradientBucket:
             as_view: see above.
             slot: of a large gradient; ``None`` for all others.
         """
+        if torch.is_grad_enabled():
+            if any(grad is not None and grad.requires_grad for grad in self._grads):
+                warnings.warn("gradients are averaged, not gradients of gradients", stacklevel=2)
+            with torch.no_grad():
+                self.bring_in(divisor, as_view, slot)
+            return
         if self.sparse:
             self._flat = self._sparse_gradient() / divisor
             return
@@ -170,24 +174,20 @@ class GradientBucket:
                 views.append(view)
                 if as_view:
                     self._parameters[i].grad = view
-        if torch.is_grad_enabled() and any(g.requires_grad for g in grads):  # create_graph=True
-            warnings.warn("gradients are averaged, but not gradients of gradients", stacklevel=2)
-        with torch.no_grad():
-            # Multiplied here, divided below: as PyTorch does, so that not a bit differs from its
-            # DDP. For many one call: each alone costs more than its bytes.
-            if len(grads) == 1:
-                torch.mul(grads[0], 1 / divisor, out=views[0])
-            elif len(grads) == len(self.views) and self._plain:
-                flat: torch.Tensor = _flatten_dense_tensors(grads)  # type: ignore[no-untyped-call]
-                torch.mul(flat, 1 / divisor, out=self._home)
-            elif grads:
-                torch._foreach_copy_(views, grads)
-                # Not as a number, which would be rounded to bf16 before it is multiplied by.
+        # Multiplied here, divided below: as PyTorch does, so that not a bit differs from its DDP.
+        # For many one call: each alone costs more than its bytes.
+        if len(grads) == 1:
+            torch.mul(grads[0], 1 / divisor, out=views[0])
+        elif grads:
+            torch._foreach_copy_(views, grads)
+            if len(grads) == len(self.views):
+                self._home.mul_(1 / divisor)
+            else:  # not by a number, which would be rounded to bf16 before it is multiplied by
                 torch._foreach_mul_(views, torch.tensor(1 / divisor, dtype=torch.float64))
-            if len(at_home) == len(self.views):
-                self._home.div_(divisor)
-            elif at_home:
-                torch._foreach_div_(at_home, divisor)
+        if len(at_home) == len(self.views):
+            self._home.div_(divisor)
+        elif at_home:
+            torch._foreach_div_(at_home, divisor)
 
     def _sparse_gradient(self) -> torch.Tensor:
         (grad,), (parameter,) = self._grads, self._parameters
