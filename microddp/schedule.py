@@ -140,19 +140,21 @@ class Strategy:
         """Leave the model as it was."""
 
     @classmethod
-    def plan(cls, model: nn.Module, arrival: list[int], cap_mb: float | None) -> list[list[int]]:
+    def plan(
+        cls, model: nn.Module, arrival: Sequence[int], bucket_cap_mb: float | None
+    ) -> list[list[int]]:
         """Which gradients travel together, in the order of sending.
 
         Args:
             model: its parameters that require gradients, in their order, are meant by number.
             arrival: the order in which their gradients come.
-            cap_mb: as ``bucket_cap_mb`` above.
+            bucket_cap_mb: as above.
         """
         if not cls.averages:
             return []
         order = arrival if cls.overlaps else sorted(arrival)
         if cls.buckets:
-            return plan_in_order(model, order, bucket_caps(cap_mb))
+            return plan_in_order(model, order, bucket_caps(bucket_cap_mb))
         return [[i] for i in order]
 
 
@@ -207,8 +209,10 @@ class Bucketed(Hooked):
         return BucketedDDPHooks(self.module, self.comms, bucket_cap_mb)
 
     @classmethod
-    def plan(cls, model: nn.Module, arrival: list[int], cap_mb: float | None) -> list[list[int]]:
-        return super().plan(model, sorted(arrival, reverse=True), cap_mb)
+    def plan(
+        cls, model: nn.Module, arrival: Sequence[int], bucket_cap_mb: float | None
+    ) -> list[list[int]]:
+        return super().plan(model, sorted(arrival, reverse=True), bucket_cap_mb)
 
 
 class Wrapped(Strategy):

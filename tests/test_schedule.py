@@ -156,10 +156,10 @@ BUCKETS = (None, 0.001, 25.0)  # MiB; None: each gradient alone
 @on_ranks(1, 2, 3)
 def test_steps_with_hooks_train_as_one_process_and_as_the_naive_step(comms):
     naive, _ = train(comms, "sgd", naive_data_parallel_step)
-    for bucket_size_mb in BUCKETS:
+    for bucket_cap_mb in BUCKETS:
         hooks = {}
 
-        def step(model, loss_fn, optimizer, batch, comms, mb=bucket_size_mb, hooks=hooks):
+        def step(model, loss_fn, optimizer, batch, comms, mb=bucket_cap_mb, hooks=hooks):
             if model not in hooks:
                 hooks[model] = register_ddp_hooks(model, comms, mb)
             return ddp_step(model, loss_fn, optimizer, batch, hooks[model])
@@ -171,7 +171,7 @@ def test_steps_with_hooks_train_as_one_process_and_as_the_naive_step(comms):
             for p, q in zip(replica.parameters(), naive.parameters(), strict=True):
                 assert torch.equal(p, q)
         (made,) = hooks.values()
-        assert type(made) is (AllReduceHooks if bucket_size_mb is None else BucketedDDPHooks)
+        assert type(made) is (AllReduceHooks if bucket_cap_mb is None else BucketedDDPHooks)
         made.remove()
         assert all(not p._post_accumulate_grad_hooks for p in replica.parameters())
 
@@ -179,10 +179,10 @@ def test_steps_with_hooks_train_as_one_process_and_as_the_naive_step(comms):
 @on_ranks(2)
 def test_a_timeline_of_hooks_has_gradients_collectives_and_waits(comms):
     batch = torch.randn(4, 8), torch.randn(4, 8)
-    for bucket_size_mb, waits in ((None, 6), (25.0, 1)):
+    for bucket_cap_mb, waits in ((None, 6), (25.0, 1)):
         model = FullMLP(8, depth=3)
         timeline = Timeline(comms)
-        hooks = register_ddp_hooks(model, comms, bucket_size_mb, timeline)
+        hooks = register_ddp_hooks(model, comms, bucket_cap_mb, timeline)
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         loss = ddp_step(model, torch.nn.functional.mse_loss, sgd, batch, hooks, timeline)
         assert not loss.requires_grad

@@ -7,14 +7,13 @@ text, so that no rank unpickles what another one sent.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 HEADER_BYTES = 256  # a call with its shape and dtype fits; longer texts are cut
-AnyValue = TypeVar("AnyValue", bound=Hashable)
 
 
 def describe(tensor: torch.Tensor) -> str:
@@ -22,7 +21,7 @@ def describe(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def odd_ranks(values: Sequence[AnyValue]) -> tuple[AnyValue, list[int]]:
+def odd_ranks(values: Sequence[Any]) -> tuple[Any, list[int]]:
     """Of one value for each rank, the most frequent one, and the ranks that have another."""
     usual, _ = Counter(values).most_common(1)[0]
     return usual, [rank for rank, value in enumerate(values) if value != usual]

@@ -76,7 +76,7 @@ class Identity:
 
     @property
     def wire_device(self) -> torch.device:
-        """Where the backend takes tensors: this rank's device, or main memory."""
+        """The device on which the backend takes tensors, which may be main memory."""
         return torch.device("cpu") if self.through_host else self.device
 
     def to_wire(self, tensor: torch.Tensor) -> torch.Tensor:

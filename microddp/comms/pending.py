@@ -33,7 +33,7 @@ class Exchange(Pending):
     def received(self) -> None:
         """Block until the incoming message is there; the outgoing one may be under way still.
 
-        Errors are those of :meth:`wait`.
+        Errors are those of ``wait()``.
         """
         if len(self._steps) == 2:
             self._steps.pop(0)()

@@ -220,7 +220,7 @@ def compare_strategies(
     """Time a step of several strategies, in turns. A collective.
 
     Args:
-        names: keys of :data:`~microddp.schedule.STRATEGIES`.
+        names: keys of ``microddp.schedule.STRATEGIES``.
         model: is copied, and left as it is.
         comms: the ranks that share the gradients.
         batch: inputs and targets of this rank's shard.

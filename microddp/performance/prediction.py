@@ -147,7 +147,7 @@ def plan_by_name(
     """What a strategy sends of a model's gradients, in the order of sending.
 
     Args:
-        strategy: a key of :data:`~microddp.schedule.STRATEGIES`.
+        strategy: a key of ``microddp.schedule.STRATEGIES``.
         model: names and sizes.
         arrival: the parameters' names in the order in which gradients come.
         bucket_cap_mb: as for the strategy.
@@ -187,7 +187,7 @@ def predict_step(
     """The time of a step of a strategy, from its parts.
 
     Args:
-        strategy: a key of :data:`~microddp.schedule.STRATEGIES`.
+        strategy: a key of ``microddp.schedule.STRATEGIES``.
         model: that is trained.
         compute: of that model, from :func:`measure_compute`.
         cost: from :func:`measure_all_reduce`.
