@@ -541,7 +541,8 @@ r"""
    sends $2S$.
 
    The ring sends 24 messages of $S/4$, 6 from each rank, so a rank sends $\frac{3}{2}S$. A
-   `MessageCounter` around `ALGORITHMS["doubling"]` and `ALGORITHMS["ring"]` counts the same.
+   `MessageCounter` around `ALGORITHMS["doubling"]` and `ALGORITHMS["ring"]` counts the same, if it
+   stands before `timed()`.
 
    </details>
 

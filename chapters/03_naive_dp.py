@@ -256,8 +256,9 @@ assert not torch.equal(first, second)
 """
 ## What it costs
 
-The core's version is the same step, written once for every way of averaging: here `strategy.finish`
-averages one by one. It also has places to record when things happen, and can take a batch in parts:
+In the core, `take_step` forgets the gradients, calls the function below and then the optimizer. It
+is written once for every way of averaging: `naive_data_parallel_step` passes a strategy whose
+`finish` averages one by one. It also records when things happen, and can take a batch in parts:
 
 ```{literalinclude} ../../microddp/schedule.py
 :pyobject: compute_gradients
@@ -349,9 +350,9 @@ of them are biases of 2 KiB or less. The bytes have to travel. And nothing is co
 The batch here is small for the model, which makes it worse: computation shrinks with the shard,
 communication does not.
 
-The picture shows what can be done. Gradients of the last layers are ready long before those of the
-first, so their all-reduce could run while backward goes on. And small messages could travel
-together.
+In the picture nothing is sent while backward runs. Gradients of the last layers are ready long
+before those of the first, so their all-reduce could start then (chapter 04). And small messages
+could travel together (chapter 05).
 
 ## What to take along
 

@@ -227,9 +227,9 @@ assert apart < 1e-9
 then left to wait for is called *exposed* communication, as against that which is *hidden* behind
 computation. In the naive step all of it is exposed.
 
-The timeline has four lanes: what the rank computes, a tick for every gradient that is ready, each
-all-reduce from its start until it is complete, and the time that is spent on waiting. Both steps
-do the same things; they differ in when they start an all-reduce:
+The timeline has up to four lanes: what the rank computes, a tick for every gradient that is ready,
+each all-reduce from its start until it is complete, and the time that is spent on waiting. Both
+steps do the same things; they differ in when they start an all-reduce:
 """
 
 # %%

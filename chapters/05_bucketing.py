@@ -436,14 +436,15 @@ figures.lines(
 
 # %% [markdown]
 """
-**Explain.** From left to right, messages are saved, and with each its start-up cost. A curve
-falls as long as that is what a step waits for. Then the two predictions part, and the measured
-curve tells who carries the messages. With gloo the processor does: its threads copy the bytes and
-add them up. If each core belongs to a rank that computes, backward waits while they do. There is
-little to overlap *with*, the curve follows "none hidden", and one large bucket is as good as any.
-It may even lie above, for two reasons that neither prediction knows. Replicas that take turns find
-the caches cold, and threads that share a core get into each other's way. GPUs copy and add with a
-small part of each, so there the curve should come nearer to "all hidden", and rise on the right.
+**Explain.** From left to right, messages are saved, and with each its start-up cost. A curve falls
+as long as that is what a step waits for. The two predictions meet at a single bucket, which leaves
+nothing to hide. Left of that, the measured curve tells who carries the messages. With gloo the
+processor does: its threads copy the bytes and add them up. If each core belongs to a rank that
+computes, backward waits while they do. There is little to overlap *with*, the curve follows "none
+hidden", and one large bucket is as good as any. It may even lie above, for two reasons that neither
+prediction knows. Replicas that take turns find the caches cold, and threads that share a core get
+into each other's way. GPUs copy and add with a small part of each, so there the curve should come
+nearer to "all hidden", and rise on the right.
 
 PyTorch's default cap is 25 MiB. Some of its developers call that too small for today's models,
 and one proposes 100 MB ([issue 118421](https://github.com/pytorch/pytorch/issues/118421)).
@@ -510,10 +511,11 @@ assert held(kinds["copies"]) == 2 * total
 
 # %% [markdown]
 r"""
-The memory is as predicted. The time is that of one pass over memory, small beside a message of the
-same bytes. The other copy, from a new gradient into the bucket, is made in both: `zero_grad()`
-throws gradients away, so backward makes new ones. With `zero_grad(set_to_none=False)` backward
-adds into the view itself, after the view was filled with zeros.
+The memory is as predicted. The time is that of one more pass over memory, and of twice as much
+memory. Where the quartiles do not overlap, the run shows it. The other copy, from a new gradient
+into the bucket, is made in both: `zero_grad()` throws gradients away, so backward makes new ones.
+With `zero_grad(set_to_none=False)` backward adds into the view itself, after the view was filled
+with zeros.
 
 ## Does a small first bucket help?
 
@@ -552,7 +554,8 @@ few.print(table(rows, ["", "all hidden", "network 10 x faster", "measured (quart
 """
 **Explain.** Where the quartiles of the three overlap, this run cannot tell them apart. A smaller
 first bucket gains at most the time to compute what it leaves out. A smaller last one gains at most
-the time to send that. Either may cost one more start-up.
+the time to send that, and nothing if the large bucket before it is still on its way. Either may
+cost one more start-up.
 
 ## Where it breaks: a bucket that is never emptied
 

@@ -534,7 +534,7 @@ def torch_ddp(module, group):
     return TorchDDP(module, process_group=group.group)
 
 
-torch_ddp(nn.Linear(1, 1).to(comms.device), comms)  # imports longer than the time-out below
+_ = torch_ddp(nn.Linear(1, 1).to(comms.device), comms)  # imports longer than the time-out below
 
 # %%
 HANG = [("wrapper", True, False), ("wrapper", False, True)]
@@ -780,11 +780,12 @@ few.print(table(rows.values(), ["", *headers]))
 
 # %% [markdown]
 r"""
-**Explain.** For small tensors only the start counts, whichever the collective. Scatter and gather
-start more than one message: they first say what comes, because parts may differ in size. For large
-tensors, remember that $\beta$ was measured on messages in both directions at once. So a broadcast
-between two ranks, in one direction, should beat its prediction. The others make a new tensor, copy
-what arrives into it, or add; none of that is in the model.
+**Explain.** For small tensors the bytes do not count: what does is $\alpha$ for each round, and
+what PyTorch and gloo do around it, which the model leaves out. Scatter and gather start more than
+one message: they first say what comes, because parts may differ in size. For large tensors,
+remember that $\beta$ was measured on messages in both directions at once. One direction alone is
+cheaper, memory that has left the cache is dearer, and a broadcast between two ranks has both. The
+others make a new tensor, copy what arrives into it, or add; none of that is in the model.
 
 ## What to take along
 
@@ -808,16 +809,16 @@ what arrives into it, or add; none of that is in the model.
 
    ```python
    def gather_by_all_to_all(part):
-       parts = part.new_zeros(n, *part.shape)
+       parts = part.new_zeros(m, *part.shape)
        parts[0] = part
-       result = comms.all_to_all(parts.flatten(0, 1))
-       return result if rank == 0 else None
+       result = few.all_to_all(parts.flatten(0, 1))
+       return result if few.rank == 0 else None
    ```
 
    The zeros travel, too. With `bytes_sent` before and `sent_since` after both, each rank sends
-   $n - 1$ parts, where with `gather` all but rank 0 send one part and rank 0 almost nothing.
+   $m - 1$ parts, where with `gather` all but rank 0 send one part and rank 0 almost nothing.
    Unequal parts take `gather`: it first tells everybody the lengths. `all_to_all` cuts each tensor
-   into $n$ equal parts, so ranks with unequal parts call it with different shapes, and gloo then
+   into $m$ equal parts, so ranks with unequal parts call it with different shapes, and gloo then
    ended the processes.
 
    </details>

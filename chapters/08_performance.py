@@ -3,9 +3,10 @@ r"""
 # Where the time goes
 
 Where does the time of a step go, and when is a second device worth it? The chapters before timed
-whole steps. This one takes them apart, predicts them from their parts, and ends with a bandwidth
-below which training on several devices is slower than on one. All of it is measured, so ranks that
-have no core or GPU of their own leave at the start.
+whole steps. This one takes them apart, predicts them from their parts, works out the bandwidth
+below which training on several devices is slower than on one, and ends with a verdict on what
+limits a step. All of it is measured, so ranks that have no core or GPU of their own leave at the
+start.
 """
 
 # %% tags=["imports"]
@@ -123,7 +124,8 @@ few.print(table(rows, ["ms", "step", "exposed", "hidden"]))
 """
 {class}`~microddp.performance.analyzer.DDPPerformanceAnalyzer` times steps of any strategy,
 PyTorch's DDP included: there it watches when gradients come and when the group has sent something.
-Here are all of them, in turns:
+Here are all of them, in turns; "ddp" is the book's wrapper, whose table is printed, and "torch"
+PyTorch's:
 """
 
 # %%
@@ -344,9 +346,12 @@ few.print(table(rows, ["accumulation", "measured", "predicted"], floats=".0%"))
 
 # %% [markdown]
 r"""
-**Explain.** The step that accumulates is another step, with other weights after it: it sees K
-times the samples for each update. Autocast helps where the processor has instructions for bf16 and
-hurts where it converts instead. So its share can go either way while the bytes stay.
+**Explain.** The step that accumulates is another step, with other weights after it: it sees K times
+the samples for each update. Autocast helps where the processor has instructions for bf16 and hurts
+where it converts instead. So its share can go either way while the bytes stay. Three of the bars
+are one and the same step (buckets of 1 MiB, accumulation of 1, batch of 64): what they differ by is
+noise. Where little is hidden, a single bucket loses little, and may win. Half the bytes need two
+conversions, which a short message does not pay for.
 
 ## Predicted from its parts
 
@@ -421,7 +426,8 @@ few.print(f"median error {statistics.median(map(abs, errors)):.0%}")
 r"""
 **Explain.** The prediction leaves out what ranks do to each other. One that is late makes all wait,
 and threads that want the same core take turns by the scheduler's choice. Both make a real step
-longer than the predicted one, the short steps most.
+longer than the predicted one: then the error is negative. And each part is measured at another
+moment than the step, so an error can be positive, too.
 
 ## The profiler
 

@@ -149,10 +149,11 @@ size = n * max(1, 16 // n)  # 16, or the nearest below that divides by the ranks
 whole = batches(case.train, size, few, whole=True)
 alone = train(copy.deepcopy(case.model), whole) if rank == 0 else []
 alone = few.all_gather_data(alone)[0]
-gc.collect()  # a wrapper, its hooks and its model hold each other: they go when they are looked for
+# A wrapper, its hooks and its model hold each other: they go when they are looked for.
+_ = gc.collect()
 split = train(DDP(copy.deepcopy(case.model), few), batches(case.train, size, few))
 split = [sum(losses) / n for losses in zip(*few.all_gather_data(split), strict=True)]
-gc.collect()
+_ = gc.collect()
 
 # %%
 worst = max(abs(a - b) for a, b in zip(alone, split, strict=True))
@@ -203,7 +204,7 @@ def time_batches():
 
 # %%
 times = time_batches()
-gc.collect()
+_ = gc.collect()
 one, shard, reducing, split = (timing.median for timing in times.values())
 if few.device.type == "cuda":
     few.print(f"at the peak {peak_memory(few.device) / total:.1f} times the parameters")
@@ -292,7 +293,7 @@ def predicted(share, k):
 
 summaries["fp32, 2 micro-batches"] = profile(replica, shards)
 del replica
-gc.collect()
+_ = gc.collect()
 both = list(summaries.values())
 shares = [s.busy_share for s in both]
 alone = [s.transfer / (s.transfer + s.mean("computing")) for s in both]
@@ -411,9 +412,10 @@ few.print(table(rows, headers, floats=".1%"))
 """
 **Explain.** Some hardware multiplies bf16 faster: a GPU's tensor cores, or a CPU with AMX, Intel's
 instructions for matrices. There the multiplications shrink, so with autocast alone all-reduce's
-share grows, and the hook takes part of it back. Other hardware emulates bf16 or converts it, and
-gains nothing. The copies to and from bf16 are work too: an all-reduce has to be long before halving
-it pays for them. The published run, in fp32, used no tensor cores at all. So bf16 has something to
+share should grow, and the hook should take part of it back, unless waits for a late rank, which
+half the bytes do not shorten, hide both. Other hardware emulates bf16 or converts it, and gains
+nothing. The copies to and from bf16 are work too: an all-reduce has to be long before halving it
+pays for them. The published run, in fp32, used no tensor cores at all. So bf16 has something to
 give there, and would raise its 42.2 %.
 
 ## What next?
@@ -500,11 +502,13 @@ own length: the losses on one device and on N then differ.
 
 - The same global batch on N devices is the same training. Check it on losses before you time it.
 - At a fixed global batch, the gain ends where a shard's step is the optimizer and the start of
-  kernels. Measure the shard alone and the all-reduce alone: together they predict the rest.
+  kernels. Measure the shard alone and the all-reduce alone: a split takes between the longer of
+  them and their sum, and what it takes beyond that comes from sharing cores and memory.
 - Say what a share is a share of. The same all-reduce is one share of kernel time and another of a
   step.
-- Accumulation divides all-reduce's share about as the formula says. Autocast raises it, and does
-  not change what is sent.
+- Accumulation divides the share of the transfers roughly as the formula says; waits for a late rank
+  follow no formula and can outweigh it. Autocast does not change what is sent, so the share grows
+  where computing gets faster.
 
 ## Exercises
 
