@@ -156,12 +156,13 @@ def test_a_bucket_holds_gradients_side_by_side():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.complex64])
 def test_many_gradients_in_one_call_are_scaled_as_one_by_one(dtype):
-    large, channels = (130, 130), (4, 3, 2, 2)  # too large to wait for the others; not plain
+    large, channels = (600, 600), (4, 3, 2, 2)  # too large to wait for the others; not plain
     for shapes in ([(5,), (3, 3), (7,)], [large, (5,), (3, 3)], [channels, (5,)], [large, large]):
         parameters = parameters_of(*shapes, dtype=dtype)
         if channels in shapes:
             parameters[0] = nn.Parameter(parameters[0].data.to(memory_format=torch.channels_last))
         bucket = GradientBucket(parameters)
+        assert len(bucket.large) == shapes.count(large)
         for at_home in (False, True):  # as copies or none, and as views of the bucket
             grads = [torch.randn(p.shape).to(dtype) for p in parameters]
             for p, view, grad in zip(parameters, bucket.views, grads, strict=True):
