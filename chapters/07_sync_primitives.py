@@ -861,11 +861,11 @@ others make a new tensor, copy what arrives into it, or add; none of that is in 
 
    <details class="solution"><summary>Solution</summary>
 
-   With gradients by four. `SimpleCNN` has buffers of two dtypes, and a broadcast carries one dtype,
-   so each forward makes two. Without gradients by two, for any number of batches: only the first
-   forward after a training step broadcasts. The training step after it makes two collectives
-   fewer, and rank 0 is level again. That is why the job went on in the table, and why it would go
-   on with two batches. The counts are the same for PyTorch's wrapper.
+   With gradients by two: each forward broadcasts the buffers, in one message. Without gradients by
+   one, for any number of batches: only the first forward after a training step broadcasts. The
+   training step after it makes one collective fewer, and rank 0 is level again. That is why the job
+   went on in the table, and why it would go on with two batches. PyTorch's wrapper makes twice as
+   many: `SimpleCNN` has buffers of two dtypes, and there a broadcast carries one.
 
    </details>
 """

@@ -24,9 +24,9 @@ BUCKET_CAP_MB = 25.0
 # A small first bucket, so that communication begins early in backward. PyTorch's own default; its
 # developers disagree on what it gains (PyTorch issue 118421), and chapter 05 measures it.
 FIRST_BUCKET_CAP_MB = 1.0
-# A gradient below this size is brought into its bucket with the others, in one call for all. Above,
-# a call costs less than the bytes, and those are still in the cache when the gradient comes.
-LARGE_BYTES = 1 << 18
+# Gradients that are all below this size are brought into their bucket in one call. Above, a call
+# costs less than the bytes, and those are still in the cache when the gradient comes.
+LARGE_BYTES = 1 << 20
 
 
 def bucket_caps(bucket_cap_mb: float | None) -> list[int]:
@@ -84,7 +84,9 @@ class GradientBucket:
 
     Attributes:
         views: of the buffer, one for each parameter in its shape; none if the gradient is sparse.
-        large: the slots of gradients that are brought in as soon as they come.
+        sparse: whether its only gradient holds but a few rows.
+        at_once: whether a gradient is brought in as soon as it comes, and not with all others.
+        grads: by slot, what has come and is not brought in; ``None`` for zero.
     """
 
     def __init__(
@@ -97,21 +99,17 @@ class GradientBucket:
         self._parameters = list(parameters)
         self._index, self._is_last = index, is_last
         self.sparse = sparse
-        self.views: list[torch.Tensor] = []
-        first = self._parameters[0]
-        size = 0 if sparse else sum(p.numel() for p in self._parameters)
-        self._flat = self._home = torch.zeros(size, dtype=first.dtype, device=first.device)
-        start = 0
-        for p in [] if sparse else self._parameters:
-            part = self._flat[start : start + p.numel()]
+        dense = [] if sparse else self._parameters
+        sizes = [p.numel() for p in dense]
+        self._flat = self._home = parameters[0].detach().new_zeros(sum(sizes))
+        self.views = [
             # A gradient is laid out like its parameter: channels last, say.
-            self.views.append(part.as_strided(p.shape, torch.empty_like(p, device="meta").stride()))
-            start += p.numel()
-        sizes = enumerate(p.nbytes for p in self._parameters)
-        self.large = {slot for slot, nbytes in sizes if nbytes >= LARGE_BYTES}
-        self._small = [slot for slot in range(len(self._parameters)) if slot not in self.large]
-        self._grads: list[torch.Tensor | None] = [None] * len(self._parameters)  # that have come
-        self._absent: list[int] = []  # the slots of those that have not, and count as zero
+            part.as_strided(p.shape, torch.empty_like(p, device="meta").stride())
+            for p, part in zip(dense, torch.split(self._flat, sizes), strict=True)
+        ]
+        self.at_once = max(p.nbytes for p in parameters) >= LARGE_BYTES
+        self.grads: list[torch.Tensor | None] = [None] * len(self._parameters)
+        self._absent: list[int] = []  # the slots of those that have not come, and count as zero
 
     def index(self) -> int:
         """Its place in the order in which buckets are sent."""
@@ -137,94 +135,82 @@ class GradientBucket:
         """The parameters whose gradients it holds."""
         return self._parameters
 
-    def take(self, slot: int, grad: torch.Tensor | None) -> None:
-        """Hold a parameter's gradient, ``None`` for zero, until it is brought in."""
-        self._grads[slot] = grad
+    def bring_in(self, slots: Sequence[int], divisor: int, as_view: bool) -> None:
+        """Copy what has come into the buffer, divided by ``divisor``.
 
-    def bring_in(self, divisor: int, as_view: bool, slot: int | None = None) -> None:
-        """Copy gradients that were taken into the buffer, divided by ``divisor``.
-
-        With ``as_view`` the buffer becomes their home: ``.grad`` is a view of it.
+        With ``as_view`` the buffer becomes its home: ``.grad`` is a view of it.
 
         Args:
+            slots: of the gradients.
             divisor: the number of ranks that average.
             as_view: see above.
-            slot: of a large gradient; ``None`` for all others.
         """
         if torch.is_grad_enabled():
-            if any(grad is not None and grad.requires_grad for grad in self._grads):
+            if any(grad is not None and grad.requires_grad for grad in self.grads):
                 warnings.warn("gradients are averaged, not gradients of gradients", stacklevel=2)
             with torch.no_grad():
-                self.bring_in(divisor, as_view, slot)
+                self.bring_in(slots, divisor, as_view)
             return
         if self.sparse:
             self._flat = self._sparse_gradient() / divisor
             return
-        at_home, grads, views = [], [], []
-        for i in self._small if slot is None else (slot,):
-            grad, view = self._grads[i], self.views[i]
-            self._grads[i] = None
+        at_home: list[torch.Tensor] = []
+        grads, views = [], []
+        for slot in slots:
+            grad, view = self.grads[slot], self.views[slot]
+            self.grads[slot] = None
             if grad is view:
                 at_home.append(view)
             elif grad is None:
                 view.zero_()
-                self._absent.append(i)
+                self._absent.append(slot)
             else:
                 grads.append(grad)
                 views.append(view)
                 if as_view:
-                    self._parameters[i].grad = view
+                    self._parameters[slot].grad = view
         # Multiplied here, divided below: as PyTorch does, so that not a bit differs from its DDP.
         # For many one call: each alone costs more than its bytes.
-        if len(grads) == 1:
-            torch.mul(grads[0], 1 / divisor, out=views[0])
-        elif grads:
+        if len(grads) == len(self.views) > 1:
             torch._foreach_copy_(views, grads)
-            if len(grads) == len(self.views):
-                self._home.mul_(1 / divisor)
-            else:  # not by a number, which would be rounded to bf16 before it is multiplied by
-                torch._foreach_mul_(views, torch.tensor(1 / divisor, dtype=torch.float64))
-        if len(at_home) == len(self.views):
-            self._home.div_(divisor)
-        elif at_home:
-            torch._foreach_div_(at_home, divisor)
+            self._home.mul_(1 / divisor)
+        else:
+            for view, grad in zip(views, grads, strict=True):
+                torch.mul(grad, 1 / divisor, out=view)
+        for part in [self._home] if len(at_home) == len(self.views) else at_home:
+            part.div_(divisor)
 
     def _sparse_gradient(self) -> torch.Tensor:
-        (grad,), (parameter,) = self._grads, self._parameters
+        (grad,), (parameter,) = self.grads, self._parameters
         if grad is not None:
             return grad.detach()
-        nothing = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-        return torch.sparse_coo_tensor(nothing, parameter.detach()[:0], parameter.shape)
+        nowhere = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+        return torch.sparse_coo_tensor(nowhere, parameter.detach()[:0], parameter.shape)
 
     def accept(self, reduced: torch.Tensor) -> None:
         """Take a communication hook's result as what the buffer is to hold."""
-        if self.sparse:
-            self._flat = reduced
-            return
-        if reduced.data_ptr() != self._home.data_ptr():
+        if not self.sparse and reduced.data_ptr() != self._home.data_ptr():
             self._home.copy_(reduced.view_as(self._home))
-        self._flat = self._home
+        self._flat = reduced if self.sparse else self._home
 
     def give_back(self, as_view: bool, unused: Sequence[int] = ()) -> None:
         """Hand the reduced gradients to their parameters, but not to the slots ``unused``."""
-        grads, views = [], []
-        averages = self.gradients()
-        # As views, all others are where they belong.
-        everywhere = self.sparse or not as_view
-        for slot in range(len(averages)) if everywhere else self._absent:
+        kept = as_view and not self.sparse  # then all but the absent are where they belong
+        averages, mine, theirs = self.gradients(), [], []
+        for slot in self._absent if kept else range(len(averages)):
             parameter, average = self._parameters[slot], averages[slot]
             if slot in unused:
                 continue
-            if self.sparse or as_view:
+            if kept or self.sparse:
                 parameter.grad = average
             elif parameter.grad is None:
                 parameter.grad = average.clone()
             else:
-                grads.append(parameter.grad)
-                views.append(average)
+                mine.append(parameter.grad)
+                theirs.append(average)
         self._absent = []
-        if grads:
-            torch._foreach_copy_(grads, views)  # one call: each would cost more than a small copy
+        if mine:
+            torch._foreach_copy_(mine, theirs)  # one call: each would cost more than a small copy
 
 
 class Buckets:
@@ -236,23 +222,27 @@ class Buckets:
         as_view: keep gradients in the buckets, instead of copying them back.
 
     Attributes:
+        parameters: all that require gradients.
+        names: of those.
         all: the buckets.
         plan: the numbers of the parameters of each.
-        places: for each parameter its bucket's index, its slot there, and whether it is large.
+        places: for each parameter its bucket's index, and its slot there.
         divisor: of the gradients; at first the number of ranks.
         send: begins what becomes of a full bucket; at first its all-reduce.
         timeline: records gradients, collectives and the wait for them.
     """
 
     def __init__(self, model: nn.Module, comms: Comms, *, as_view: bool) -> None:
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.names = [name for name, _ in named]
+        self.parameters = [p for _, p in named]
         self.sparse = sparse_gradients(model)
         self.comms = comms
         self.as_view = as_view
         self.divisor = comms.world_size
         self.send: Callable[[GradientBucket], Launched] = self.all_reduce
         self.timeline: Recorder = NOT_RECORDED
-        self.places: list[tuple[int, int, bool]] = []
+        self.places: list[tuple[int, int]] = []
 
     def follow(self, plan: Sequence[Sequence[int]]) -> None:
         """Make the buckets of a plan, in the order of sending, in the place of those before."""
@@ -266,13 +256,14 @@ class Buckets:
             )
             for index, members in enumerate(plan)
         ]
-        self.places = [(0, 0, False)] * len(self.parameters)
+        places = {}
         for bucket, members in zip(self.all, plan, strict=True):
             for slot, i in enumerate(members):
-                self.places[i] = (bucket.index(), slot, slot in bucket.large)
+                places[i] = (bucket.index(), slot)
                 p = self.parameters[i]
                 if self.as_view and p.grad is not None and not bucket.sparse:
                     p.grad = bucket.views[slot].copy_(p.grad)
+        self.places = [places[i] for i in range(len(places))]
 
     def __iter__(self) -> Iterator[GradientBucket]:
         return iter(self.all)
@@ -303,16 +294,17 @@ class Backward:
 
     def come(self, i: int, grad: torch.Tensor | None) -> None:
         """The gradient of parameter ``i`` has come, or none will: send what is full now."""
-        self.arrived[i] = None
         buckets = self.buckets
-        index, slot, large = buckets.places[i]
+        self.arrived[i] = None
+        index, slot = buckets.places[i]
         bucket = buckets.all[index]
-        bucket.take(slot, grad)
-        if large:
-            bucket.bring_in(buckets.divisor, buckets.as_view, slot)
+        bucket.grads[slot] = grad
+        if bucket.at_once:
+            bucket.bring_in([slot], buckets.divisor, buckets.as_view)
         self.missing[index] -= 1
         if not self.missing[index]:
-            bucket.bring_in(buckets.divisor, buckets.as_view)
+            if not bucket.at_once:
+                bucket.bring_in(range(len(bucket.grads)), buckets.divisor, buckets.as_view)
             self.send_full()
 
     def send_full(self) -> None:
@@ -375,18 +367,17 @@ class BucketedDDPHooks(Switchable):
         gradient_as_bucket_view: bool = True,
         timeline: Recorder = NOT_RECORDED,
     ) -> None:
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        if not named or (bucket_cap_mb is not None and bucket_cap_mb <= 0):
-            raise ValueError(
-                f"rank {comms.rank}: expected parameters that require gradients and a bucket cap "
-                f"above 0 MiB, got {len(named)} parameters and {bucket_cap_mb} MiB"
-            )
-        self.names = [name for name, _ in named]
         self.comms = comms
         self.buckets = Buckets(model, comms, as_view=gradient_as_bucket_view)
+        count = len(self.buckets.parameters)
+        if not count or (bucket_cap_mb is not None and bucket_cap_mb <= 0):
+            raise ValueError(
+                f"rank {comms.rank}: expected parameters that require gradients and a bucket cap "
+                f"above 0 MiB, got {count} parameters and {bucket_cap_mb} MiB"
+            )
         # Last parameters first, as backward comes to them.
-        order = range(len(named))[::-1]
-        self.buckets.follow(plan_in_order(model, order, bucket_caps(bucket_cap_mb)))
+        plan = plan_in_order(model, range(count)[::-1], bucket_caps(bucket_cap_mb))
+        self.buckets.follow(plan)
         self.record(timeline)
         self.backward = Backward(self.buckets)
         self._handles = [
@@ -401,12 +392,13 @@ class BucketedDDPHooks(Switchable):
     def _ready(self, i: int, parameter: torch.Tensor) -> None:
         if not self.armed:
             return
+        name = self.buckets.names[i]
         if i in self.backward.arrived:
             raise RuntimeError(
-                f"rank {self.comms.rank}: the gradient of {self.names[i]} came again "
+                f"rank {self.comms.rank}: the gradient of {name} came again "
                 "before finish() was called for the last backward"
             )
-        self.buckets.timeline.mark(self.names[i])
+        self.buckets.timeline.mark(name)
         self.backward.come(i, parameter.grad)
 
     def finish(self) -> None:
@@ -416,25 +408,17 @@ class BucketedDDPHooks(Switchable):
             RuntimeError: parameters got no gradient in this backward; they are named.
         """
         if not self.backward.complete:
-            missing = self.missing()
+            arrived, names = self.backward.arrived, self.buckets.names
+            missing = [name for i, name in enumerate(names) if i not in arrived]
             self.abandon()
             raise RuntimeError(f"rank {self.comms.rank}: no gradient for {', '.join(missing)}")
         for bucket, _ in self.backward.waited():
             bucket.give_back(self.buckets.as_view)  # while the buckets after it still travel
-        self.forget()
-
-    def missing(self) -> list[str]:
-        """The names of the parameters whose gradients have not come since the last step."""
-        arrived = self.backward.arrived
-        return [name for i, name in enumerate(self.names) if i not in arrived]
+        self.backward = Backward(self.buckets)
 
     def abandon(self) -> None:
         """Give a backward up that did not complete, once what was sent has come to rest."""
         list(self.backward.waited())
-        self.forget()
-
-    def forget(self) -> None:
-        """Be ready for the next backward, whose first gradient would else count as a second."""
         self.backward = Backward(self.buckets)
 
     def remove(self) -> None:

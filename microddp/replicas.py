@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from microddp.comms import Comms, Pending, describe, name_ranks, odd_ranks
 
@@ -25,31 +26,31 @@ def broadcast_parameters(module: nn.Module, comms: Comms, src: int = 0) -> None:
 
 
 def broadcast_tensors(tensors: Sequence[torch.Tensor], comms: Comms, src: int = 0) -> None:
-    """Overwrite tensors with rank ``src``'s, many of one dtype in one message."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    under_way: deque[tuple[list[torch.Tensor], torch.Tensor, Pending]] = deque()
+    """Overwrite tensors with rank ``src``'s, many in a message: as bytes, whatever their dtype."""
+    # Widest dtype first, so that each part of a message begins where its dtype may.
+    coming = sorted(tensors, key=lambda tensor: (-tensor.itemsize, str(tensor.dtype)))
+    under_way: deque[tuple[list[list[torch.Tensor]], torch.Tensor, Pending]] = deque()
 
     def complete_oldest() -> None:
-        batch, flat, pending = under_way.popleft()
+        kinds, wire, pending = under_way.popleft()
         pending.wait()
         if comms.rank != src:
-            parts = torch.split(flat, [tensor.numel() for tensor in batch])
-            torch._foreach_copy_(
-                batch, [p.view(t.shape) for p, t in zip(parts, batch, strict=True)]
-            )
+            parts = torch.split(wire, [sum(tensor.nbytes for tensor in alike) for alike in kinds])
+            for alike, part in zip(kinds, parts, strict=True):
+                new = _unflatten_dense_tensors(part.view(alike[0].dtype), alike)  # type: ignore[no-untyped-call]
+                torch._foreach_copy_(alike, list(new))
 
     with torch.no_grad():
-        for alike in kinds.values():
-            while alike:
-                batch = [alike.pop(0)]
-                while alike and sum(t.nbytes for t in (*batch, alike[0])) <= BROADCAST_BYTES:
-                    batch.append(alike.pop(0))
-                flat = torch.cat([tensor.reshape(-1) for tensor in batch])
-                under_way.append((batch, flat, comms.broadcast(flat, src, async_op=True)))
-                if len(under_way) > 1:  # two at a time
-                    complete_oldest()
+        while coming:
+            held = itertools.accumulate(tensor.nbytes for tensor in coming)
+            count = max(1, sum(nbytes <= BROADCAST_BYTES for nbytes in held))
+            batch, coming = coming[:count], coming[count:]
+            kinds = [list(alike) for _, alike in itertools.groupby(batch, lambda t: t.dtype)]
+            flat = [_flatten_dense_tensors(alike) for alike in kinds]  # type: ignore[no-untyped-call]
+            wire = torch.cat([part.view(torch.uint8) for part in flat])
+            under_way.append((kinds, wire, comms.broadcast(wire, src, async_op=True)))
+            if len(under_way) > 1:  # two at a time
+                complete_oldest()
         while under_way:
             complete_oldest()
 

@@ -231,7 +231,7 @@ class Wrapped(Strategy):
 
     def record(self, timeline: Recorder) -> None:
         super().record(timeline)
-        self.ddp.reducer.record(timeline)
+        self.ddp.reducer.buckets.timeline = timeline
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.ddp.no_sync()

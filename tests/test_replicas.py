@@ -165,6 +165,5 @@ def test_many_tensors_travel_in_messages_of_bounded_size(comms):
             assert [t.stride() for t in mine] == strides
             largest = max(t.nbytes for t in mine)
             assert all(t.nbytes <= max(limit, largest) for t in sent)
-            kinds = len({t.dtype for t in mine})
-            assert (len(sent) == kinds) == (limit == 1 << 20), (limit, len(sent))
+            assert (len(sent) == 1) == (limit == 1 << 20), (limit, len(sent))
     broadcast_tensors([], comms)

@@ -8,13 +8,15 @@ backward, the wait, and the average in ``.grad``. What only some models need com
 from __future__ import annotations
 
 import dataclasses
+import sys
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 from microddp.bucketing import (
     Backward,
@@ -24,10 +26,8 @@ from microddp.bucketing import (
     plan_in_order,
 )
 from microddp.comms import Comms
-from microddp.timing import Recorder
 
 Hook = Callable[[Any, GradientBucket], "torch.futures.Future[torch.Tensor]"]
-NO_CAP = [1 << 62]
 
 
 class ExpectedBackward(Backward):
@@ -35,17 +35,14 @@ class ExpectedBackward(Backward):
 
     Attributes:
         left: for each parameter, how often its hook is still to be called.
-        unused: the parameters that it does not reach.
         begun: whether anything of it was seen.
         end_is_told: whether autograd has been asked to call at its end.
     """
 
-    def __init__(self, buckets: Buckets, calls: list[int], unused: list[int]) -> None:
+    def __init__(self, buckets: Buckets, calls: list[int]) -> None:
         super().__init__(buckets)
         self.left = list(calls)
-        self.unused = unused
-        self.begun = False
-        self.end_is_told = False
+        self.begun = self.end_is_told = False
 
 
 class Reducer:
@@ -56,6 +53,7 @@ class Reducer:
         buckets: that gradients travel in.
         order: the parameters in the order in which their gradients came, once that is known.
         planned: whether the buckets follow that order.
+        hooked: whether a communication hook reduces them.
     """
 
     def __init__(
@@ -69,40 +67,35 @@ class Reducer:
         static_graph: bool,
     ) -> None:
         self.module, self.comms = module, comms
-        self.names = [name for name, p in module.named_parameters() if p.requires_grad]
         self.caps = bucket_caps(bucket_cap_mb)
         self.find_unused = find_unused and not static_graph
         self.buckets = Buckets(module, comms, as_view=as_view)
-        self.parameters = self.buckets.parameters
+        self.names, self.parameters = self.buckets.names, self.buckets.parameters
         # One bucket until the order of backward is known: that is right in any order. Where
         # parameters may be left out, they come in no order, and the plan stays that of the
         # definition. Reversed: what is defined first is needed first, and comes last in backward.
-        caps = self.caps if self.find_unused else NO_CAP
+        caps = self.caps if self.find_unused else [sys.maxsize]
         plan = plan_in_order(module, range(len(self.names)), caps)
         self.buckets.follow(sorted(plan, reverse=True))
         self.planned = self.find_unused
         self.order: list[int] | None = None
         self.backward: ExpectedBackward | None = None
-        self.hook: tuple[Hook, Any] | None = None
+        self.hooked = False
         # How often each parameter's hook is called in a backward: in a static graph, counted.
-        self._calls = [1] * len(self.names)
+        self._calls = [0 if static_graph else 1] * len(self.names)
         self._counting = static_graph
         self._unused: list[int] = []
-        self._used: set[int] = set()  # since the last averages, without synchronisation too
+        self._used: set[int] = set()  # by backwards without synchronisation since the last averages
         self._used_nowhere: set[int] | None = None if static_graph else set()
         self._handles = [
             p.register_post_accumulate_grad_hook(self._hook_of(i))  # type: ignore[no-untyped-call]
             for i, p in enumerate(self.parameters)
         ]
 
-    def record(self, timeline: Recorder) -> None:
-        """Record gradients, collectives and the wait for them from now on."""
-        self.buckets.timeline = timeline
-
     def reduce_by(self, hook: Hook, state: Any) -> None:
         """Let ``hook(state, bucket)`` reduce each bucket, instead of an all-reduce mean."""
-        self.hook = hook, state
-        self.buckets.send = lambda bucket: hook(state, bucket)
+        self.hooked = True
+        self.buckets.send = partial(hook, state)
         self.buckets.divisor = 1
 
     def remove(self) -> None:
@@ -131,14 +124,10 @@ class Reducer:
                     "find_unused_parameters=True"
                 )
         if not self.planned and self.order is not None:
-            self.plan_anew(self.order)
-
-    def plan_anew(self, order: list[int]) -> None:
-        """Plan the buckets in the order in which rank 0's gradients came. A collective."""
-        wire = torch.tensor(order, device=self.comms.device)
-        self.comms.broadcast(wire)
-        self.buckets.follow(plan_in_order(self.module, wire.tolist(), self.caps))
-        self.planned = True
+            wire = torch.tensor(self.order, device=self.comms.device)
+            self.comms.broadcast(wire)  # rank 0's, should the ranks differ
+            self.buckets.follow(plan_in_order(self.module, wire.tolist(), self.caps))
+            self.planned = True
 
     def expect(self, output: Any) -> Any:
         """Reduce in the next backward, through what a forward pass returned.
@@ -149,42 +138,42 @@ class Reducer:
         if self.find_unused:
             needed = _parameters_behind(_tensors_in(output))
             self._unused = [i for i, p in enumerate(self.parameters) if id(p) not in needed]
-        self.backward = ExpectedBackward(self.buckets, self._calls, self._unused)
+        self.backward = ExpectedBackward(self.buckets, self._calls)
         if not (self.find_unused or self._counting):
             return output
-        leaves, structure = tree_flatten(output)
-        places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.grad_fn]
-        watched = _Watch.apply(self, *(leaves[i] for i in places))  # type: ignore[no-untyped-call]
-        for i, tensor in zip(places, watched, strict=True):
-            leaves[i] = tensor
-        return tree_unflatten(leaves, structure)
+        return tree_map(self._watched, output)
+
+    def _watched(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.grad_fn is None:
+            return leaf
+        return _Watch.apply(self, leaf)  # type: ignore[no-untyped-call]
 
     # ---- backward: a gradient is ready, its bucket full, and sent
 
     def _hook_of(self, i: int) -> Callable[[torch.Tensor], None]:
         """What autograd calls when the gradient of parameter ``i`` is in its ``.grad``."""
-        name, used = self.names[i], self._used
+        name, used, buckets = self.names[i], self._used, self.buckets
 
         def ready(parameter: torch.Tensor) -> None:
-            now = self.backward
-            if now is not None and not now.end_is_told:
+            now, grad = self.backward, parameter.grad
+            if now is None:
+                if grad is not None:
+                    used.add(i)
+                return
+            if not now.end_is_told:
                 self.begin(now)
-            grad = parameter.grad
             if grad is None:  # an output that the loss does not use leads here
                 return
-            used.add(i)
-            if now is None:
-                return
             now.left[i] -= 1
-            if self._counting or now.left[i] > 0:
-                return
-            if now.left[i] < 0:
+            if now.left[i] < 0 and not self._counting:
                 raise RuntimeError(
                     f"rank {self.comms.rank}: the gradient of {name} came twice in one backward, "
                     "as it does where reentrant checkpoints share a parameter; if every step does "
                     "the same, pass static_graph=True"
                 )
-            self.buckets.timeline.mark(name)
+            if now.left[i]:
+                return
+            buckets.timeline.mark(name)
             now.come(i, grad)
 
         return ready
@@ -192,11 +181,10 @@ class Reducer:
     def begin(self, now: ExpectedBackward) -> None:
         """Be told when this backward, or a nested one, has ended; what it leaves out is zero."""
         now.end_is_told = True
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(self._end_of_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
         if not now.begun:
             now.begun = True
-            for i in now.unused:
+            for i in self._unused:
                 now.left[i] = 0
                 now.come(i, self.parameters[i].grad)
 
@@ -207,12 +195,17 @@ class Reducer:
         if now is None:
             return
         now.end_is_told = False
-        if self._counting:
-            self._end_of_counting(now)
+        if self._counting:  # a static graph's first backward
+            self._calls = [-left for left in now.left]
+            self._unused = [i for i, calls in enumerate(self._calls) if not calls]
+            self._used |= set(range(len(self._calls))).difference(self._unused)
         elif self.find_unused:
-            for i in range(len(self.parameters)):
+            self._used |= set(now.arrived).difference(self._unused)
+        if self._counting or self.find_unused:
+            for i, parameter in enumerate(self.parameters):
                 if i not in now.arrived:
-                    now.come(i, self.parameters[i].grad)
+                    now.come(i, parameter.grad)
+        self._counting = False
         # If not, it was a nested backward, or left parameters out: the next forward tells.
         if now.complete:
             self._finish(now)
@@ -221,29 +214,21 @@ class Reducer:
         """Wait for the buckets, and hand the averages to the parameters."""
         in_order = self._used_nowhere is not None  # not in the first backward of a static graph
         back = now.waited()
-        if self.hook is not None:
+        if self.hooked:
             back = iter(list(back))  # a hook may use the ranks' connections itself, one by one
         with torch.no_grad():
             nowhere = self._find_used_nowhere()
             for bucket, result in back:
-                if self.hook is not None:
+                if self.hooked:
                     bucket.accept(result[0] if isinstance(result, list) else result)
                 members = self.buckets.plan[bucket.index()]
                 unused = [slot for slot, i in enumerate(members) if i in nowhere] if nowhere else ()
                 bucket.give_back(self.buckets.as_view, unused)
         if self.order is None and in_order:
-            self.order = [i for i in now.arrived if i not in now.unused] + now.unused
+            self.order = [i for i in now.arrived if i not in self._unused] + self._unused
         self.backward = None
 
     # ---- parameters that are not used everywhere, or several times
-
-    def _end_of_counting(self, now: ExpectedBackward) -> None:
-        """A static graph's first backward: all that came is reduced now, as it came."""
-        self._calls = [1 - left for left in now.left]
-        self._counting = False
-        self._unused = [i for i, calls in enumerate(self._calls) if not calls]
-        for i, parameter in enumerate(self.parameters):
-            now.come(i, parameter.grad)
 
     def _find_used_nowhere(self) -> set[int]:
         """The parameters that no rank used. A collective, unless that is known."""
@@ -261,16 +246,14 @@ class Reducer:
     def shadow(self) -> None:
         """Take part in a backward of the other ranks, with gradients of zero and none kept."""
         in_order = self._used_nowhere is not None
-        homes = [bucket.buffer() for bucket in self.buckets]
-        now = Backward(self.buckets)
-        now.missing = [0] * len(homes)
-        for bucket, home in zip(self.buckets, homes, strict=True):
-            bucket.set_buffer(torch.zeros_like(home))
-        now.send_full()
+        buckets = Buckets(self.module, self.comms, as_view=False)
+        buckets.send = self.buckets.send
+        buckets.follow(self.buckets.plan)
+        now = Backward(buckets)
+        for i in range(len(self.parameters)):
+            now.come(i, None)
         list(now.waited())
         self._find_used_nowhere()
-        for bucket, home in zip(self.buckets, homes, strict=True):
-            bucket.set_buffer(home)
         if self.order is None and in_order:
             self.order = list(range(len(self.parameters)))
 
@@ -279,18 +262,17 @@ class _Watch(torch.autograd.Function):
     """The identity; tells the reducer when a backward through it begins."""
 
     @staticmethod
-    def forward(ctx: Any, reducer: Reducer, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
+    def forward(ctx: Any, reducer: Reducer, tensor: torch.Tensor) -> torch.Tensor:
         ctx.reducer = weakref.ref(reducer)
-        # Copies: the caller may change an output in place, which autograd forbids for inputs.
-        return tuple(tensor.clone() for tensor in tensors)
+        # A copy: the caller may change an output in place, which autograd forbids for an input.
+        return tensor.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
         reducer = ctx.reducer()
         if reducer is not None and (now := reducer.backward) is not None and not now.end_is_told:
             reducer.begin(now)
-        return (None, *grads)
+        return None, grad
 
 
 def _tensors_in(output: Any) -> Iterator[torch.Tensor]:

@@ -39,13 +39,13 @@ class _Shadow(JoinHook):
         ddp.reducer.begin_forward()
         if ddp._sync_buffers_next and ddp._has_buffers:
             ddp._sync_buffers(candidate=False)
-        ddp._sync_buffers_next = ddp._any_rank(False)
+        ddp._sync_buffers_next = bool(ddp._highest(0))
         if ddp._sync_buffers_next:
             ddp.reducer.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Make all replicas those of a rank that trained to the end."""
-        src = self.ddp._common_rank(is_last_joiner)
+        src = self.ddp._highest(self.ddp.comms.rank if is_last_joiner else -1)
         self.ddp._broadcast_module(src)
         self.ddp._join_config = _JoinConfig(
             enable=False, throw_on_early_termination=False, is_first_joinable=False
@@ -168,14 +168,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         grad_enabled = torch.is_grad_enabled()
         syncing = grad_enabled and self.require_backward_grad_sync
         joined = Join.notify_join_context(self)
-        if self.reducer.hook is None:
+        if not self.reducer.hooked:
             self.reducer.buckets.divisor = self._divisor(joined)
         if grad_enabled:
             self.reducer.begin_forward()
         if self._sync_buffers_next and self._has_buffers:
             self._sync_buffers(candidate=True)
         if self._join_config.enable:
-            self._any_rank(syncing)
+            self._highest(int(syncing))
         output = self.module(*inputs, **kwargs)
         self._sync_buffers_next = syncing
         return self.reducer.expect(output) if syncing else output
@@ -206,13 +206,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         Raises:
             RuntimeError: there is one already.
         """
-        if self.reducer.hook is not None:
+        if self.reducer.hooked:
             raise RuntimeError(f"rank {self.comms.rank}: expected one hook, got a second")
         self.reducer.reduce_by(hook, state)
 
     def _sync_buffers(self, candidate: bool) -> None:
         buffers = list(self.module.buffers())  # anew: a module may replace them
-        src = self._common_rank(candidate) if self._join_config.enable else 0
+        mine = self.comms.rank if candidate else -1
+        src = self._highest(mine) if self._join_config.enable else 0
         # A graph that an earlier forward built may hold them: as far as it goes, nothing changed.
         with _unsafe_preserve_version_counter(tuple(buffers)):
             broadcast_tensors(buffers, self.comms, src)
@@ -260,15 +261,10 @@ class DistributedDataParallel(nn.Module, Joinable):
             return self.comms.world_size
         return int(joined.get_future().wait()[0].item())
 
-    def _any_rank(self, mine: bool) -> bool:
-        wish = torch.tensor([int(mine)], device=self.comms.device)
-        self.comms.all_reduce(wish, "max")
-        return bool(wish.item())
-
-    def _common_rank(self, candidate: bool) -> int:
-        rank = torch.tensor([self.comms.rank if candidate else -1], device=self.comms.device)
-        self.comms.all_reduce(rank, "max")
-        return int(rank.item())
+    def _highest(self, mine: int) -> int:
+        wire = torch.tensor([mine], device=self.comms.device)
+        self.comms.all_reduce(wire, "max")
+        return int(wire.item())
 
     # ---- copies: as PyTorch's, only of a wrapper over all ranks
 

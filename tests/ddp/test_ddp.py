@@ -53,7 +53,7 @@ def test_the_wrong_scale_or_another_order_of_addition_would_be_noticed(comms):
 
 
 @on_ranks(2, 3)
-def test_collectives_are_as_many_and_as_large_as_pytorchs(comms):
+def test_all_reduces_are_as_many_and_as_large_as_pytorchs_and_broadcasts_fewer(comms):
     def of_a_step(pair, which, body, step):
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
             body([pair.ours, pair.theirs][which], pair.optimizers[which], step)
@@ -76,12 +76,14 @@ def test_collectives_are_as_many_and_as_large_as_pytorchs(comms):
             with errors_from_warnings_of_ours_only():
                 theirs = of_a_step(pair, 1, plain_step(comms), step)
                 ours = of_a_step(pair, 0, plain_step(comms), step)
-            reduced = [e for e in ours if e[0] == "gloo:all_reduce"]
-            if (
-                pair.ours.reducer.planned and not rebuilt
-            ):  # new buckets are agreed on: in one broadcast, in PyTorch in several
-                ours, theirs = reduced, [e for e in theirs if e[0] == "gloo:all_reduce"]
-            assert sorted(ours) == sorted(theirs), (kwargs, step)
+            reduced, broadcast = (
+                [e for e in ours if e[0] == f"gloo:{name}"] for name in ("all_reduce", "broadcast")
+            )
+            expected = [e for e in theirs if e[0] == "gloo:all_reduce"]
+            assert sorted(reduced) == sorted(expected), (kwargs, step)
+            # All buffers in one, in PyTorch one for each dtype; and new buckets are agreed on.
+            assert len(broadcast) == 1 + (pair.ours.reducer.planned and not rebuilt) < len(theirs)
+            assert len(ours) == len(reduced) + len(broadcast)
             assert reduced, "the profiler should see something"
             assert step < 2 or not kwargs.get("bucket_cap_mb") or len(reduced) > 2
 

@@ -283,7 +283,7 @@ def test_a_timeline_sees_the_buckets_that_a_hook_sends(comms):
         ddp = DDP(mlp(), comms, bucket_cap_mb=SMALL)
         ddp.register_comm_hook(state, hook)
         timeline = Timeline(comms)
-        ddp.reducer.record(timeline)
+        ddp.reducer.buckets.timeline = timeline
         for step in range(2):
             timeline.take()
             ddp(data(comms.rank, step)[0]).sum().backward()

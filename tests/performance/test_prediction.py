@@ -91,7 +91,7 @@ def test_the_plan_is_that_of_the_strategy(comms):
             == plan_by_name("torch", model, order, cap)
         )
         assert [list(bucket.names) for bucket in plan] == [
-            [hooks.names[i] for i in bucket] for bucket in hooks.buckets.plan
+            [hooks.buckets.names[i] for i in bucket] for bucket in hooks.buckets.plan
         ]
         sizes = [bucket.nbytes for bucket in plan]
         assert sizes == [b.buffer().nbytes for b in hooks.buckets]
