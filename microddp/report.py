@@ -1,11 +1,13 @@
-"""Writing results: bytes and times in words, tables, and files that are there as a whole."""
+"""Results and options: bytes and times in words, tables, files that are there as a whole."""
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tabulate import tabulate
 
@@ -114,3 +116,24 @@ def _to_disk(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def output_file(text: str) -> Path:
+    """An option that names a file to write: refused now, and not when all is measured."""
+    path = Path(text)
+    if not path.parent.is_dir() or path.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {text}")
+    return path
+
+
+def positive(kind: type[Any]) -> Callable[[str], Any]:
+    """An option that is a number above 0, of the given type."""
+
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
+        return value
+
+    parse.__name__ = "positive number"  # argparse names it in its messages
+    return parse

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -13,6 +11,7 @@ from microddp.allreduce import ALGORITHMS
 from microddp.bench.allreduce import DTYPES, bench_allreduce
 from microddp.bench.ddp import bench_ddp, models
 from microddp.comms import init
+from microddp.report import output_file, positive
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -31,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _add_allreduce_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=bench_allreduce)
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--size-mb", type=_positive(float), default=100, help="MiB (default 100)")
+    size.add_argument("--size-mb", type=positive(float), default=100, help="MiB (default 100)")
     size.add_argument("--sweep", action="store_true", help="64 KiB to 64 MiB")
     parser.add_argument(
         "--algorithm", choices=[*ALGORITHMS, "backend", "all"], default="all", help="default: all"
@@ -39,7 +38,7 @@ def _add_allreduce_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
     parser.add_argument("--check", action="store_true", help="compare with the known sum first")
     _add_run_options(parser)
-    parser.add_argument("--plot", type=_file, metavar="FILE", help="write time against size")
+    parser.add_argument("--plot", type=output_file, metavar="FILE", help="write time against size")
 
 
 def _add_ddp_options(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +53,7 @@ def _add_ddp_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bucket-cap-mb",
         nargs="+",
-        type=_positive(float),
+        type=positive(float),
         default=[1.0, 25.0],
         metavar="MB",
         help="sizes of a bucket in MiB (default: 1 25)",
@@ -63,27 +62,11 @@ def _add_ddp_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--iters", type=_positive(int), default=20, help="counted rounds")
-    parser.add_argument("--warmup", type=_positive(int), default=3, help="rounds not counted")
-    parser.add_argument("--json", type=_file, metavar="FILE", help="write the rows and the machine")
-
-
-def _file(text: str) -> Path:
-    path = Path(text)
-    if not path.parent.is_dir() or path.is_dir():  # said now, and not when all is measured
-        raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {text}")
-    return path
-
-
-def _positive(kind: type[Any]) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        value = kind(text)
-        if not 0 < value < float("inf"):
-            raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
-        return value
-
-    parse.__name__ = "positive number"  # argparse names it in its messages
-    return parse
+    parser.add_argument("--iters", type=positive(int), default=20, help="counted rounds")
+    parser.add_argument("--warmup", type=positive(int), default=3, help="rounds not counted")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write the rows and the machine"
+    )
 
 
 if __name__ == "__main__":

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,8 +12,9 @@ import torch
 from tqdm import tqdm
 
 from microddp.allreduce import ALGORITHMS, bus_bandwidth
-from microddp.comms import Comms, cpu_cores
-from microddp.report import human_bytes, table, whole_file
+from microddp.bench.rows import report
+from microddp.comms import Comms
+from microddp.report import human_bytes
 from microddp.timing import Timing, measure
 
 SWEEP_MB = (1 / 16, 1 / 4, 1, 4, 8, 16, 32, 64)
@@ -159,21 +158,8 @@ def _report(
         }
         for row in rows
     ]
-    print(table([cell.values() for cell in cells], [*cells[0]]))
-    for sentence in conclusions(rows):
-        print(sentence)
-    if options.check:
-        print("Every result was the exact sum.")
-    if comms.world_size > cpu_cores() and comms.device.type == "cpu":
-        print("More ranks than cores: the ranks wait for each other's turn on a core.")
-    if options.json:
-        report = {
-            "run": comms.describe(),
-            "command": sys.argv[1:],
-            "rows": [vars(row) for row in rows],
-        }
-        with whole_file(options.json) as unfinished:
-            unfinished.write_text(json.dumps(report, indent=2) + "\n")
+    checked = ["Every result was the exact sum."] if options.check else []
+    report(rows, cells, [*conclusions(rows), *checked], options, comms)
     if options.plot:
         # Only now: matplotlib takes a second to load.
         import matplotlib.pyplot as plt

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,10 +16,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
-from microddp.comms import Comms, cpu_cores
+from microddp.bench.rows import report
+from microddp.comms import Comms
 from microddp.ddp import DDP
 from microddp.model import FullMLP, ModelConfig, SimpleCNN, Transformer
-from microddp.report import MIB, table, whole_file
+from microddp.report import MIB
 from microddp.schedule import STRATEGIES, Loss, take_step
 from microddp.timing import Timing, measure
 
@@ -159,7 +158,7 @@ def bench_ddp(options: argparse.Namespace, comms: Comms) -> None:
                 counted = {name: collectives(step) for name, step in steps.items()}
                 rows += compare(name, cap, timings, counted)
     if comms.rank == 0:
-        report(rows, options, comms)
+        _report(rows, options, comms)
 
 
 def compare(
@@ -193,7 +192,7 @@ def compare(
     return rows
 
 
-def report(rows: Sequence[Row], options: argparse.Namespace, comms: Comms) -> None:
+def _report(rows: Sequence[Row], options: argparse.Namespace, comms: Comms) -> None:
     """Print the table and what follows from it; write the file that was asked for."""
     cells = [
         {
@@ -210,23 +209,14 @@ def report(rows: Sequence[Row], options: argparse.Namespace, comms: Comms) -> No
         }
         for row in rows
     ]
-    print(table([cell.values() for cell in cells], [*cells[0]]))
+    sentences = []
     for name, reference in REFERENCES.items():
         mine = [row for row in rows if row.strategy == name]
         slowest = max(mine, key=lambda row: row.ratio)
-        print(
+        sentences.append(
             f"{name} takes {statistics.geometric_mean(row.ratio for row in mine):.3f} times as "
             f"long as {reference} (geometric mean of {len(mine)} cases); at most "
             f"{slowest.ratio:.2f} times ({slowest.ratio_low:.2f} to {slowest.ratio_high:.2f}), for "
             f"{slowest.model} at {slowest.bucket_cap_mb:g} MiB."
         )
-    if comms.world_size > cpu_cores() and comms.device.type == "cpu":
-        print("More ranks than cores: the ranks wait for each other's turn on a core.")
-    if options.json:
-        result = {
-            "run": comms.describe(),
-            "command": sys.argv[1:],
-            "rows": [vars(row) for row in rows],
-        }
-        with whole_file(options.json) as unfinished:
-            unfinished.write_text(json.dumps(result, indent=2) + "\n")
+    report(rows, cells, sentences, options, comms)

@@ -1,0 +1,42 @@
+"""What a benchmark says in the end: its rows as a table, what follows from them, and a file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from microddp.comms import Comms, cpu_cores
+from microddp.report import table, whole_file
+
+
+def report(
+    rows: Sequence[Any],
+    cells: Sequence[Mapping[str, object]],
+    sentences: Sequence[str],
+    options: argparse.Namespace,
+    comms: Comms,
+) -> None:
+    """Print, on the rank that calls it; write the JSON file that was asked for.
+
+    Args:
+        rows: dataclasses, for the file.
+        cells: of each row, by the columns' headers.
+        sentences: on what the rows show.
+        options: with ``json``.
+        comms: that ran.
+    """
+    print(table([cell.values() for cell in cells], [*cells[0]]))
+    print("\n".join(sentences))
+    if comms.world_size > cpu_cores() and comms.device.type == "cpu":
+        print("More ranks than cores: the ranks wait for each other's turn on a core.")
+    if options.json:
+        result = {
+            "run": comms.describe(),
+            "command": sys.argv[1:],
+            "rows": [vars(row) for row in rows],
+        }
+        with whole_file(options.json) as unfinished:
+            unfinished.write_text(json.dumps(result, indent=2) + "\n")
