@@ -1,4 +1,4 @@
 """What the case study trains on what: a language model, and pairs of sentences."""
 
-from microddp.workloads.paraphrases import Case, Source, load_case, new_model
+from microddp.workloads.case_study import Case, Source, load_case, new_model
 from microddp.workloads.sentence_pairs import batches, made_up_pairs

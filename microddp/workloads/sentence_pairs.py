@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,20 @@ def made_up_pairs(samples: int, vocabulary: int, seed: int) -> TensorDataset:
     return TensorDataset(tokens, mask[:, :MAX_TOKENS].long(), labels.long())
 
 
+def load_pairs(data: Sequence[str], tokenizer: Any) -> tuple[TensorDataset, TensorDataset]:
+    """Real pairs of sentences to train and to validate with, as :func:`encode_pairs` makes them.
+
+    Args:
+        data: arguments of ``datasets.load_dataset``.
+        tokenizer: of the model, one of transformers'.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    found = datasets.load_dataset(*data)
+    return encode_pairs(found["train"], tokenizer), encode_pairs(found["validation"], tokenizer)
+
+
 def encode_pairs(pairs: Any, tokenizer: Any) -> TensorDataset:
     """Real pairs of sentences as tokens, mask and labels, each pair as one text of two lines.
 
@@ -82,7 +96,7 @@ def batches(
     Each is as long as the longest pair of the global batch, so that all ranks have equal shapes.
 
     Args:
-        pairs: tokens, mask and labels, as in :class:`~microddp.workloads.paraphrases.Case`.
+        pairs: tokens, mask and labels, as in :class:`~microddp.workloads.case_study.Case`.
         batch_size: pairs of a global batch, a multiple of the number of ranks.
         comms: the ranks that share it.
         epoch: gives the order.

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from microddp.timing import measure
-from microddp.workloads import paraphrases
+from microddp.workloads import case_study
 from pretended import communicators, devices, torch_cuda
 from pretended.communicators import Log
 from pretended.devices import machine
 
 MEMORY = 2 << 30  # bytes of a device
 # Instead of the case study's full size, which chapter 09 takes on every GPU.
-TINY = paraphrases.SIZES["small"] | {
+TINY = case_study.SIZES["small"] | {
     "vocab_size": 512,
     "hidden_size": 48,
     "intermediate_size": 128,
@@ -62,7 +62,7 @@ def run_chapter(script: str, shorter: Mapping[str, str] | None = None) -> None:
         shorter: what to write instead in its text, so that it takes less time.
     """
     _measure_little()
-    paraphrases.SIZES["full"] = TINY
+    case_study.SIZES["full"] = TINY
     warnings.resetwarnings()
     os.chdir(Path(script).parent)
     sys.argv = [script]

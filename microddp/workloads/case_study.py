@@ -22,7 +22,7 @@ from microddp.workloads.sentence_pairs import (
     PAD,
     TRAINING_PAIRS,
     VALIDATION_PAIRS,
-    encode_pairs,
+    load_pairs,
     made_up_pairs,
 )
 
@@ -205,17 +205,14 @@ def _unreachable() -> str:
 
 
 def _load(size: str, device: torch.device, source: Source) -> Case:
-    import datasets
     import transformers
 
     transformers.logging.set_verbosity_error()  # that the head is new is known
     transformers.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
     tokenizer = transformers.AutoTokenizer.from_pretrained(source.model)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    found = datasets.load_dataset(*source.data)
-
+    train, validation = load_pairs(source.data, tokenizer)
     if size == "full":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # of the head
@@ -228,5 +225,4 @@ def _load(size: str, device: torch.device, source: Source) -> Case:
         model = new_model(size, tokenizer.pad_token_id, len(tokenizer))
         weights = f"random weights ({size} size) with the tokenizer of {source.model}"
     origin = f"{weights}, and the pairs of {' '.join(source.data)}"
-    train, validation = (encode_pairs(found[name], tokenizer) for name in ("train", "validation"))
     return Case(model.to(device), train, validation, tokenizer.pad_token_id, origin)

@@ -19,12 +19,12 @@ from microddp.workloads import (
     Case,
     Source,
     batches,
+    case_study,
     load_case,
     made_up_pairs,
     new_model,
-    paraphrases,
 )
-from microddp.workloads.paraphrases import FULL, SMALL
+from microddp.workloads.case_study import FULL, SMALL
 from microddp.workloads.sentence_pairs import LIMITS, PAD, SEPARATOR, TOKENS_PER_WORD
 
 NOWHERE = {"HF_ENDPOINT": "http://127.0.0.1:9"}  # where nobody listens
@@ -146,8 +146,8 @@ def test_offline_only_the_cache_is_asked(monkeypatch):
         raise OSError("not in the cache\nand more")
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(paraphrases, "_unreachable", lambda: pytest.fail("the network was asked"))
-    monkeypatch.setattr(paraphrases, "_load", empty_cache)
+    monkeypatch.setattr(case_study, "_unreachable", lambda: pytest.fail("the network was asked"))
+    monkeypatch.setattr(case_study, "_load", empty_cache)
     one = SimpleNamespace(
         rank=0,
         device=torch.device("cpu"),
@@ -160,11 +160,11 @@ def test_offline_only_the_cache_is_asked(monkeypatch):
 
 
 def test_a_server_that_never_answers_is_given_up(monkeypatch):
-    monkeypatch.setattr(paraphrases, "HUB_TIMEOUT", 0.3)
+    monkeypatch.setattr(case_study, "HUB_TIMEOUT", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         start = time.monotonic()
-        assert paraphrases._unreachable()
+        assert case_study._unreachable()
         assert time.monotonic() - start < 20
 
 
