@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.utils import parameters_to_vector
 
 from microddp.allreduce import ALGORITHMS, bus_bandwidth
-from microddp.bench.allreduce import DTYPES
 from microddp.comms import Comms
 from microddp.ddp import DDP
 from microddp.model import FullMLP
@@ -26,6 +25,10 @@ from microddp.replicas import check_replicas
 from microddp.report import MIB, human_bytes, table
 from microddp.timing import Timing, measure
 
+DTYPES = tuple(
+    getattr(torch, name)
+    for name in ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
+)
 ROUNDING = 1e-9  # of float64's 16 digits; a sum taken for a mean differs in the first
 CAP_MB = 0.1  # for the model below: three buckets
 SAMPLES = 8  # of each rank's batch
@@ -36,7 +39,7 @@ def check_primitives(comms: Comms) -> str:
     n, rank = comms.world_size, comms.rank
     last = n - 1
     compared = 0
-    for dtype, shape in itertools.product(DTYPES.values(), ((n,), (n, 3), (1001 * n, 5))):
+    for dtype, shape in itertools.product(DTYPES, ((n,), (n, 3), (1001 * n, 5))):
         everyone = [_numbers(who, shape, dtype, comms.device) for who in range(n)]
         mine, all_of_them = everyone[rank], torch.stack(everyone)
         total = all_of_them.sum(0, dtype=dtype)
