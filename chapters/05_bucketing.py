@@ -77,7 +77,7 @@ if beta > 0:  # else the size made no difference
 figures.times_by_size(
     {"all-reduce": timings},
     models={"all-reduce": lambda m: alpha + beta * m},
-    title="Small messages all take the same time: that of starting",
+    title=f"{human_seconds(alpha)} to start, {human_seconds(max(beta, 0) * MIB)} for each MiB",
 )
 
 # %% [markdown]
@@ -428,7 +428,7 @@ for i, name in ((1, "none hidden"), (0, "all hidden")):
     curves[name] = [pair[i] * 1e3 for pair in predicted.values()]
 figures.lines(
     {name: (average, curve) for name, curve in curves.items()},
-    title=f"The fastest step has messages of about {human_bytes(quickest * MIB)}",
+    title=f"The fastest step has messages of {human_bytes(quickest * MIB)} on average",
     xlabel="average bucket, MiB",
     ylabel="one step, ms",
     log="x",

@@ -619,7 +619,7 @@ mine = [microddp.get("grank"), microddp.get("lrank")]
 for name in mesh.mesh_dim_names:
     microddp.register_mesh(mesh[name])
     mine.append(f"{microddp.get('rank')} of {microddp.get('ws')}")
-comms.print(f"a mesh of {shape[0]} x {shape[1]}; 2 x 2 takes four ranks")
+comms.print(f"a mesh of {shape[0]} x {shape[1]}" + ("; 2 x 2 takes four ranks" if n < 4 else ""))
 comms.print(table(comms.all_gather_data(mine), ["grank", "lrank", *mesh.mesh_dim_names]))
 
 # %% [markdown]

@@ -337,7 +337,7 @@ bars = {
 once, eight = (shares[f"accumulation of {K}"] for K in (1, 8))
 figures.stacked_bars(
     bars,
-    title=f"Averaging every 8 takes {eight:.0%} instead of {once:.0%}",
+    title=f"Averaging once in 8 parts takes {eight:.0%} of a step, instead of {once:.0%}",
     xlabel="share of the step (its time)",
     formatter=lambda share, _: f"{share:.0%}",
 )

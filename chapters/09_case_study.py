@@ -271,7 +271,7 @@ few.print(summaries["fp32"])
 r"""
 An all-reduce's time runs from when the backend takes it up to when the result is there. It includes
 the wait for a rank that is late, with NCCL's kernels as with gloo's threads. The rank that came
-last did not wait. So the shortest of the ranks' times is that of the *transfer* alone.
+last waited for nobody. So the shortest of the ranks' times stands for the *transfer*.
 
 **Predict.** *Kernel time* is the time of all kernels of a GPU, added up. In the published profile,
 on four H100, all-reduce takes 42.2 % of it, and 25 % with accumulation over two micro-batches. The
