@@ -407,7 +407,7 @@ figures.times_by_size(
 # %% tags=["plumbing"]
 rows = []
 for nbytes, backend in timings["backend"].items():
-    ratios = [timings[name][nbytes].median / backend.median for name in ALGORITHMS]
+    ratios = [timings[name][nbytes].ratio(backend).median for name in ALGORITHMS]
     marked = mark_least([f"{ratio:.2f}" for ratio in ratios], ratios)
     bus = bus_bandwidth(nbytes, timings["ring"][nbytes].median, few.world_size) / 1e9
     error = models["ring"](nbytes) / timings["ring"][nbytes].median

@@ -330,12 +330,11 @@ calls = {
 steps = measure(calls, few, repeat=21)
 
 # %% tags=["plumbing"]
-whole_time = steps["one device, whole batch"].median
-rows = [(name, timing, whole_time / timing.median) for name, timing in steps.items()]
+first = steps["one device, whole batch"]
+rows = [(name, timing, first.ratio(timing).median) for name, timing in steps.items()]
 headers = [f"step, {few.world_size} ranks timed", "median (quartiles)", "times as fast"]
 few.print(table(rows, headers))
-naive = steps["naive data parallel"].median
-share = 1 - steps["one device, one shard"].median / naive
+share = 1 - steps["one device, one shard"].ratio(steps["naive data parallel"]).median
 few.print(f"{share:.0%} of the data-parallel step is not computation")
 
 # %% [markdown]

@@ -468,7 +468,7 @@ rows = []
 for name, times in compared.items():
     tensors = list(cases[name][0].parameters())
     counts = [len(plan(tensors, *caps)) for caps in ((1, 1), (MIB, 25 * MIB))]
-    ratio = times["bucketed"].median / times["hooks"].median
+    ratio = times["bucketed"].ratio(times["hooks"]).median
     both = mark_least([*map(str, times.values())], [t.median for t in times.values()])
     rows.append((name, human_bytes(gradient_bytes(cases[name][0])), *counts, *both, ratio))
 headers = ["", "gradients", "alone", "buckets", "one by one", "bucketed, * least", "ratio"]

@@ -242,7 +242,7 @@ class Buckets:
         self.divisor = comms.world_size
         self.send: Callable[[GradientBucket], Launched] = self.all_reduce
         self.timeline: Recorder = NOT_RECORDED
-        self.places: list[tuple[int, int]] = []
+        self.places: dict[int, tuple[int, int]] = {}
 
     def follow(self, plan: Sequence[Sequence[int]]) -> None:
         """Make the buckets of a plan, in the order of sending, in the place of those before."""
@@ -256,14 +256,13 @@ class Buckets:
             )
             for index, members in enumerate(plan)
         ]
-        places = {}
+        self.places = {}
         for bucket, members in zip(self.all, plan, strict=True):
             for slot, i in enumerate(members):
-                places[i] = (bucket.index(), slot)
+                self.places[i] = (bucket.index(), slot)
                 p = self.parameters[i]
                 if self.as_view and p.grad is not None and not bucket.sparse:
                     p.grad = bucket.views[slot].copy_(p.grad)
-        self.places = [places[i] for i in range(len(places))]
 
     def __iter__(self) -> Iterator[GradientBucket]:
         return iter(self.all)

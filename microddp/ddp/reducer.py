@@ -213,9 +213,8 @@ class Reducer:
     def _finish(self, now: ExpectedBackward) -> None:
         """Wait for the buckets, and hand the averages to the parameters."""
         in_order = self._used_nowhere is not None  # not in the first backward of a static graph
-        back = now.waited()
-        if self.hooked:
-            back = iter(list(back))  # a hook may use the ranks' connections itself, one by one
+        # All of them first: a hook may use the ranks' connections itself, one by one.
+        back = list(now.waited()) if self.hooked else now.waited()
         with torch.no_grad():
             nowhere = self._find_used_nowhere()
             for bucket, result in back:

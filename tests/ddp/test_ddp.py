@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.profiler import ProfilerActivity, profile
 
+from microddp import bucketing
 from microddp.ddp import DDP
 from microddp.replicas import check_replicas
 
@@ -42,6 +43,19 @@ def test_twenty_steps_of_every_model_are_equal(comms):
                 order = sorted if name == "mixed" else list
                 assert order(plan) == order(int(size) for size in theirs.split(",")), (name, cap)
                 assert not cap or len(plan) > 1, "the small cap should make several buckets"
+
+
+@on_ranks(2, 3)
+def test_gradients_that_are_brought_in_one_by_one_have_the_same_bits(comms):
+    for limit in (1, 300):  # every gradient is large; in some buckets only
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bucketing, "LARGE_BYTES", limit)
+            for view in VIEWS:
+                pair = Pair(comms, MODELS["conv"], bucket_cap_mb=SMALL, **view)
+                pair.train(plain_step(comms), steps=4, what=(limit, view))
+                at_once = [bucket.at_once for bucket in pair.ours.reducer.buckets]
+                assert any(at_once), limit
+                assert all(at_once) == (limit == 1)
 
 
 @on_ranks(2)
