@@ -155,6 +155,15 @@ def test_a_gradient_that_comes_twice_is_refused(comms):
 
 
 @on_ranks(2)
+def test_a_gradient_that_comes_though_no_output_leads_to_it_is_refused(comms):
+    ddp = DDP(Branches(), comms, find_unused_parameters=True)
+    left, right = ddp(data(comms.rank, 0)[0], middle=False)
+    loss = (left + right).sum() + ddp.module.middle.bias.sum()  # past the wrapper
+    with pytest.raises(RuntimeError, match=r"middle\.bias came twice"):
+        loss.backward()
+
+
+@on_ranks(2)
 def test_a_compiled_module_is_equal(comms):
     for backend in ("eager", "aot_eager"):
         for cap in ({}, {"bucket_cap_mb": SMALL}):
