@@ -23,16 +23,20 @@ def test_a_description_has_title_axes_and_names():
     figure, (left, right) = plt.subplots(1, 2)
     left.plot([1, 2], label="ring")
     left.annotate("naive", (1, 2))
-    left.annotate("7", (1, 2))
+    for text in ("7", "64 KiB", "2 devices"):
+        left.annotate(text, (1, 2))
     left.set_title("It  grows\nfast", loc="left")
     left.set(xlabel="bytes", ylabel="time (ms)")
     right.set_yticks([0, 1], labels=["forward", "naive"])
     figure.legend([left.lines[0]], ["all of them"])
-    expected = "It grows fast. time (ms) against bytes. Shown: ring, naive, forward, all of them."
+    expected = "It grows fast. time (ms) against bytes. Shown: ring, naive, 2 devices, "
+    expected += "forward, all of them."
     assert describe(figure) == expected
-    left.plot([1, 2], label="_hidden")
-    left.legend([f"curve {letter}" for letter in "abcdefghijklmnopqrst"])
-    assert describe(figure).count("curve") <= 12
+    for name in ("_hidden", *(f"curve {letter}" for letter in "abcdefghijklmnopqrst")):
+        left.plot([1, 2], label=name)
+    text = describe(figure)
+    assert text.count("curve") == 12 - 1, "ring is first"
+    assert text.endswith(", 13 more."), text
     plt.close(figure)
 
 
