@@ -361,6 +361,47 @@ def test_a_second_backward_before_finish_is_refused(comms):
 
 
 @on_ranks(2)
+def test_what_was_sent_of_a_backward_that_is_given_up_comes_to_rest(comms):
+    class Sent:
+        def __init__(self, work):
+            self.work, self.rests = work, False
+            sent.append(self)
+
+        def wait(self):
+            self.work.wait()
+            self.rests = True
+
+    def watch(buckets):
+        send = buckets.send
+        buckets.send = lambda bucket: Sent(send(bucket))
+
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x, whole=True):
+            return self.last(self.first(x) if whole else x)
+
+    sent, x = [], torch.ones(1, 8)
+    model = Skips()
+    hooks = BucketedDDPHooks(model, comms, 1e-4)
+    watch(hooks.buckets)
+    model(x, whole=False).sum().backward()
+    with pytest.raises(RuntimeError, match=r"no gradient for first\.weight"):
+        hooks.finish()
+    ddp = DDP(Skips(), comms, bucket_cap_mb=1e-4)
+    ddp(x).sum().backward()
+    ddp(x)
+    watch(ddp.reducer.buckets)
+    ddp(x, whole=False).sum().backward()
+    with pytest.raises(RuntimeError, match=r"brought none for first\.weight"):
+        ddp(x)
+    assert len(sent) == 2, "the last layer, of both"
+    assert all(work.rests for work in sent)
+
+
+@on_ranks(2)
 def test_without_synchronisation_gradients_add_up_on_each_rank_until_the_next_backward(comms):
     for as_view, cap in itertools.product((True, False), (1e-4, 25)):
         model = FullMLP(8, depth=3).double()

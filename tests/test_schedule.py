@@ -140,9 +140,13 @@ def test_every_strategy_records_its_phases_and_what_it_waits_for(comms):
         strategy = make(FullMLP(8, depth=3), comms)
         sgd = torch.optim.SGD(strategy.module.parameters(), lr=0.1)
         timeline = Timeline(comms)
+        hooks = []
         for recorder in (NOT_RECORDED, timeline, NOT_RECORDED):
             strategy.record(recorder)
             take_step(strategy, torch.nn.functional.mse_loss, sgd, batch)
+            on_each = [p._post_accumulate_grad_hooks for p in strategy.module.parameters()]
+            hooks.append([len(of_one or ()) for of_one in on_each])
+        assert hooks[0] == hooks[2], (name, "a watch that nobody needs")
         spans = timeline.take()
         phases = [s.name for s in spans if s.name in ("forward", "backward", "optimizer")]
         assert phases == ["forward", "backward", "optimizer"], name
