@@ -80,6 +80,21 @@ def all_cases(comms):
     return [trained(comms, config) for config in cases + others]
 
 
+@on_ranks(1)
+def test_a_users_settings_of_cudnn_are_set_aside_for_training_and_no_longer(comms):
+    cudnn = torch.backends.cudnn
+    seen = []
+
+    def settings(*_):
+        seen.append((cudnn.deterministic, cudnn.benchmark))
+
+    cudnn.deterministic, cudnn.benchmark = False, True
+    train(small(), comms, on_step=settings)
+    settings()
+    assert set(seen[:-1]) == {(True, False)}
+    assert seen[-1] == (False, True)
+
+
 def test_ranks_schedules_and_accumulation_change_no_more_than_rounding():
     alone, *others = (run(all_cases, n)[0] for n in (1, 2, 4))
     *alone, seed, rate = alone
