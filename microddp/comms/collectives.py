@@ -100,7 +100,7 @@ class Comms(PointToPoint):
         members = [dist.get_global_rank(self.group, member) for member in ranks]
         seconds = self.timeout if timeout is None else timeout
         with nullcontext() if whole else self._own_name():
-            group = dist.new_group(members, timeout=timedelta(seconds=seconds))
+            group: Any = dist.new_group(members, timeout=timedelta(seconds=seconds))
         if self.rank not in ranks:
             return None
         part = Comms(group, self.device, self.local_rank, self.local_world_size, seconds)
@@ -163,7 +163,7 @@ class Comms(PointToPoint):
         check_rank(self, "src", src)
         check_tensor(self, "broadcast", tensor)
         self.agree(f"broadcast({describe(tensor)}, src={src})")
-        work = dist.broadcast(tensor, group=self.group, group_src=src, async_op=True)
+        work: Any = dist.broadcast(tensor, group=self.group, group_src=src, async_op=True)
         return started(Pending(work.wait), async_op)
 
     def all_reduce(

@@ -146,7 +146,7 @@ class Reducer:
     def _watched(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.grad_fn is None:
             return leaf
-        return _Watch.apply(self, leaf)  # type: ignore[no-untyped-call]
+        return _Watch.apply(self, leaf)  # type: ignore[no-untyped-call,unused-ignore]
 
     # ---- backward: a gradient is ready, its bucket full, and sent
 
