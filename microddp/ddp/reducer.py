@@ -233,8 +233,8 @@ class Reducer:
         """The parameters that no rank used. A collective, unless that is known."""
         if self._used_nowhere is not None and not self.find_unused:
             return self._used_nowhere
-        used = torch.zeros(len(self.parameters), dtype=torch.int32, device=self.comms.device)
-        used[list(self._used)] = 1
+        mine = [int(i in self._used) for i in range(len(self.parameters))]
+        used = torch.tensor(mine, dtype=torch.int32, device=self.comms.device)
         self._used.clear()
         self.comms.all_reduce(used)
         self._used_nowhere = {i for i, count in enumerate(used.tolist()) if not count}

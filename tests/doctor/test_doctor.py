@@ -100,7 +100,7 @@ def test_a_chapter_that_fails_on_one_rank_is_an_exit_status_and_that_ranks_trace
 
 def test_without_chapters_it_says_so(tmp_path):
     printed = doctor("--only", "chapters", cwd=tmp_path)
-    assert "chapters: skipped, there is no chapters/ in the current directory" in printed
+    assert "**chapters**: skipped, there is no chapters/ in the current directory" in printed
 
 
 @pytest.mark.parametrize(

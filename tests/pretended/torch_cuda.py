@@ -129,6 +129,8 @@ def install() -> None:
     for name, stub in STUBS.items():
         setattr(torch.cuda, name, stub)
     torch.cuda.nccl.version = lambda: (2, 27, 0)
+    # An optimizer of torch 2.15 asks it for a stream, which a CUDA build without a driver refuses.
+    torch.accelerator.current_accelerator = lambda check_available=False: None  # noqa: ARG005
     _futures_without_devices()
     _autocast_on_cpu()
     _profile_on_cpu()
