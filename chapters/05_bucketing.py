@@ -422,13 +422,12 @@ few.print(table(rows, headers))
 
 # %% tags=["plumbing"]
 average = [total / len(s) / MIB for s in sent.values()]
-_, quickest = min((steps[name].median, size) for name, size in zip(CAPS, average, strict=True))
 curves = {"measured": [t.median * 1e3 for t in steps.values()]}
 for i, name in ((1, "none hidden"), (0, "all hidden")):
     curves[name] = [pair[i] * 1e3 for pair in predicted.values()]
 figures.lines(
     {name: (average, curve) for name, curve in curves.items()},
-    title=f"The fastest step has messages of {human_bytes(quickest * MIB)} on average",
+    title="A step by the size of its messages, as measured and as predicted",
     xlabel="average bucket, MiB",
     ylabel="one step, ms",
     log="x",

@@ -138,8 +138,8 @@ comms.print(table(rows, ["wrapper", "weights to one device"], floats=".1e"))
 
 # %% [markdown]
 """
-**Explain.** Two dozen lines make a data-parallel wrapper, for a model whose every parameter gets a
-gradient in every backward. What follows is the rest.
+**Explain.** Some twenty lines make a data-parallel wrapper, for a model whose every parameter gets
+a gradient in every backward. What follows is the rest.
 
 ## One iteration, call by call
 
@@ -703,11 +703,10 @@ figures.lines(
 """
 **Explain.** Both wrappers send the same bytes in the same messages, so most of what they add to the
 step without averaging, they add alike. PyTorch's default copies the averages back into the
-gradients, one more pass over them, which weighs most in the wide model. What is left between the
-two with views is the time that Python takes to bring a gradient into its bucket. That time is the
-same for a gradient of any size, so it should show most in the narrow model. Read the quartiles
-before the ratio. On a GPU it may not show at all: the kernels of backward are queued ahead, and
-Python runs beside them.
+gradients, one more pass over them. What is left between the two with views is Python, which brings
+each gradient into its bucket between two operations of backward. It is a small part of a step.
+Where the quartiles overlap, the run does not show it. On a GPU it may not show at all: the kernels
+of backward are queued ahead, and Python runs beside them.
 
 ## What it leaves out
 

@@ -316,7 +316,7 @@ assert n == 1 or rows[0][3] > 1e-9
 **Gather: predictions, in the right order.** Gather joins parts in rank order. Scatter had cut the
 images into blocks, so the predictions come back in the order of the images. PyTorch's
 `DistributedSampler` does not cut blocks: rank r takes images r, r + n, r + 2n and so on. So that
-all ranks have equally many, some images are taken twice. Joined in rank order, such predictions
+all ranks have equally many, it takes images twice. Joined in rank order, such predictions
 belong to other images. They have to be dealt back, one from each rank in turn, and cut to length:
 """
 

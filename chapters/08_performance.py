@@ -281,7 +281,7 @@ r"""
 - *Bucket size*: small buckets pay more start-ups, and a single large one hides little (chapter 05).
 - *Accumulation*: K micro-batches with one average send the bytes once in K backward passes. The
   added time stays and the step grows, so a share $s$ becomes about $s / (s + K (1 - s))$.
-- *Batch size*: the same, with more work in the same passes.
+- *Batch size*: likewise, with more work in the same passes.
 - *Precision*: `autocast` changes the time to compute, but gradients stay in 32 bits, as the
   parameters are. A communication hook that sends bf16 (16 bits) halves the bytes.
 """
@@ -337,7 +337,7 @@ bars = {
 once, eight = (shares[f"accumulation of {K}"] for K in (1, 8))
 figures.stacked_bars(
     bars,
-    title=f"Averaging once in 8 parts takes {eight:.0%} of a step, instead of {once:.0%}",
+    title=f"Averaging after 8 micro-batches takes {eight:.0%} of a step; after each, {once:.0%}",
     xlabel="share of the step (its time)",
     formatter=lambda share, _: f"{share:.0%}",
 )
@@ -594,7 +594,7 @@ assert n == 1 or summary.ranks[0].exposed > summary.ranks[-1].exposed
 
 # %% [markdown]
 r"""
-Rank 0 sees nothing but communication that takes long, and a faster network would change none of
+Rank 0 sees nothing but communication that takes long, and a faster network would change little of
 it. Exposed time is waiting, for the network *or* for another rank. Look at all ranks: the one that
 waits least is the *straggler*, which the others wait for.
 

@@ -33,10 +33,9 @@ def describe(figure: Figure) -> str:
         names += axes.get_legend_handles_labels()[1] + named(axes)
     for legend in figure.legends:
         names += [text.get_text() for text in legend.get_texts()]
-    # Words, maybe after a number ("2 devices"), but no sizes and times of an axis.
-    what = list(
-        dict.fromkeys(name for name in names if re.match(r"(\d+ )?[A-Za-z]{4}|[A-Za-z]{2}", name))
-    )
+    # Words, maybe with a number ("2 devices"), but no sizes and times of an axis ("64 KiB").
+    worded = (name for name in names if re.match("[A-Za-z]{2}|.*[A-Za-z]{4}", name))
+    what = list(dict.fromkeys(worded))
     parts = [*dict.fromkeys(filter(None, titles)), *dict.fromkeys(filter(None, scales))]
     if what:
         more = [f"{len(what) - MOST_NAMES} more"] if len(what) > MOST_NAMES else []
