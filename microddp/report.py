@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -108,6 +110,19 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def write_result(path: Path, run: str, **content: object) -> None:
+    """Write what came of a command as JSON.
+
+    Args:
+        path: the file.
+        run: what the run was, as ``Comms.describe()`` says it.
+        content: what else there is to say, by name.
+    """
+    result = {"run": run, "command": sys.argv[1:], **content}
+    with whole_file(path) as unfinished:
+        unfinished.write_text(json.dumps(result, indent=2, default=str) + "\n")
 
 
 def _to_disk(path: Path) -> None:

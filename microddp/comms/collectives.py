@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from microddp.comms.agreement import describe, name_ranks
 from microddp.comms.checks import check_divides, check_rank, check_tensor
-from microddp.comms.machine import cpu_cores
 from microddp.comms.pending import Pending, started
 from microddp.comms.point_to_point import PointToPoint
 
@@ -122,12 +121,16 @@ class Comms(PointToPoint):
         finally:
             world.group_count = count
 
-    def timed(self) -> Comms:
+    def timed(self, *, computing: bool = True) -> Comms:
         """The ranks that are worth timing: each has a core or a GPU of its own. A collective.
 
         Where a machine has more ranks than that, their times would tell how they take turns. Those
         beyond have nothing left to do: they leave the job, and their process ends here. At least
         two stay on each machine, since one alone sends nothing. With NCCL all stay.
+
+        Args:
+            computing: whether the ranks are to compute. If they only send, those on hosts in a box
+                all stay: the links are what takes the time.
 
         Returns:
             The group of those that stay, which is this one if all do.
@@ -135,10 +138,11 @@ class Comms(PointToPoint):
         Raises:
             SystemExit: on the ranks that leave, with status 0.
         """
-        if self.backend == "nccl":
+        if self.backend == "nccl" or (self.box and not computing):
             return self
-        devices = torch.cuda.device_count() if self.device.type == "cuda" else cpu_cores()
-        place = torch.tensor([self.local_rank], device=self.device)
+        devices = torch.cuda.device_count() if self.device.type == "cuda" else self.cores
+        # Hosts in a box are one machine.
+        place = torch.tensor([self.rank if self.box else self.local_rank], device=self.device)
         places = self.all_gather(place).flatten().tolist()
         staying = [rank for rank, place in enumerate(places) if place < max(2, devices)]
         if len(staying) == self.world_size:

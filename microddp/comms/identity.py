@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from microddp.comms.agreement import Headers
 from microddp.comms.machine import cpu_cores, cpu_name
+from microddp.hosts import Box
 
 
 class Identity:
@@ -27,6 +28,7 @@ class Identity:
         device: where this rank computes.
         backend: ``"gloo"`` or ``"nccl"``: what carries tensors of this device.
         timeout: seconds after which a rank stops waiting for the others.
+        box: the hosts in a box and their links, where the ranks run on such.
         debug: whether the ranks compare what they are about to do.
         through_host: whether tensors travel by way of main memory. gloo moves CUDA tensors only in
             all-reduce and broadcast.
@@ -60,6 +62,7 @@ class Identity:
             )
         self.backend = by_device[device.type]
         self.timeout = timeout
+        self.box = Box.of_this_job()
         self.debug = os.environ.get("MICRODDP_DEBUG", "0") == "1"
         self.through_host = self.backend == "gloo" and device.type == "cuda"
 
@@ -82,6 +85,11 @@ class Identity:
     def to_wire(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of this rank's device where the backend takes it, copied if need be."""
         return tensor.cpu() if self.through_host else tensor
+
+    @property
+    def cores(self) -> int:
+        """The cores that the ranks of this machine share; hosts in a box are one machine."""
+        return self.box.cores if self.box else cpu_cores()
 
     @property
     def headers(self) -> Headers:
@@ -152,9 +160,12 @@ class Identity:
             where = f"{gpus} x {torch.cuda.get_device_name(self.device)}"
             kind, crowded = "GPUs", here > gpus
         else:
-            where = f"{cpu_cores()} cores ({cpu_name()})"
-            kind, crowded = "cores", here > cpu_cores()
-        if machines > 1:
+            where = f"{self.cores} core{'s' if self.cores > 1 else ''} ({cpu_name()})"
+            kind, crowded = "cores", here > self.cores
+        if self.box:
+            where = f"{self.box}, on {where}"
+            crowded = self.device.type == "cpu" and self.world_size > self.cores
+        elif machines > 1:
             where = f"{machines} machines of {where}"
         sharing = f", more ranks than {kind}" if crowded else ""
         versions = f"torch {torch.__version__}, Python {sys.version.split()[0]}"

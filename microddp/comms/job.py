@@ -33,7 +33,7 @@ def init(backend: str | None = None, timeout: float | None = None) -> Comms:
     Ranks compute on their own GPU over NCCL where there is one for each, all on the GPUs there are
     over gloo where there are fewer, and on CPU over gloo where there is none. It does not matter
     whether a rank sees all GPUs of its machine or, as under Slurm, its own only. On CPU every rank
-    gets its share of the cores as threads.
+    gets its share of the cores as threads, or as many as ``OMP_NUM_THREADS`` says.
 
     Args:
         backend: ``"gloo"`` or ``"nccl"`` instead of that choice.
@@ -62,7 +62,7 @@ def init(backend: str | None = None, timeout: float | None = None) -> Comms:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(max(1, cpu_cores() // local_world_size))
+        torch.set_num_threads(_threads(local_world_size))
     under_torchrun = "RANK" in os.environ
     patience = timedelta(seconds=seconds)
     store: Store = HashStore()
@@ -109,6 +109,17 @@ def _end_of_gloo(comms: Comms) -> None:
     """
     comms.close()
     time.sleep(0.05)
+
+
+def _threads(local_world_size: int) -> int:
+    """This rank's share of the cores, or what the user says in ``OMP_NUM_THREADS``.
+
+    Where a machine has several ranks torchrun sets it to 1 itself: then it says nothing.
+    """
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    if wanted.isdecimal() and int(wanted) > 0 and (wanted != "1" or local_world_size == 1):
+        return int(wanted)
+    return max(1, cpu_cores() // local_world_size)
 
 
 def _timeout(argument: float | None) -> float:

@@ -34,6 +34,20 @@ def init_fails(error, message):
     assert not dist.is_initialized()
 
 
+def threads(_comms):
+    return torch.get_num_threads()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ranks", "expected"),
+    [("1", 1, 1), ("3", 1, 3), ("3", 2, 3), ("1", 2, None), ("", 1, None), ("0", 1, None)],
+)
+def test_threads_are_a_share_of_the_cores_or_what_the_user_says(wanted, ranks, expected):
+    """torchrun says 1 where a machine has several ranks: that is not the user's word."""
+    found = run(threads, ranks, environment={"OMP_NUM_THREADS": wanted})
+    assert found == [expected or max(1, cpu_cores() // ranks)] * ranks
+
+
 ALONE = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
 

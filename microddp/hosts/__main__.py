@@ -1,0 +1,146 @@
+"""Run a job on several hosts in this one machine, each with a link of its own.
+
+python -m microddp.hosts --hosts 4 --link 1gbit -- chapters/02_all_reduce.py
+python -m microddp.hosts --hosts 2 --link 100mbit --link-of 1=50mbit -- -m microddp.bench allreduce
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from microddp.hosts.calibration import calibration_table
+from microddp.hosts.cluster import Cluster
+from microddp.hosts.link import Link
+from microddp.hosts.namespaces import FORWARDED
+from microddp.report import positive
+
+PORT = 29500  # free on every host: its network is new
+GRACE = 5.0  # seconds for the other agents to end by themselves, and again when they are told to
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status of the first agent that failed, or 0."""
+    options = _parse(arguments)
+    try:
+        cluster = Cluster(options.links)
+    except RuntimeError as error:
+        print(f"microddp.hosts: error: {error}", file=sys.stderr)
+        return 2
+    with cluster:
+        print(calibration_table(cluster), flush=True)
+        return run(cluster, options.ranks_per_host, options.job) if options.job else 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m microddp.hosts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--hosts", type=positive(int), default=2, help="default: 2")
+    parser.add_argument("--ranks-per-host", type=positive(int), default=1, help="default: 1")
+    parser.add_argument("--link", default="1gbit", help="of each host, both ways (default: 1gbit)")
+    parser.add_argument("--delay", default="0ms", help="of each link, as 1ms; needs netem")
+    parser.add_argument(
+        "--link-of", action="append", default=[], metavar="HOST=LINK", help="as 3=100mbit"
+    )
+    parser.add_argument(
+        "job",
+        nargs="*",
+        metavar="-- SCRIPT ARGUMENTS",
+        help="or -m MODULE ARGUMENTS, as for torchrun; none: only measure the links",
+    )
+    options = parser.parse_args(arguments)
+    try:
+        options.links = links(options.hosts, options.link, options.delay, options.link_of)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def links(hosts: int, link: str, delay: str, of: Sequence[str]) -> list[Link]:
+    """The link of each host, as the command line says them.
+
+    Raises:
+        ValueError: one cannot be read, or is of a host that there is not.
+    """
+    number = delay.removesuffix("ms")
+    try:
+        seconds = float(number) / 1e3
+    except ValueError:
+        raise ValueError(f"expected a delay in milliseconds, as 1ms, got {delay!r}") from None
+    result = [Link.parse(link, seconds)] * hosts
+    for exception in of:
+        host, _, rate = exception.partition("=")
+        if not host.isdecimal() or int(host) >= hosts:
+            raise ValueError(f"expected HOST=LINK with a host from 0 to {hosts - 1}: {exception!r}")
+        result[int(host)] = Link.parse(rate, seconds)
+    return result
+
+
+def run(cluster: Cluster, ranks_per_host: int, job: Sequence[str]) -> int:
+    """Start torchrun on each host, pass signals on, and wait.
+
+    Returns:
+        The exit status of the first agent that did not end well, as a shell would give it, or 0.
+    """
+    agents: list[subprocess.Popen[bytes]] = []
+    signals: list[int] = []
+
+    def pass_on(number: int, _frame: object) -> None:
+        signals.append(number)
+        for agent in agents:
+            agent.send_signal(number)
+
+    for number in FORWARDED:
+        signal.signal(number, pass_on)
+    for host in range(len(cluster.links)):
+        if not signals:
+            agents.append(_start(cluster, host, ranks_per_host, job))
+    failed: list[int] = []
+    deadline, told = float("inf"), False
+    while running := [agent for agent in agents if agent.poll() is None]:
+        failed += [agent.returncode for agent in agents if agent.returncode and not failed]
+        if deadline == float("inf") and (failed or signals):
+            deadline = time.monotonic() + GRACE
+        if time.monotonic() > deadline:
+            if told:
+                break  # closing the cluster ends them
+            for agent in running:
+                agent.terminate()
+            deadline, told = time.monotonic() + GRACE, True
+        time.sleep(0.02)
+    failed += [agent.returncode for agent in agents if agent.returncode]
+    if signals:
+        return 128 + signals[0]
+    status = failed[0] if failed else 0
+    return status if status >= 0 else 128 - status
+
+
+def _start(
+    cluster: Cluster, host: int, ranks_per_host: int, job: Sequence[str]
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [
+            *cluster.on(host),
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *(f"--nnodes={len(cluster.links)}", f"--node-rank={host}"),
+            *(f"--master-addr={cluster.address(0)}", f"--master-port={PORT}"),
+            f"--local-addr={cluster.address(host)}",
+            f"--nproc-per-node={ranks_per_host}",
+            *job,
+        ],
+        env={**os.environ, **cluster.environment},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C comes here only, to be passed on once
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

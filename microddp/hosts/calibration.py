@@ -1,0 +1,78 @@
+"""Links are checked, not believed: what they carry, beside what was asked for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from microddp.hosts import sockets
+from microddp.hosts.cluster import Cluster
+from microddp.hosts.link import human_bits
+from microddp.report import human_seconds, table
+
+
+@dataclass(frozen=True)
+class Measured:
+    """From a host to the next.
+
+    Attributes:
+        asked: bits a second of the slower of the two links.
+        bits_per_second: of large messages, with their start left out.
+        round_trip: seconds for one byte there and one back.
+    """
+
+    asked: float
+    bits_per_second: float
+    round_trip: float
+
+
+def calibrate(cluster: Cluster) -> list[Measured]:
+    """From host 0 to 1, from 1 to 2, ... and from the last to 0: every link once in each direction.
+
+    Raises:
+        RuntimeError: the hosts do not reach each other.
+    """
+    hosts = range(len(cluster.links))
+    with ExitStack() as stack:
+        programs, asked = [], []
+        for host in hosts:
+            following = (host + 1) % len(hosts)
+            asked.append(min(cluster.links[each].bits_per_second for each in (host, following)))
+            addresses = cluster.address(host), cluster.address(following)
+            program = subprocess.Popen(
+                [*cluster.on(host), sys.executable, sockets.__file__, *addresses, str(asked[-1])],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            programs.append(stack.enter_context(program))
+            stack.callback(program.kill)
+        for program in programs:
+            _line(program)  # it listens
+        results = []
+        for program, bits_per_second in zip(programs, asked, strict=True):
+            print(file=program.stdin, flush=True)
+            results.append(Measured(bits_per_second, *json.loads(_line(program))))
+        return results
+
+
+def _line(program: subprocess.Popen[str]) -> str:
+    assert program.stdout is not None
+    line = program.stdout.readline()
+    if not line:
+        raise RuntimeError(f"the links could not be measured, status {program.wait()}")
+    return line
+
+
+def calibration_table(cluster: Cluster) -> str:
+    """:func:`calibrate`, as text."""
+    rows = []
+    for host, link in enumerate(calibrate(cluster)):
+        speeds = human_bits(link.asked), human_bits(link.bits_per_second)
+        share = f"{link.bits_per_second / link.asked:.3f}"
+        following = (host + 1) % len(cluster.links)
+        rows.append((f"{host} -> {following}", *speeds, share, human_seconds(link.round_trip)))
+    return table(rows, ["hosts", "link", "measured", "measured / link", "round trip"])

@@ -1,0 +1,79 @@
+"""A cluster in a box: several hosts on one machine, each with a link of known speed.
+
+Not a simulation: what the hosts run are ordinary processes, their messages are real, and the kernel
+lets them through at the speed of the link. See ``namespaces.py`` for how.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Self
+
+from microddp.hosts import namespaces
+from microddp.hosts.link import Box, Link
+
+
+class Cluster:
+    """Hosts that are there until ``close()``, or until this process ends in whatever way.
+
+    Attributes:
+        links: one for each host.
+        environment: what programs on the hosts need to know, to be added to their environment.
+
+    Raises:
+        RuntimeError: the machine has or allows no network namespaces, or no such links. The
+            message says why, and what helps.
+    """
+
+    def __init__(self, links: Sequence[Link]) -> None:
+        self.links = list(links)
+        wanted = json.dumps([asdict(link) for link in self.links])
+        # Without PyTorch and outside of the terminal's process group: Ctrl-C is for the job.
+        self._keeper = subprocess.Popen(
+            [sys.executable, namespaces.__file__, "keep", wanted],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self._keeper.stdout is not None
+        answer = json.loads(self._keeper.stdout.readline() or '{"error": "see above"}')
+        if "error" in answer:
+            self.close()
+            raise RuntimeError(f"no hosts in a box: {answer['error']}")
+        self._first, self._hosts = answer["first"], answer["hosts"]
+        self.environment = Box(tuple(links), answer["cores"]).as_environment() | {
+            "GLOO_SOCKET_IFNAME": namespaces.INTERFACE,
+            "NCCL_SOCKET_IFNAME": namespaces.INTERFACE,
+        }
+
+    def on(self, host: int) -> list[str]:
+        """What to put before a command that is to run on a host.
+
+        The program so started stays outside, passes signals on, ends as the command does, and the
+        command ends with it.
+        """
+        into = ["enter", str(self._first), str(self._hosts[host])]
+        return [sys.executable, namespaces.__file__, *into]
+
+    def address(self, host: int) -> str:
+        """Where the others reach a host."""
+        return namespaces.address(host)
+
+    def close(self) -> None:
+        """End all that runs on the hosts, and the hosts; returns when they are gone."""
+        assert self._keeper.stdin is not None
+        assert self._keeper.stdout is not None
+        self._keeper.stdin.close()
+        self._keeper.wait()
+        self._keeper.stdout.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -1,0 +1,382 @@
+"""Hosts in a box: their links, who may have them, jobs on them, and what is left of them."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+from boxes import left, needs_hosts
+
+from microddp.hosts import Box, Cluster, Link, calibrate, human_bits
+from microddp.hosts.__main__ import links
+
+HERE = Path(__file__).parent
+# In a user namespace of its own, as an ordinary user or as root, with a limit on what it may have.
+# Whoever is not root in there has no capability there, as on any machine.
+AS = """
+import ctypes, os, sys
+user, limits, command = sys.argv[1], sys.argv[2], sys.argv[3:]
+real = os.getuid(), os.getgid()
+assert ctypes.CDLL(None).unshare(0x10000000) == 0
+for name, text in (
+    ("setgroups", "deny"), ("uid_map", f"{user} {real[0]} 1"), ("gid_map", f"{user} {real[1]} 1")
+):
+    open(f"/proc/self/{name}", "w").write(text)
+for name in limits.split(",") if limits else []:
+    open(f"/proc/sys/user/max_{name}_namespaces", "w").write("0")
+os.execvp(command[0], command)
+"""
+
+
+def hosts(*arguments, user=None, limits="", **options):
+    """The command line, as this user or as another, and refused some kinds of namespaces."""
+    command = [sys.executable, "-m", "microddp.hosts", *map(str, arguments)]
+    if user is not None:
+        command = [sys.executable, "-c", AS, str(user), limits, *command]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, **options)
+
+
+def rows(output):
+    """The calibration: hosts, asked, measured and their ratio, for each row."""
+    pattern = r"(\d+ -> \d+) +(\S+ \wbit/s) +(\S+ \wbit/s) +(\S+) +(\S+ \w+)"
+    return re.findall(pattern, output, re.IGNORECASE)
+
+
+class TestLinks:
+    """What a link is called."""
+
+    @pytest.mark.parametrize(
+        ("text", "bits", "written"),
+        [
+            ("1gbit", 1e9, "1 Gbit/s"),
+            ("2.5gbit", 2.5e9, "2.5 Gbit/s"),
+            ("100Mbit", 1e8, "100 Mbit/s"),
+            ("999.9mbit", 999.9e6, "1 Gbit/s"),
+            ("500kbit", 5e5, "500 kbit/s"),
+        ],
+    )
+    def test_read_and_written(self, text, bits, written):
+        link = Link.parse(text)
+        assert link.bits_per_second == bits
+        assert link.bytes_per_second == bits / 8
+        assert str(link) == human_bits(bits) == written
+        assert Link.parse(link.option) == link
+
+    @pytest.mark.parametrize(
+        "text", ["", "1", "gbit", "1 gb", "-1gbit", "1e3mbit", "99kbit", "35gbit"]
+    )
+    def test_not_a_link(self, text):
+        with pytest.raises(ValueError, match=f"100kbit to 34gbit, .* got {text!r}"):
+            Link.parse(text)
+
+    def test_one_host_has_another_link(self):
+        all_of_them = links(4, "1gbit", "2ms", ["3=100mbit"])
+        assert all_of_them == [Link(1e9, 0.002)] * 3 + [Link(1e8, 0.002)]
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--link", "fast"], "expected a link's speed"),
+            (["--delay", "soon"], "expected a delay in milliseconds, as 1ms, got 'soon'"),
+            (["--delay=-1ms"], "expected a delay from 0 to 10 seconds"),
+            (["--link-of", "2=1gbit"], "with a host from 0 to 1: '2=1gbit'"),
+            (["--link-of", "fast"], "with a host from 0 to 1: 'fast'"),
+            (["--hosts", "0"], "argument --hosts"),
+        ],
+    )
+    def test_the_command_says_what_it_cannot_read(self, arguments, message):
+        done = hosts(*arguments)
+        assert done.returncode == 2
+        assert message in done.stderr.splitlines()[-1]
+
+    def test_the_box_tells_its_programs(self, monkeypatch):
+        box = Box((Link(1e9), Link(1e8, 0.001)), cores=2)
+        for name, value in box.as_environment().items():
+            monkeypatch.setenv(name, value)
+        assert Box.of_this_job() == box
+        expected = "2 hosts in a box with links of 1 Gbit/s or 100 Mbit/s and 1 ms of delay"
+        assert str(box) == expected
+
+    def test_outside_there_is_no_box(self):
+        assert Box.of_this_job() is None
+
+
+@needs_hosts
+class TestCluster:
+    """Namespaces and links."""
+
+    def test_links_carry_what_was_asked_for(self):
+        """What other work there is on the machine can only slow them down."""
+        for rate in ("50mbit", "200mbit", "1gbit"):
+            for attempt in range(4):
+                with Cluster([Link.parse(rate)] * 2) as cluster:
+                    shares = [each.bits_per_second / each.asked for each in calibrate(cluster)]
+                assert max(shares) < 1.05
+                if min(shares) > 0.95:
+                    break
+                assert attempt < 3, (rate, shares)
+
+    def test_the_slower_link_decides(self):
+        with Cluster(
+            [Link.parse("200mbit"), Link.parse("50mbit"), Link.parse("200mbit")]
+        ) as cluster:
+            measured = calibrate(cluster)
+        assert [each.asked for each in measured] == [5e7, 5e7, 2e8]
+        assert all(each.bits_per_second < 1.05 * each.asked for each in measured)
+        assert measured[2].bits_per_second > 1.5 * measured[0].bits_per_second
+
+    def test_a_host_has_cores_of_its_own_while_there_are_enough(self):
+        ask = [sys.executable, "-c", "import os; print(*os.sched_getaffinity(0))"]
+        all_cores = os.sched_getaffinity(0)
+        for count in (1, 2, len(all_cores) + 1):
+            with Cluster([Link.parse("1gbit")] * count) as cluster:
+                told = [subprocess.check_output([*cluster.on(host), *ask]) for host in range(count)]
+            cores = [set(map(int, each.split())) for each in told]
+            assert set().union(*cores) <= all_cores
+            if count <= len(all_cores):
+                assert sum(map(len, cores)) == len(set().union(*cores)) >= count
+            else:
+                assert all(len(each) == 1 for each in cores)
+
+    def test_a_program_on_a_host_ends_as_it_ended(self):
+        with Cluster([Link.parse("1gbit")]) as cluster:
+            for script, status in (
+                ("exit 0", 0),
+                ("exit 7", 7),
+                ("kill -KILL $$", -signal.SIGKILL),
+            ):
+                assert subprocess.run([*cluster.on(0), "sh", "-c", script]).returncode == status
+            done = subprocess.run(
+                [*cluster.on(0), "no such program"], capture_output=True, text=True
+            )
+            assert done.returncode == 127
+            assert done.stderr == "no such program: No such file or directory\n"
+
+    def test_a_program_on_a_host_is_where_it_was_and_as_who_it_was(self, tmp_path):
+        with Cluster([Link.parse("1gbit")]) as cluster:
+            ask = [
+                *cluster.on(0),
+                sys.executable,
+                "-c",
+                "import os; print(os.getcwd(), os.getuid())",
+            ]
+            told = subprocess.check_output(ask, text=True, cwd=tmp_path)
+        assert told.split() == [str(tmp_path), str(os.getuid())]
+
+    def test_two_clusters_do_not_meet(self):
+        with (
+            Cluster([Link.parse("100mbit")] * 2) as one,
+            Cluster([Link.parse("50mbit")] * 2) as two,
+        ):
+            assert calibrate(one)[0].bits_per_second > 1.3 * calibrate(two)[0].bits_per_second
+
+    def test_closing_ends_what_runs_on_the_hosts(self, monkeypatch):
+        monkeypatch.setenv("MARK", mark := uuid.uuid4().hex)
+        cluster = Cluster([Link.parse("1gbit")] * 2)
+        assert len(left(mark)) == 4  # the keeper, the switch, and the hosts
+        sleeper = [sys.executable, "-c", "import time; print(flush=True); time.sleep(1000)"]
+        started = subprocess.Popen([*cluster.on(1), *sleeper], stdout=subprocess.PIPE)
+        assert started.stdout.readline() == b"\n"
+        cluster.close()
+        assert started.wait(5) == -signal.SIGKILL
+        started.stdout.close()
+        assert left(mark) == []
+
+
+@needs_hosts
+class TestWhoMay:
+    """By any user where user namespaces are allowed, by root without them."""
+
+    @pytest.mark.parametrize("user", [0, 1000])
+    def test_allowed(self, user):
+        done = hosts("--link", "100mbit", user=user, limits="user" if user == 0 else "")
+        assert done.returncode == 0, done.stderr
+        assert len(rows(done.stdout)) == 2
+
+    @pytest.mark.parametrize(
+        ("user", "limits", "who"), [(1000, "user", "user 1000"), (0, "net", "root")]
+    )
+    def test_refused(self, user, limits, who):
+        done = hosts("--", "script.py", user=user, limits=limits)
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("microddp.hosts: error: no hosts in a box: this machine refuses ")
+        assert f"refuses {who} network namespaces" in line
+        assert "Run as root, or allow them" in line
+
+    def test_a_delay_takes_netem(self):
+        done = hosts("--link", "100mbit", "--delay", "5ms")
+        if done.returncode:
+            assert done.returncode == 2
+            assert "this kernel has no netem, so links have no delay (--delay)" in done.stderr
+        else:
+            assert all(
+                each[4].endswith(" ms") and float(each[4][:-3]) > 10 for each in rows(done.stdout)
+            )
+
+
+JOB = """
+import os, sys, time
+import torch
+import microddp
+from microddp.allreduce import ring_all_reduce
+from microddp.comms import MessageCounter
+
+comms = microddp.init()
+n = comms.world_size
+tensor = torch.full((n * 12,), float(comms.rank))
+with MessageCounter(comms) as counter:
+    ring_all_reduce(tensor, comms)
+assert tensor.tolist() == [n * (n - 1) / 2] * (n * 12)
+assert sum(message.nbytes for message in counter.messages) == 2 * (n - 1) * 12 * 4
+assert comms.timed(computing=False) is comms
+comms.print(comms.describe())
+comms.print(comms.local_world_size, torch.get_num_threads(), comms.box.seconds_per_byte)
+comms.barrier()
+few = comms.timed()
+few.print(few.world_size)
+few.close()
+"""
+
+
+@needs_hosts
+class TestJobs:
+    """Ordinary jobs of several machines."""
+
+    def test_eight_hosts(self, tmp_path):
+        script = tmp_path / "job.py"
+        script.write_text(JOB)
+        done = hosts("--hosts", 8, "--link", "1gbit", "--", script)
+        assert done.returncode == 0, done.stderr
+        assert len(rows(done.stdout)) == 8
+        described, numbers, timed = done.stdout.splitlines()[-3:]
+        cores = len(os.sched_getaffinity(0))
+        assert described.startswith(
+            f"gloo, 8 ranks on 8 hosts in a box with links of 1 Gbit/s, on {cores} core"
+        )
+        assert (", more ranks than cores, " in described) == (cores < 8)
+        assert numbers == f"1 {max(1, cores // 8)} 8e-09"
+        assert timed == f"{min(8, max(2, cores))}", "the others leave when it comes to computing"
+
+    def test_several_ranks_on_a_host_and_a_module(self):
+        done = hosts(
+            *("--hosts", 2, "--ranks-per-host", 2, "--link", "100mbit", "--link-of", "1=200mbit"),
+            *(
+                "--",
+                "-m",
+                "microddp.bench",
+                "allreduce",
+                "--size-mb",
+                "0.1",
+                "--iters",
+                1,
+                "--check",
+            ),
+        )
+        assert done.returncode == 0, done.stderr
+        assert "4 ranks on 2 hosts in a box with links of 100 Mbit/s or 200 Mbit/s" in done.stdout
+        assert "time / wire" in done.stdout
+
+    def test_the_status_is_the_jobs(self, tmp_path):
+        script = tmp_path / "job.py"
+        script.write_text("import os, sys; sys.exit(3 * (os.environ['RANK'] == '1'))")
+        done = hosts("--", script)
+        assert done.returncode == 1  # torchrun's own
+        assert "exitcode  : 3" in done.stderr
+
+
+SITS = """
+import os, pathlib, sys, time
+import torch
+import microddp
+
+comms = microddp.init()
+pathlib.Path(sys.argv[1], f"{comms.rank}.pid").write_text("")
+comms.barrier()
+comms.print("sitting")
+if comms.rank == 1:
+    time.sleep(1000)
+comms.all_reduce(torch.ones(1))
+"""
+
+
+def find(mark, words):
+    """The processes of a job whose command line has these words."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("MARK") == mark and words in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return sorted(found, key=lambda process: process.pid)
+
+
+@needs_hosts
+@pytest.mark.parametrize(
+    ("victim", "number", "status"),
+    [
+        ("microddp.hosts", signal.SIGTERM, 128 + signal.SIGTERM),
+        ("microddp.hosts", signal.SIGINT, 128 + signal.SIGINT),
+        ("microddp.hosts", signal.SIGKILL, -signal.SIGKILL),
+        ("namespaces.py keep", signal.SIGKILL, 128 + signal.SIGKILL),
+        ("namespaces.py enter", signal.SIGKILL, 128 + signal.SIGKILL),
+        ("torch.distributed.run", signal.SIGKILL, 128 + signal.SIGKILL),
+        ("job.py", signal.SIGKILL, 1),
+    ],
+    ids=lambda value: getattr(value, "name", str(value).split(".")[-1]),
+)
+def test_nothing_is_left_whatever_is_killed(tmp_path, victim, number, status):
+    script, mark = tmp_path / "job.py", uuid.uuid4().hex
+    script.write_text(SITS)
+    command = [sys.executable, "-m", "microddp.hosts", "--link", "100mbit", "--", script, tmp_path]
+    job = subprocess.Popen(
+        command,
+        env={**os.environ, "MARK": mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with job:
+        while job.stdout.readline() not in ("sitting\n", ""):
+            pass
+        found = find(mark, victim)
+        if victim == "torch.distributed.run":  # the agents themselves, not what stands for them
+            found = [each for each in found if "namespaces.py" not in " ".join(each.cmdline())]
+        if victim == "microddp.hosts":
+            found = [job]
+        if victim == "job.py":
+            found = [each for each in found if "-u" in each.cmdline()]
+        start = time.monotonic()
+        # The first of those that match: the keeper, and the stand-in of host 0 and its agent.
+        found[0].send_signal(number)
+        assert job.wait(40) == status
+        assert left(mark, seconds=2) == []
+        print(f"{victim} {number.name}: nothing left after {time.monotonic() - start:.1f} s")
+
+
+@needs_hosts
+def test_nothing_is_left_when_the_shell_goes(tmp_path):
+    """A terminal that closes sends SIGHUP to all that it shows."""
+    script, mark = tmp_path / "job.py", uuid.uuid4().hex
+    script.write_text(SITS)
+    line = f"{sys.executable} -m microddp.hosts --link 100mbit -- {script} {tmp_path}; true"
+    with subprocess.Popen(
+        ["sh", "-c", line],
+        env={**os.environ, "MARK": mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    ) as shell:
+        while shell.stdout.readline() not in ("sitting\n", ""):
+            pass
+        os.killpg(shell.pid, signal.SIGHUP)
+        shell.wait(10)
+        assert left(mark, seconds=20) == []
