@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _unflatten_dense_tensors
 
 from microddp.comms import Comms, Pending, describe, name_ranks, odd_ranks
 
@@ -27,8 +27,8 @@ def broadcast_parameters(module: nn.Module, comms: Comms, src: int = 0) -> None:
 
 def broadcast_tensors(tensors: Sequence[torch.Tensor], comms: Comms, src: int = 0) -> None:
     """Overwrite tensors with rank ``src``'s, many in a message: as bytes, whatever their dtype."""
-    # Widest dtype first, so that each part of a message begins where its dtype may.
-    coming = sorted(tensors, key=lambda tensor: (-tensor.itemsize, str(tensor.dtype)))
+    # Those of one device together, its widest dtype first: each part begins where its dtype may.
+    coming = sorted(tensors, key=lambda t: (str(t.device), -t.itemsize, str(t.dtype)))
     under_way: deque[tuple[list[list[torch.Tensor]], torch.Tensor, Pending]] = deque()
 
     def complete_oldest() -> None:
@@ -42,12 +42,12 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], comms: Comms, src: int = 
 
     with torch.no_grad():
         while coming:
-            held = itertools.accumulate(tensor.nbytes for tensor in coming)
+            here = [t for t in coming if t.device == coming[0].device]
+            held = itertools.accumulate(tensor.nbytes for tensor in here)
             count = max(1, sum(nbytes <= BROADCAST_BYTES for nbytes in held))
             batch, coming = coming[:count], coming[count:]
             kinds = [list(alike) for _, alike in itertools.groupby(batch, lambda t: t.dtype)]
-            flat = [_flatten_dense_tensors(alike) for alike in kinds]  # type: ignore[no-untyped-call]
-            wire = torch.cat([part.view(torch.uint8) for part in flat])
+            wire = torch.cat([t.reshape(-1).contiguous().view(torch.uint8) for t in batch])
             under_way.append((kinds, wire, comms.broadcast(wire, src, async_op=True)))
             if len(under_way) > 1:  # two at a time
                 complete_oldest()

@@ -29,7 +29,8 @@ DTYPES = {
 class Row:
     """One algorithm at one size; times in milliseconds, bandwidths in GB/s (10^9 bytes).
 
-    The ratio to the backend is the median of those of each round.
+    The ratio to the backend is the median of those of each round. That to the wire is to the time
+    in which the links carry what a ring must send, 2 (n-1)/n of the bytes.
     """
 
     algorithm: str
@@ -39,6 +40,7 @@ class Row:
     algorithm_gbs: float
     bus_gbs: float
     ratio_to_backend: float | None
+    ratio_to_wire: float | None = None  # where the links' speed is known
 
 
 def bench_allreduce(options: argparse.Namespace, comms: Comms) -> None:
@@ -73,7 +75,7 @@ def bench_allreduce(options: argparse.Namespace, comms: Comms) -> None:
             for name, timing in measured.items():
                 timings[name][nbytes] = timing
     rows = [
-        _row(name, nbytes, by_size[nbytes], timings["backend"][nbytes], comms.world_size)
+        _row(name, nbytes, by_size[nbytes], timings["backend"][nbytes], comms)
         for nbytes in sizes
         for name, by_size in timings.items()
     ]
@@ -109,15 +111,17 @@ def check_sum(
     )
 
 
-def _row(name: str, nbytes: int, timing: Timing, backend: Timing, world_size: int) -> Row:
+def _row(name: str, nbytes: int, timing: Timing, backend: Timing, comms: Comms) -> Row:
+    bus = bus_bandwidth(nbytes, timing.median, comms.world_size)
     return Row(
         algorithm=name,
         nbytes=nbytes,
         median_ms=timing.median * 1e3,
         p95_ms=timing.percentile(95) * 1e3,
         algorithm_gbs=nbytes / timing.median / 1e9,
-        bus_gbs=bus_bandwidth(nbytes, timing.median, world_size) / 1e9,
+        bus_gbs=bus / 1e9,
         ratio_to_backend=None if timing is backend else timing.ratio(backend).median,
+        ratio_to_wire=1 / (bus * comms.box.seconds_per_byte) if comms.box and bus else None,
     )
 
 
@@ -155,6 +159,7 @@ def _report(
             "algorithm GB/s": f"{row.algorithm_gbs:.3g}",
             "bus GB/s": f"{row.bus_gbs:.3g}",
             "time / backend": "" if row.ratio_to_backend is None else f"{row.ratio_to_backend:.2f}",
+            **({"time / wire": f"{row.ratio_to_wire:.2f}"} if row.ratio_to_wire else {}),
         }
         for row in rows
     ]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from microddp.comms import Comms, cpu_cores
-from microddp.report import table, whole_file
+from microddp.comms import Comms
+from microddp.report import table, write_result
 
 
 def report(
@@ -29,14 +27,9 @@ def report(
         comms: that ran.
     """
     print(table([cell.values() for cell in cells], [*cells[0]]))
-    print("\n".join(sentences))
-    if comms.world_size > cpu_cores() and comms.device.type == "cpu":
+    for sentence in sentences:
+        print(sentence)
+    if comms.world_size > comms.cores and comms.device.type == "cpu":
         print("More ranks than cores: the ranks wait for each other's turn on a core.")
     if options.json:
-        result = {
-            "run": comms.describe(),
-            "command": sys.argv[1:],
-            "rows": [vars(row) for row in rows],
-        }
-        with whole_file(options.json) as unfinished:
-            unfinished.write_text(json.dumps(result, indent=2) + "\n")
+        write_result(options.json, comms.describe(), rows=[vars(row) for row in rows])

@@ -262,12 +262,13 @@ class _Watch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, reducer: Reducer, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)  # where no gradient comes, none goes on, not even zeros
         ctx.reducer = weakref.ref(reducer)
         # A copy: the caller may change an output in place, which autograd forbids for an input.
         return tensor.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, torch.Tensor | None]:
         reducer = ctx.reducer()
         if reducer is not None and (now := reducer.backward) is not None and not now.end_is_told:
             reducer.begin(now)

@@ -48,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     say("# microddp.doctor\n\n## The machine\n")
     for name, text in facts():
-        say(f"- **{name}**: {_block(text) if chr(10) in text else text}")
+        said_of_it = _block(text) if "\n" in text else text
+        say(f"- **{name}**: {said_of_it}")
     say("\n## The checks\n")
     ends: Counter[str] = Counter()
     stuck: set[str] = set()  # backends; what stopped one check would most likely stop the next

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
 from microddp.comms import Comms, init
 from microddp.model import gradient_bytes, parameter_count
-from microddp.report import human_bytes, human_seconds, whole_file
+from microddp.report import human_bytes, human_seconds, write_result
 from microddp.train.loop import Trainer, TrainingResult
 from microddp.train.options import TrainingConfig, parse
 
@@ -56,18 +55,16 @@ def _report(result: TrainingResult, config: TrainingConfig, comms: Comms) -> Non
         "communication was hidden behind computing."
     )
     if config.json:
-        report = {
-            "run": comms.describe(),
-            "command": sys.argv[1:],
-            "config": asdict(config),
-            "parameters": parameter_count(result.model),
-            "gradient_bytes": gradient_bytes(result.model),
-            "epochs": [asdict(epoch) for epoch in result.epochs],
-            "steps": result.steps,
-            "seconds": result.seconds,
-        }
-        with whole_file(config.json) as unfinished:
-            unfinished.write_text(json.dumps(report, indent=2, default=str) + "\n")
+        write_result(
+            config.json,
+            comms.describe(),
+            config=asdict(config),
+            parameters=parameter_count(result.model),
+            gradient_bytes=gradient_bytes(result.model),
+            epochs=[asdict(epoch) for epoch in result.epochs],
+            steps=result.steps,
+            seconds=result.seconds,
+        )
 
 
 if __name__ == "__main__":

@@ -98,6 +98,8 @@ def test_all_reduces_are_as_many_and_as_large_as_pytorchs_and_broadcasts_fewer(c
             # All buffers in one, in PyTorch one for each dtype; and new buckets are agreed on.
             assert len(broadcast) == 1 + (pair.ours.reducer.planned and not rebuilt) < len(theirs)
             assert len(ours) == len(reduced) + len(broadcast)
+            buffers = sum(buffer.nbytes for buffer in pair.ours.module.buffers())
+            assert [[buffers]] in [shapes for _, shapes in broadcast]
             assert reduced, "the profiler should see something"
             assert step < 2 or not kwargs.get("bucket_cap_mb") or len(reduced) > 2
 

@@ -154,6 +154,33 @@ def test_a_gradient_that_comes_twice_is_refused(comms):
         loss.backward()
 
 
+class Drop(torch.autograd.Function):
+    """The first of two tensors; to the second it passes no gradient, not even zeros."""
+
+    @staticmethod
+    def forward(ctx, kept, dropped):  # noqa: ARG004
+        return kept.clone()
+
+    @staticmethod
+    def backward(ctx, grad):  # noqa: ARG004
+        return grad, None
+
+
+@on_ranks(2)
+def test_an_output_that_gets_no_gradient_passes_none_on(comms):
+    def body(ddp, optimizer, step):
+        optimizer.zero_grad()
+        left, right = ddp(data(comms.rank, step)[0])
+        Drop.apply(left, right).square().sum().backward()
+        optimizer.step()
+
+    pair = Pair(comms, Branches, find_unused_parameters=True)
+    pair.train(body)
+    for ddp in (pair.ours, pair.theirs):
+        assert ddp.module.right.weight.grad is None
+        assert ddp.module.left.weight.grad is not None
+
+
 @on_ranks(2)
 def test_a_gradient_that_comes_though_no_output_leads_to_it_is_refused(comms):
     ddp = DDP(Branches(), comms, find_unused_parameters=True)
