@@ -62,6 +62,7 @@ sphinx_gallery_conf = {
 }
 gallery_launcher = {
     "ranks": "book_run.ranks",
+    "hosts": "book_run.hosts",
     "timeout": 600,
     "log_dir": "gallery_logs",
     "depends": ["microddp/**/*.py", "docs/_ext/*.py"],

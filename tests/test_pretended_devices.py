@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 import microddp
 from microddp.allreduce import all_reduce_hook, ring_all_reduce
+from microddp.replicas import broadcast_tensors
 from microddp.train.__main__ import main
 
 CHAPTERS = {path.stem[:2]: str(path) for path in Path(__file__).parents[1].glob("chapters/*.py")}
@@ -312,6 +313,20 @@ def test_chapter_with_gloo(chapter):
 @pytest.mark.parametrize("chapter", ["05", "06", "07", "08"])
 def test_chapter_on_two_machines(chapter):
     replay(job(4, run_chapter, CHAPTERS[chapter], SHORTER.get(chapter), gpus=2, ranks_here=2))
+
+
+def parts_on_two_gpus():
+    comms = microddp.init("gloo")
+    mine = [torch.full((3,), comms.rank + 1.0, device=f"cuda:{i % 2}") for i in range(4)]
+    mine.append(torch.full((), comms.rank, device="cuda:1"))
+    broadcast_tensors(mine, comms, src=1)
+    assert [tensor.tolist() for tensor in mine] == [[2.0] * 3] * 4 + [1]
+    assert [tensor.device.index for tensor in mine] == [0, 1, 0, 1, 1]
+    comms.close()
+
+
+def test_a_model_on_two_gpus_is_broadcast():
+    job(2, parts_on_two_gpus, gpus=2)
 
 
 def train(folder):

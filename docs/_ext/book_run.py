@@ -1,15 +1,24 @@
-"""How the book's chapters run: on how many ranks, and what their pages say about it."""
+"""How the book's chapters run: on how many ranks and hosts, and what their pages say about it."""
 
 import os
+import re
+import shlex
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from chapter_cards import head, read_chapter
+from gallery_launcher_job import Agent
+
+from microddp.hosts import Cluster, Link, calibration_table
 
 # Enough for a ring to be a ring. What the chapters time, they time on as many ranks as have a core
 # or a GPU of their own, and say so.
 USUAL = 4
+REFUSED = "MICRODDP_NO_HOSTS"  # tells rank 0 why the hosts that the chapter asks for are not there
 
 
 def ranks() -> int:
@@ -19,18 +28,97 @@ def ranks() -> int:
 
     Raises ``ValueError`` if ``MICRODDP_NPROC`` is not a number from 1 on.
     """
-    wanted = os.environ.get("MICRODDP_NPROC")
-    if wanted is not None:
-        if not wanted.isdecimal() or int(wanted) < 1:
-            raise ValueError(f"expected MICRODDP_NPROC to be a number from 1 on, got {wanted!r}")
-        return int(wanted)
     gpus = torch.cuda.device_count()
-    return gpus if gpus > 1 else USUAL
+    return _wanted() or (gpus if gpus > 1 else USUAL)
+
+
+def _wanted() -> int | None:
+    text = os.environ.get("MICRODDP_NPROC")
+    if text is not None and not (text.isdecimal() and int(text)):
+        raise ValueError(f"expected MICRODDP_NPROC to be a number from 1 on, got {text!r}")
+    return None if text is None else int(text)
+
+
+class RealHosts:
+    """Machines that ``MICRODDP_HOSTS`` names: what starts a command on each, between semicolons.
+
+    The first is where the build runs, and its own entry may be empty: ``"; ssh node1; ssh node2"``.
+    """
+
+    def __init__(self, text: str) -> None:
+        own = os.environ.get("MICRODDP_ADDRESS", socket.gethostname())
+        prefixes = [shlex.split(entry) for entry in text.split(";")]
+        self.agents = [
+            Agent(_wanted() or max(1, torch.cuda.device_count()), prefix, "" if number else own)
+            for number, prefix in enumerate(prefixes)
+        ]
+        self.text = f"{len(prefixes)} machines, {self.agents[0].ranks} ranks on each"
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __enter__(self) -> Sequence[Agent]:
+        return self.agents
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class HostsInABox:
+    """Hosts on this machine with links of a known speed, from a chapter's ``"4 x 1gbit"``.
+
+    Where the machine refuses them, the same ranks meet over loopback, and the page says so.
+    ``MICRODDP_NPROC`` stands in for the number of hosts.
+    """
+
+    def __init__(self, text: str) -> None:
+        match = re.fullmatch(r"(\d+) x (\w+)", text)
+        if not match:
+            raise ValueError(f"expected hosts as '4 x 1gbit', got {text!r}")
+        self.links = [Link.parse(match[2])] * (_wanted() or int(match[1]))
+        self.stack = ExitStack()
+
+    def __str__(self) -> str:
+        return f"{len(self.links)} hosts in a box with links of {self.links[0]}"
+
+    def __enter__(self) -> Sequence[Agent]:
+        try:
+            cluster = self.stack.enter_context(Cluster(self.links))
+        except RuntimeError as error:
+            return [Agent(len(self.links), environment={REFUSED: f"{self}: {error}"})]
+        print(calibration_table(cluster))
+        return [
+            Agent(1, cluster.on(host), cluster.address(host), cluster.environment)
+            for host in range(len(self.links))
+        ]
+
+    def __exit__(self, *error: object) -> None:
+        self.stack.close()
+
+
+def hosts(wish: str | None) -> RealHosts | HostsInABox | None:
+    """Where a chapter runs that asks for hosts, or for none and for no number of ranks.
+
+    On the machines of ``MICRODDP_HOSTS`` if it is set; on this machine's GPUs, if it has one for
+    each rank; else on hosts in a box if the chapter asks for them.
+    """
+    if real := os.environ.get("MICRODDP_HOSTS"):
+        return RealHosts(real)
+    enough = torch.cuda.device_count() >= ranks() > 1
+    return None if wish is None or enough else HostsInABox(wish)
 
 
 def below_title(namespace: dict[str, Any], script: Path) -> str:
     """What stands below a chapter's title, from the ``Comms`` that the chapter ran with."""
     comms = namespace["comms"]
-    measured = f":::{{div}} measured-on\nMeasured on {comms.describe()}.\n:::"
-    chapter = read_chapter(script)
-    return f"{measured}\n\n{head(chapter, comms.world_size)}"
+    below = head(read_chapter(script), comms.world_size, comms.box)
+    return f"{measured_on(namespace, script)}\n\n{below}"
+
+
+def measured_on(namespace: dict[str, Any], script: Path) -> str:
+    """What the chapter's ``Comms`` ran on, and which hosts it asked for and did not get."""
+    del script
+    lines = [f"Measured on {namespace['comms'].describe()}."]
+    if refused := os.environ.get(REFUSED):
+        lines.append(f"Over loopback, since there are no {refused}")
+    return ":::{div} measured-on\n" + "\n".join(lines) + "\n:::"

@@ -12,6 +12,8 @@ from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
+from microddp.hosts import Box
+
 CHAPTERS = Path(__file__).parents[2] / "chapters"
 WORDS_A_MINUTE, LINES_A_MINUTE = 200, 20  # prose is read, code is worked through
 
@@ -65,13 +67,19 @@ def read_chapter(path: Path) -> Chapter:
     return Chapter(path.stem, name, question[0].strip(), BUILDS[path.stem], minutes)
 
 
-def head(chapter: Chapter, ranks: int) -> str:
-    """Return what stands below the title of a chapter's page, as Markdown."""
-    command = f"torchrun --nproc-per-node={ranks} chapters/{chapter.stem}.py"
+def head(chapter: Chapter, ranks: int, box: Box | None = None) -> str:
+    """Return what stands below the title of a chapter's page, as Markdown.
+
+    The commands are how it ran here, and, if that was on hosts in a box, how it runs without.
+    """
+    commands = [f"$ torchrun --nproc-per-node={ranks} chapters/{chapter.stem}.py"]
+    if box:
+        hosts = f"--hosts {len(box.links)} --link {box.links[0].option}"
+        commands.insert(0, f"$ python -m microddp.hosts {hosts} -- chapters/{chapter.stem}.py")
     return (
         f":::{{div}} chapter-head\n**In this chapter you build** {chapter.builds}. "
         f"About {chapter.minutes} minutes to read. Run it yourself:\n:::\n\n"
-        f"```console\n$ {command}\n```"
+        + "\n".join(["```console", *commands, "```"])
     )
 
 

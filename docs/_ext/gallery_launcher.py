@@ -14,12 +14,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from gallery_launcher_job import JobFailed, run_job
+from gallery_launcher_job import Agent, JobFailed, run_job
 from gallery_launcher_rank import Job, import_object
 from sphinx.application import Sphinx
 from sphinx.errors import ConfigError, ExtensionError
@@ -41,11 +42,23 @@ class Options:
     """The options in conf.py. Import paths read `package.module.name`."""
 
     ranks: int | str = 1  # or the import path of a callable that returns the number
+    hosts: str | None = None  # import path: what the example says of hosts -> Hosts, or None
     timeout: float = 1800  # seconds for one example, from its start to its end
     log_dir: str = "gallery_logs"  # relative to the folder of conf.py
     depends: Sequence[str] = ()  # globs, likewise; if such a file changes, all run again
     preload: Sequence[str] = ()  # import paths of callables that rank 0 calls first
     facts: str | None = None  # import path: (example's globals, its path) -> Markdown
+
+
+class Hosts(Protocol):
+    """The hosts of a job: a context in which its agents can be started.
+
+    Its `str` is part of what an example's page depends on.
+    """
+
+    def __enter__(self) -> Sequence[Agent]: ...
+
+    def __exit__(self, *error: object) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -73,10 +86,11 @@ class Launcher:
         timeout = file_conf.get("timeout", self.options.timeout)
         if not (_is_count(ranks) and isinstance(timeout, int | float) and timeout > 0):
             raise ExtensionError(f"{source}: not possible: ranks {ranks!r}, timeout {timeout!r}")
+        hosts = self._hosts(source, file_conf)
 
         # The gallery makes its mark when rank 0 is done, this one is made when all ranks are.
         md5_mark, job_mark = (Path(target_dir, f"{fname}.{kind}") for kind in ("md5", "job"))
-        state = f"{self.surroundings} {ranks}"
+        state = f"{self.surroundings} {hosts or ranks}"
         current = _reads(md5_mark, get_md5sum(source, mode="t")) and _reads(job_mark, state)
         if current and not gallery_conf["run_stale_examples"]:
             return generate_here(*call)  # type: ignore[no-any-return]
@@ -85,7 +99,7 @@ class Launcher:
         if not gen_rst.executable_script(source, gallery_conf):
             return generate_here(*call)  # type: ignore[no-any-return]
 
-        logger.info("%s: running on %d ranks", fname, ranks)
+        logger.info("%s: running on %s", fname, hosts or f"{ranks} ranks")
         start = time.monotonic()
         folder = self.log_dir / os.path.relpath(target_dir, gallery_conf["src_dir"]) / source.stem
         job = Job(
@@ -97,7 +111,8 @@ class Launcher:
             call=_pickle(call),
         )
         try:
-            outcome = run_job(job, folder, ranks, timeout, logger.info)
+            with hosts or nullcontext([Agent(ranks)]) as agents:
+                outcome = run_job(job, folder, agents, timeout, logger.info)
         except JobFailed as error:
             seconds = time.monotonic() - start
             message = f"{fname} failed after {seconds:.1f} s. {error}\n\nIts logs: {folder}"
@@ -105,8 +120,20 @@ class Launcher:
         for message, kind, subtype in outcome["warnings"]:
             logger.warning("%s", message, type=kind, subtype=subtype)
         job_mark.write_text(state)
-        logger.info("%s: took %.1f s on %d ranks", fname, time.monotonic() - start, ranks)
+        logger.info("%s: took %.1f s", fname, time.monotonic() - start)
         return outcome["result"]  # type: ignore[no-any-return]
+
+    def _hosts(self, source: Path, file_conf: dict[str, Any]) -> Hosts | None:
+        """The hosts of an example that does not set its own number of ranks; none: this machine.
+
+        Raises `ExtensionError` if what the example says of them is wrong.
+        """
+        if self.options.hosts is None or "ranks" in file_conf:
+            return None
+        try:
+            return import_object(self.options.hosts)(file_conf.get("hosts"))  # type: ignore[no-any-return]
+        except ValueError as error:
+            raise ExtensionError(f"{source}: not possible: {error}") from error
 
 
 def _fail(call: Call, source: str, message: str) -> Result:

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import dedent
@@ -153,12 +154,12 @@ class Book:
         text = CHAPTER.format(title=name, code=dedent(code).strip())
         return self.write(f"chapters/{name}.py", text.lstrip())
 
-    def start(self, *arguments: str, **environment: str) -> Build:
-        """Start sphinx-build, from a folder that is not the book's."""
+    def start(self, *arguments: str, inside: Sequence[str] = (), **environment: str) -> Build:
+        """Start sphinx-build, from a folder that is not the book's, with `inside` before it."""
         marker = uuid.uuid4().hex
         folders: list[str | Path] = ["-c", self.root, self.root / "docs", self.root / "_site"]
         process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "sphinx", *arguments, *folders],
+            [*inside, sys.executable, "-u", "-m", "sphinx", *arguments, *folders],
             cwd=self.root.parent,
             env={**os.environ, "BOOK_BUILD": marker, "NO_COLOR": "1", **environment},
             stdout=subprocess.PIPE,
@@ -171,9 +172,9 @@ class Book:
         deadline.start()
         return Build(process, marker, deadline)
 
-    def build(self, *arguments: str, **environment: str) -> Build:
+    def build(self, *arguments: str, inside: Sequence[str] = (), **environment: str) -> Build:
         """Run sphinx-build to its end."""
-        build = self.start(*arguments, **environment)
+        build = self.start(*arguments, inside=inside, **environment)
         build.finish()
         return build
 

@@ -12,6 +12,8 @@ sys.path.insert(0, str(EXTENSIONS))
 import torch_names
 from chapter_cards import BUILDS, CHAPTERS, head, read_chapter
 
+from microddp.hosts import Box, Link
+
 GLOSSARY = """# Words
 
 :::{glossary}
@@ -55,6 +57,8 @@ def test_every_chapter_opens_with_a_question_and_says_what_is_built(path):
     assert chapter.builds == BUILDS[path.stem]
     assert 3 <= chapter.minutes <= 60
     assert f"torchrun --nproc-per-node=3 chapters/{path.name}" in head(chapter, 3)
+    boxed = head(chapter, 2, Box((Link(1e9),) * 2, cores=2))
+    assert f"microddp.hosts --hosts 2 --link 1gbit -- chapters/{path.name}" in boxed
 
 
 def test_nothing_is_said_of_chapters_that_are_not_there():

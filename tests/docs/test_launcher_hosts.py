@@ -1,0 +1,161 @@
+"""The launcher across hosts: in a box, and behind prefixes as ssh would be."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from boxes import needs_hosts
+from gallery_book import Book, Build
+from test_launcher import EXTENSIONS, JOIN, PRELOAD, SECONDS_AFTER_FAULT, in_order, report
+from test_launcher import FAULTS as ON_ONE_HOST
+
+# The second stands for ssh: a program that starts another one, and passes no signal on.
+PREFIXES = {"MICRODDP_HOSTS": "; sh -c '\"$@\" || exit 1' sh", "MICRODDP_NPROC": "1"}
+PREFIXES |= {"MICRODDP_ADDRESS": "127.0.0.1"}
+
+ON_HOSTS = "# sphinx_gallery_hosts = '2 x 1gbit'\n"
+FAULTS = {
+    "raises": (
+        """
+        if rank == 1:
+            now()
+            raise ValueError("boom on 1")
+        dist.all_reduce(total)
+        """,
+        ["Rank 1 failed first", 'raises.py", line', "ValueError: boom on 1"],
+    ),
+    "killed": ON_ONE_HOST["killed"],
+    "deadlocks": (
+        """
+        # sphinx_gallery_timeout = 20
+        now()
+        dist.recv(total, 1 - rank)
+        """,
+        [
+            "time-out, 20 s",
+            "Rank 0, most",
+            'deadlocks.py", line',
+            "Rank 1, most",
+            'deadlocks.py", line',
+        ],
+    ),
+    "loses_its_agent": (
+        """
+        if rank == 1:
+            now()
+            os.kill(os.getppid(), signal.SIGKILL)
+        dist.recv(total, 1 - rank)
+        """,
+        ["loses_its_agent.py failed after"],
+    ),
+}
+GOOD = """
+import os
+import microddp
+
+comms = microddp.init()
+comms.print("hosts", comms.world_size // comms.local_world_size, "of", comms.world_size, "ranks")
+comms.close()
+"""
+
+
+def book(folder: Path) -> Book:
+    """A book whose chapters run where the real book's do."""
+    made = Book(folder)
+    launcher = {
+        "ranks": "book_run.ranks",
+        "hosts": "book_run.hosts",
+        "facts": "book_run.measured_on",
+        "preload": PRELOAD,
+    }
+    made.configure("sphinx_design", *EXTENSIONS, launcher=launcher)
+    return made
+
+
+@pytest.fixture(scope="module", params=["box", "prefixes"])
+def faulty(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Book, Build]:
+    """A book of faults and a good chapter, built on two hosts."""
+    from boxes import reason
+
+    if request.param == "box" and reason:
+        pytest.skip(reason)
+    made = book(tmp_path_factory.mktemp("hosts") / request.param)
+    for name, (code, _) in FAULTS.items():
+        head = 'comms = type("Comms", (), {"describe": lambda self: "", "world_size": 2})()\n'
+        made.chapter(name, ON_HOSTS + JOIN + head + dedent(code))
+    made.chapter("then", ON_HOSTS + GOOD)
+    return made, made.build(**(PREFIXES if request.param == "prefixes" else {}))
+
+
+class TestFaults:
+    """As on one machine: explained, soon, with nothing left, and no other chapter harmed."""
+
+    def test_report(self, faulty: tuple[Book, Build]) -> None:
+        _, build = faulty
+        assert build.process.returncode != 0
+        assert f"Unexpected failing examples ({len(FAULTS)})" in build.output
+        for name, (_, expected) in FAULTS.items():
+            assert in_order(report(build, name), expected), report(build, name)
+
+    def test_soon(self, faulty: tuple[Book, Build]) -> None:
+        made, build = faulty
+        for name in FAULTS:
+            fault = float((made.root / f"chapters/{name}.moment").read_text())
+            seconds = build.time_of(f"{name}.py failed after") - fault
+            print(f"{name}: {seconds:.1f} s after the fault")
+            assert seconds < (20 if name == "deadlocks" else 0) + SECONDS_AFTER_FAULT, name
+
+    def test_no_process_is_left(self, faulty: tuple[Book, Build]) -> None:
+        assert faulty[1].processes_after(0) == []
+
+    def test_next_chapter_is_right(self, faulty: tuple[Book, Build]) -> None:
+        made, build = faulty
+        assert "then.py: took" in build.output
+        assert "hosts 2 of 2 ranks" in made.page("then")
+        box = "2 ranks on 2 hosts in a box with links of 1 Gbit/s" in made.page("then")
+        machines = "2 ranks on 2 machines of" in made.page("then")
+        assert (box, machines) == ((True, False) if made.root.name == "box" else (False, True))
+
+
+@needs_hosts
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_the_build(tmp_path: Path, number: signal.Signals) -> None:
+    made = book(tmp_path / "book")
+    made.chapter(
+        "sits", ON_HOSTS + JOIN + "print('sitting', flush=True)\ndist.recv(total, 1 - rank)"
+    )
+    build = made.start()
+    build.wait_for("measured / link")
+    build.wait_for("[rank1]:sitting")
+    os.killpg(build.process.pid, number)
+    start = time.monotonic()
+    assert build.finish() != 0
+    assert build.processes_after(SECONDS_AFTER_FAULT) == []
+    print(f"{number.name}: nothing left after {time.monotonic() - start:.1f} s")
+
+
+@needs_hosts
+def test_a_machine_that_refuses_hosts_builds_over_loopback_and_says_so(tmp_path: Path) -> None:
+    made = book(tmp_path / "book")
+    made.chapter("asks", ON_HOSTS + GOOD)
+    # In namespaces of users and networks that may have no network below them.
+    limit = 'echo 0 > /proc/sys/user/max_net_namespaces; exec "$@"'
+    build = made.build("-W", inside=("unshare", "-Ur", "sh", "-c", limit, "sh"))
+    assert build.process.returncode == 0, build.output
+    page = made.page("asks")
+    assert "hosts 1 of 2 ranks" in page
+    assert "Over loopback, since there are no 2 hosts in a box with links of 1 Gbit/s" in page
+    assert "this machine refuses root network namespaces" in page
+
+
+def test_what_is_said_of_hosts_can_be_wrong(tmp_path: Path) -> None:
+    made = book(tmp_path / "book")
+    made.chapter("wants", "# sphinx_gallery_hosts = 'plenty'\n" + GOOD)
+    build = made.build()
+    assert build.process.returncode != 0
+    assert "wants.py: not possible: expected hosts as '4 x 1gbit', got 'plenty'" in build.output
