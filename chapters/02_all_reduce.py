@@ -13,6 +13,7 @@ gloo between CPUs, NCCL between Nvidia GPUs.
 import functools
 import itertools
 import time
+from statistics import median
 
 import torch
 
@@ -25,6 +26,7 @@ from microddp.report import human_bytes, human_seconds, mark_least, table
 from microddp.timing import measure
 
 # %%
+# sphinx_gallery_hosts = "4 x 1gbit"
 comms = microddp.init()
 rank, n = comms.rank, comms.world_size
 comms.print(comms.describe())
@@ -314,13 +316,18 @@ whatever its size, and $\beta$ seconds for each byte. A message of $m$ bytes the
 
 $$ t(m) = \alpha + \beta m . $$
 
-Timings are honest only where every rank has a core or a GPU to itself. If a machine has more ranks
-than that, those beyond leave the job at `timed()`: their process ends there. The others, at least
-two of each machine, get the group of those that stay, a *sub-group*:
+Timings are honest only if the ranks do not wait for each other's turn on a core or a GPU. On the
+website this chapter runs on four *hosts in a box*: on one machine, each in a network of its own,
+with a link on which the kernel lets so many bits through a second and no more. What they send is
+real, and on average no more than that passes. To send over such a link keeps a core busy for a
+small part of the time, so all of them can be timed. (What computes needs a core for each rank; the
+next chapters say how they choose.) Without such hosts, ranks beyond a machine's cores or GPUs leave
+the job at `timed()`: their process ends there. The others, at least two of each machine, get the
+group of those that stay, a *sub-group*:
 """
 
 # %%
-few = comms.timed()
+few = comms.timed(computing=False)
 few.print(f"{few.world_size} of {n} ranks are timed")
 if few.world_size == 1:
     few.print("One rank has nobody to send to: what it exchanges below, it copies.")
@@ -358,13 +365,19 @@ for nbytes in (2**k for k in range(10, 23, 2)):
 
 # %% [markdown]
 """
-The line that fits these times with the least *relative* error gives alpha and beta: the small
-messages tell what alpha is, and the large ones what beta is:
+The line that fits these times with the least *relative* error gives alpha and beta. Where the
+links' speed is known, that is beta, and alpha is what is left of the small messages' times:
 """
 
 # %%
 alpha, beta = fit_alpha_beta(list(message_seconds), list(message_seconds.values()))
 few.print(f"alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte")
+if few.box:
+    known = few.box.seconds_per_byte
+    few.print(f"the links: {known * 1e9:.3f} ns/byte; the fit is {beta / known:.2f} of that")
+    beta = known
+    alpha = median(t - beta * m for m, t in message_seconds.items() if m <= 1 << 14)
+    few.print(f"with beta as it is known, alpha {human_seconds(alpha)}")
 rows = [
     (human_bytes(m), human_seconds(t), human_seconds(alpha + beta * m))
     for m, t in message_seconds.items()
@@ -373,22 +386,26 @@ few.print(table(rows, ["message", "measured", "alpha + beta m"]))
 
 # %% [markdown]
 r"""
+Where the links' speed is known, the predictions below take it as beta. (The fit can differ from it:
+a shaped link lets the first 68 KiB after a pause through at once, and a core works on each message
+beside the link.)
+
 ## Time by size
 
 **Predict.** An algorithm of $r$ rounds, each of $m$ bytes, should take $r(\alpha + \beta m)$. For
-small tensors $\alpha$ decides, so fewer rounds win. For large ones $\beta$ decides: the ring's
-rounds are shortest, and it should win by a factor that grows with the number of ranks.
+small tensors $\alpha$ decides, so fewer rounds should win. For large ones $\beta$ decides: the
+ring's rounds are shortest, and it should win by a factor that grows with the number of ranks.
 
 **Measure.** All algorithms take turns, so that whatever disturbs the machine meets all of them:
 """
 
 # %%
 timings = {}
-for nbytes in (2**k for k in range(14, 27, 3)):
+for nbytes in (2**k for k in range(14, 25, 2)):
     x = torch.ones(nbytes // 4, device=comms.device)
     calls = {"backend": functools.partial(few.all_reduce, x)}
     calls |= {name: functools.partial(ours, x, few) for name, ours in ALGORITHMS.items()}
-    for name, t in measure(calls, few, repeat=11, prepare=lambda x=x: x.fill_(1)).items():
+    for name, t in measure(calls, few, repeat=7, prepare=lambda x=x: x.fill_(1)).items():
         timings.setdefault(name, {})[nbytes] = t
 
 # %% tags=["plumbing"]
@@ -396,12 +413,11 @@ models = {
     name: lambda m, name=name: all_reduce_cost(name, few.world_size, m).seconds(alpha, beta)
     for name in ALGORITHMS
 }
-ring_time, backend_time = (timings[name][nbytes].median for name in ("ring", "backend"))
+ratio = timings["ring"][nbytes].ratio(timings["backend"][nbytes]).median
 figures.times_by_size(
     {name: timings[name] for name in ("backend", "ring", "naive")},
     models=models,
-    title=f"{human_bytes(nbytes)}: the ring takes {ring_time / backend_time:.2f} "
-    "times the backend's time",
+    title=f"{human_bytes(nbytes)}: the ring takes {ratio:.2f} times the backend's time",
 )
 
 # %% tags=["plumbing"]
@@ -425,23 +441,64 @@ have carried in a second, and can be compared between algorithms and numbers of 
 definition is that of nccl-tests, Nvidia's benchmark of collectives
 ([PERFORMANCE.md](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md)).
 
-**Explain.** The prediction gets the shape right: flat where alpha decides, a straight line where
-beta does. Where it is off, it leaves something out. Alpha and beta come from exchanges in *both*
-directions, through memory that is seldom in the cache. A message in one direction, through a tensor
-that was just filled, is cheaper, so naive beats its prediction for large tensors. On the other
-hand, the additions and the Python between two messages are not in the model at all.
+**Explain.** The model is flat where alpha decides, and a straight line where beta does. The last
+column says how far it is off for the ring. Below 1.00 the model leaves something out: the additions
+and the Python between two messages, and whatever the cores do that carry the messages. Above 1.00
+it counts too much. Rounds in a row need not wait for all ranks, as a single exchange that is timed
+does; in naive's first rounds, three ranks send at the same time. And a shaped link lets small
+chunks pass.
 
-How much the ring gains depends on the links. With two ranks on one machine, naive and the ring
-move the same bytes in all, and the two directions share the cores that copy them. With more ranks,
-each with a link of its own, naive's $2(n-1)S$ bytes through one link must fall behind.
+How much the ring gains depends on the links. All of naive's bytes, $2(n-1)S$, pass through rank 0's
+link; of the ring's, each link carries $\frac{2(n-1)}{n}S$. Where each rank has a link of its own,
+the ratio should be $n$. Where the ranks share a machine and its cores copy all messages, it is the
+sum of all bytes that counts, and that is the same for both.
+
+## Time by ranks
+
+**Predict.** Naive's time should grow as $n-1$, the ring's as $2(n-1)/n$: less and less, and never
+to more than twice that of two ranks.
+
+**Measure.** 4 MiB, among the first two ranks, the first three, and so on:
+"""
+
+# %%
+groups = [few.subgroup(range(size)) for size in range(2, few.world_size + 1)]
+x = torch.ones(2**20, device=comms.device)
+two = {name: ALGORITHMS[name] for name in ("naive", "ring")}
+medians = torch.zeros(len(groups), len(two), device=comms.device)
+for row, group in zip(medians, groups, strict=True):
+    if group:
+        calls = {name: functools.partial(ours, x, group) for name, ours in two.items()}
+        times = measure(calls, group, repeat=5, prepare=lambda: x.fill_(1))
+        row.copy_(torch.tensor([times[name].median for name in two]))
+
+# %% tags=["plumbing"]
+if groups:  # with one rank there is none
+    few.broadcast(medians)  # rank 0 is in all of them
+    sizes = range(2, few.world_size + 1)
+    by_name = dict(zip(two, medians.T.tolist(), strict=True))
+    costs = {name: [all_reduce_cost(name, size, x.nbytes) for size in sizes] for name in two}
+    predicted = {f"{k}, predicted": [c.seconds(alpha, beta) for c in v] for k, v in costs.items()}
+    slower = by_name["naive"][-1] / by_name["ring"][-1]
+    figures.lines(
+        {name: (sizes, [s * 1e3 for s in v]) for name, v in {**by_name, **predicted}.items()},
+        title=f"{few.world_size} ranks: naive takes {slower:.2f} times the ring's time",
+        xlabel="ranks",
+        ylabel="time of an all-reduce of 4 MiB, ms",
+    )
+
+# %% [markdown]
+"""
+With a link for each rank, both follow their predictions. Were the ranks to share what carries the
+messages, as over loopback, both lines would rise alike.
 
 ## The pauses
 
-Some small messages take far longer than others, and the cause is not the network. Linux's
+Some small messages take far longer than others, and the network is not the only cause. Linux's
 scheduler decides which thread gets a core, and treats threads by their *class*. Below, 64 KiB are
-exchanged again and again, always in the same memory, under two classes that take turns. The same is
-done with the backend's all-reduce. Between the calls there is no *barrier*, which would make every
-rank wait for all others. A curve shows the share of calls that took longer than a given time:
+exchanged again and again, always in the same memory, under two classes that take turns. Between the
+calls there is no *barrier*, which would make every rank wait for all others. A curve shows the
+share of calls that took longer than a given time:
 """
 
 
@@ -462,12 +519,9 @@ def call_times(call, policy):
 paused = {}
 if comms.device.type == "cpu":
     out, into = torch.zeros(2, 1 << 14).unbind()
-    calls = {
-        "exchange": functools.partial(exchange, out, into),
-        "all-reduce": functools.partial(few.all_reduce, out),
-    }
-    for _, (name, call), policy in itertools.product(range(2), calls.items(), ("other", "batch")):
-        title = f"{name}, {'default' if policy == 'other' else policy} class"
+    call = functools.partial(exchange, out, into)
+    for _, policy in itertools.product(range(2), ("other", "batch")):
+        title = f"{'default' if policy == 'other' else policy} class"
         paused[title] = paused.get(title, []) + call_times(call, policy)
 
 # %% tags=["plumbing"]
@@ -480,25 +534,25 @@ if paused:  # not on GPUs
     long = {name: share for name, _, share in rows}
     figures.pauses(
         paused,
-        title=f"Exchanges over 1 ms: {long['exchange, default class']:.1%} in the default class, "
-        f"{long['exchange, batch class']:.1%} in the batch class",
+        title=f"Exchanges over 1 ms: {long['default class']:.1%} in the default class, "
+        f"{long['batch class']:.1%} in the batch class",
         xlabel="one call",
     )
 
 # %% [markdown]
 """
-The long calls under the default class are turns of the scheduler. gloo has a background thread
-that reads the sockets. When data arrive, it wakes up and *tries* to lock the connection. If the
-main thread holds the lock, because it is in the middle of sending, the background thread does not
-sleep: it tries again and again (`Pair::handleEvents` in [gloo's TCP
-transport](https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/pair.cc)). That is
-harmless as long as both threads have a core. But on waking it may have pushed the main thread off
-its core. Then it waits for a thread that cannot run, until the scheduler's next tick: a 250th of a
-second where the kernel ticks at 250 Hz.
+Many of the long calls under the default class are turns of the scheduler. gloo has a background
+thread that reads the sockets. When data arrive, it wakes up and *tries* to lock the connection. If
+the main thread holds the lock, because it is in the middle of sending, the background thread does
+not sleep: it tries again and again (`Pair::handleEvents` in [gloo's TCP
+transport](https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/pair.cc)). That is harmless
+as long as both threads have a core. But on waking it may have pushed the main thread off its core.
+Then it waits for a thread that cannot run, until the scheduler's next tick: a 250th of a second
+where the kernel ticks at 250 Hz.
 
 Threads of Linux's *batch* class do not push others off on waking. `microddp.init()` puts its
-threads into that class, which is why the book's numbers have few of these pauses. Our code is not
-the cause: the backend's own all-reduce is measured beside it.
+threads into that class. What is left of the pauses are threads that wait for a core, where there
+are more of them than cores.
 """
 
 # %% [markdown]

@@ -13,6 +13,7 @@ the first message starts too late.
 import copy
 import itertools
 from functools import partial
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from microddp.report import MIB, human_bytes, human_seconds, mark_least, table
 from microddp.timing import measure
 
 # %%
+# sphinx_gallery_hosts = "4 x 1gbit"
 comms = microddp.init()
 comms.print(comms.describe())
 
@@ -50,9 +52,11 @@ if n == 1:
 # %% [markdown]
 r"""
 Chapter 02 fitted $t(m) = \alpha + \beta m$ to single messages. The same line fits a whole
-all-reduce, in which $\alpha$ stands for the start of all its rounds. Here is the backend's, by
-size. Each call reduces another part of a large tensor, because a step's gradients are not in the
-cache either:
+all-reduce, in which $\alpha$ stands for the start of all its rounds. (It cannot be compared with
+chapter 02's: fewer ranks share the cores here.) On hosts in a box nothing
+needs to be fitted: $\beta$ is the links' own, and $\alpha$ is what is left of the small messages'
+times. Here is the backend's, by size. Each call reduces another part of a large tensor, because a
+step's gradients are not in the cache either:
 """
 
 # %%
@@ -72,12 +76,17 @@ for nbytes in (2**k for k in range(10, 24)):
 timings = measure(calls, few, repeat=21)
 alpha, beta = fit_alpha_beta(list(timings), [t.median for t in timings.values()])
 few.print(f"alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte")
+if few.box:  # each rank sends 2 (n-1)/n of the bytes, over a link of known speed
+    beta = few.box.seconds_per_byte * 2 * (n - 1) / n
+    alpha = median(t.median - m * beta for m, t in timings.items() if m <= 1 << 14)
+    few.print(f"from the links' speed: alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte")
 if beta > 0:  # else the size made no difference
     few.print(f"{human_bytes(alpha / beta)} take as long to send as a message takes to start")
 figures.times_by_size(
     {"all-reduce": timings},
     models={"all-reduce": lambda m: alpha + beta * m},
-    title=f"{human_seconds(alpha)} to start, {human_seconds(max(beta, 0) * MIB)} for each MiB",
+    title=f"{human_seconds(alpha)} to start, {human_seconds(max(beta, 0) * MIB)} for each MiB"
+    + (", the links' own" if few.box else ""),
 )
 
 # %% [markdown]
@@ -110,6 +119,9 @@ few.print(table(rows, ["messages", "predicted", "measured, median (quartiles)"])
 
 # %% [markdown]
 """
+Many messages cost more than one, by their starts. A shaped link gives some of that back: the first
+68 KiB after a pause pass at once, so a message of a few hundred KiB takes less than the line says.
+
 ## The plan
 
 Which gradients should travel together? Those that are ready at about the same time. Backward goes
@@ -363,7 +375,7 @@ def predict(sizes, hidden, faster=1):
 
 # %%
 CAPS = {"alone": 1} | {human_bytes(2**k): 2**k for k in (19, 20, 21, 22, 23)}
-x, y = torch.randn(2, 64, 256, device=few.device)
+x, y = torch.randn(2, 768, 256, device=few.device)
 sent = {name: sizes(parameters, plan(parameters, cap, cap)) for name, cap in CAPS.items()}
 
 
@@ -380,19 +392,32 @@ def bucketed_step(plan, comms):
     return partial(step, replica, Hooks(replica, comms, plan))
 
 
+def naive_step():
+    step(deep, None)
+    reduce_all([parameter.grad for parameter in parameters])
+
+
 # %% [markdown]
 """
 Forward and backward are measured with the same hooks in a group of one rank, which fills its
-buckets and has nobody to send them to:
+buckets and has nobody to send them to. That happens in the same rounds as the steps that are
+predicted, because a machine changes its pace. There is one replica for each cap, and the naive step
+of chapter 03, which sends one gradient after the other when backward is over:
 """
 
 # %%
 solo = [few.subgroup([r]) for r in range(n)][rank]
 both = bucketed_step(plan(parameters, total, total), solo)
-compute = measure({"forward": lambda: mse_loss(deep(x), y), "both": both}, few)
-forward = compute["forward"].median
-backward = compute["both"].median - forward
+calls = {name: bucketed_step(plan(parameters, cap, cap), few) for name, cap in CAPS.items()}
+calls |= {"naive": naive_step, "forward": lambda: mse_loss(deep(x), y), "both": both}
+steps = measure(calls, few, repeat=11)
+naive, compute, together = (steps.pop(name) for name in ("naive", "forward", "both"))
+
+# %%
+forward = compute.median
+backward = together.median - forward
 predicted = {name: (predict(s, True), predict(s, False)) for name, s in sent.items()}
+after = forward + backward + len(parameters) * alpha + beta * total
 few.print(f"forward {human_seconds(forward)}, backward {human_seconds(backward)}")
 for i, what in enumerate(("messages are hidden", "nothing is hidden")):
     best = min(predicted, key=lambda name, i=i: predicted[name][i])
@@ -404,12 +429,8 @@ If messages are hidden, the prediction is a valley. On its left are start-up cos
 is long enough to hide them too; on its right, a message that cannot start before backward is
 almost over. If nothing is hidden, larger caps can only help.
 
-**Measure.** One replica for each cap, in turns:
+**Measure.** The steps, beside both predictions:
 """
-
-# %%
-calls = {name: bucketed_step(plan(parameters, cap, cap), few) for name, cap in CAPS.items()}
-steps = measure(calls, few)
 
 # %% tags=["plumbing"]
 marked = mark_least([str(steps[name]) for name in CAPS], [steps[name].median for name in CAPS])
@@ -417,17 +438,25 @@ rows = [
     (name, len(sent[name]), *map(human_seconds, predicted[name]), timing)
     for name, timing in zip(CAPS, marked, strict=True)
 ]
+rows.append(("naive", len(parameters), "", human_seconds(after), f"{naive}"))
 headers = ["cap", "all-reduces", "all hidden", "none hidden", "measured (quartiles), * least"]
 few.print(table(rows, headers))
+best = min(steps, key=lambda name: steps[name].median)
+for name in ("alone", best):
+    few.print(f"naive takes {naive.ratio(steps[name]).median:.2f} times the time of cap '{name}'")
 
 # %% tags=["plumbing"]
 average = [total / len(s) / MIB for s in sent.values()]
 curves = {"measured": [t.median * 1e3 for t in steps.values()]}
 for i, name in ((1, "none hidden"), (0, "all hidden")):
     curves[name] = [pair[i] * 1e3 for pair in predicted.values()]
+ends = steps["alone"], steps["8 MiB"]
+valley = all(steps[best].clearly_below(end) for end in ends)
 figures.lines(
     {name: (average, curve) for name, curve in curves.items()},
-    title="A step by the size of its messages, as measured and as predicted",
+    title=f"A valley: buckets of {best} beat smaller and larger ones"
+    if valley
+    else f"{best} took least in this run; it is not clearly better than both ends",
     xlabel="average bucket, MiB",
     ylabel="one step, ms",
     log="x",
@@ -435,15 +464,13 @@ figures.lines(
 
 # %% [markdown]
 """
-**Explain.** From left to right, messages are saved, and with each its start-up cost. A curve falls
-as long as that is what a step waits for. The two predictions meet at a single bucket, which leaves
-nothing to hide. Left of that, the measured curve tells who carries the messages. With gloo the
-processor does: its threads copy the bytes and add them up. If each core belongs to a rank that
-computes, backward waits while they do. There is little to overlap *with*, the curve follows "none
-hidden", and one large bucket is as good as any. It may even lie above, for two reasons that neither
-prediction knows. Replicas that take turns find the caches cold, and threads that share a core get
-into each other's way. GPUs copy and add with a small part of each, so there the curve should come
-nearer to "all hidden", and rise on the right.
+**Explain.** From left to right, messages are saved, and with each its start-up cost. The two
+predictions meet at a single bucket, which leaves nothing to hide. Left of that, the measured curve
+tells who carries the messages. Over a link of its own most of a message is waiting, and the curve
+should lie nearer to "all hidden"; over loopback the cores do all of it, and it should lie nearer to
+"none hidden". Neither prediction knows that a message which starts inside backward costs more than
+its alpha, since it takes the core from backward. That makes many small messages dearer than "all
+hidden" says, and gives the valley its left side.
 
 PyTorch's default cap is 25 MiB. Some of its developers call that too small for today's models,
 and one proposes 100 MB ([issue 118421](https://github.com/pytorch/pytorch/issues/118421)).
@@ -475,8 +502,10 @@ few.print(table(rows, headers))
 
 # %% [markdown]
 """
-*Alone* and *buckets* count the messages. What buckets can save is the start-up of the messages
-they spare, and that weighs most where gradients are small.
+*Alone* and *buckets* count the messages. What buckets can save is the start-up of the messages they
+spare. It is less than their number times alpha, because a start that waits for the one before it
+costs nothing of its own. And for models as small as these, the default cap is too large: it leaves
+one or two messages, which hide little.
 
 ## Views against copies
 
@@ -511,7 +540,7 @@ assert held(kinds["copies"]) == 2 * total
 # %% [markdown]
 r"""
 The memory is as predicted. The time is that of one more pass over memory, and of twice as much
-memory. Where the quartiles do not overlap, the run shows it. The other copy, from a new gradient
+memory. The other copy, from a new gradient
 into the bucket, is made in both: `zero_grad()` throws gradients away, so backward makes new ones.
 With `zero_grad(set_to_none=False)` backward adds into the view itself, after the view was filled
 with zeros.
@@ -684,12 +713,12 @@ different sizes, but not this.)
 
    <details class="solution"><summary>Solution</summary>
 
-   The first bucket holds the first layer, whose gradients come last. The other buckets are full
-   long before, and wait for it. So every all-reduce starts in the hook of the very last gradient:
-   with a cap of 2 MiB all five of them do, where in reverse order the four leave one by one. On any
-   network such a step takes what the column "none hidden" predicts. The order alone costs the
-   whole difference from "all hidden". (`predict` with `hidden=True` does not see it: it takes for
-   granted that buckets are full in the order in which they are sent.)
+The first bucket holds the first layer, whose gradients come last. The other buckets are full long
+before, and wait for it. So every all-reduce starts in the hook of the very last gradient: with a
+cap of 2 MiB all five of them do, where in reverse order the four leave one by one. With nothing to
+hide behind, such a step should take what the column "none hidden" predicts. The order alone costs
+the whole difference from "all hidden". (`predict` with `hidden=True` does not see it: it takes for
+granted that buckets are full in the order in which they are sent.)
 
    </details>
 

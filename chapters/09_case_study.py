@@ -34,6 +34,7 @@ from microddp.timing import measure
 from microddp.workloads import batches, load_case, new_model
 
 # %%
+# sphinx_gallery_hosts = "4 x 1gbit"
 comms = microddp.init()
 comms.print(comms.describe())
 few = comms.timed()
