@@ -177,6 +177,7 @@ def _be_a_rank(
         comms = None
         try:
             if join:
+                _wait_until_all_started()
                 comms = microddp.init()
                 arguments = (comms, *arguments)
             body = getattr(function, "body", function)
@@ -191,6 +192,14 @@ def _be_a_rank(
         if comms is not None:
             comms.close()
         faulthandler.cancel_dump_traceback_later()
+
+
+def _wait_until_all_started() -> None:
+    """So that a test with a short time-out measures it, not how long a busy machine takes to start."""
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    if store.add("started", 1) == int(os.environ["WORLD_SIZE"]):
+        store.set("all started", "")
+    store.wait(["all started"])
 
 
 def _collect(pipes: Sequence[Connection], dies: Sequence[int], end: float) -> list[Report | None]:

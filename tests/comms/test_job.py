@@ -21,7 +21,7 @@ from microddp.comms import cpu_cores
 from microddp.comms.job import TORCHRUN_VARIABLES
 
 SECONDS_AFTER_DEATH = 10  # within which the others must know
-TIMEOUT = 1  # seconds for a rank that hangs
+TIMEOUT = 2  # seconds for a rank that hangs
 SECONDS_AFTER_TIMEOUT = 5
 
 
