@@ -195,7 +195,7 @@ def _be_a_rank(
 
 
 def _wait_until_all_started() -> None:
-    """So that a test with a short time-out measures it, not how long a busy machine takes to start."""
+    """A test with a short time-out measures that, not how long a busy machine takes to start."""
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     if store.add("started", 1) == int(os.environ["WORLD_SIZE"]):
         store.set("all started", "")

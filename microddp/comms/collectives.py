@@ -153,6 +153,25 @@ class Comms(PointToPoint):
             sys.exit()
         return group
 
+    def relink(self, speed: str) -> None:
+        """Give the hosts in a box that these ranks are on links of another speed. A collective.
+
+        Args:
+            speed: as ``"100mbit"`` or ``"2.5gbit"``.
+
+        Raises:
+            RuntimeError: on every rank, if one is on no such host, its host cannot do it, or the
+                speed cannot be read.
+        """
+        problem = ""
+        try:
+            if self.box is None:
+                raise RuntimeError("the machine's own links")
+            self.box = self.box.relink(speed)
+        except (OSError, RuntimeError, ValueError) as error:
+            problem = str(error)
+        self.fail_together(problem, f"hosts in a box, and links of {speed}")
+
     def barrier(self) -> None:
         """Wait until every rank has come here."""
         self.agree("barrier()")

@@ -7,6 +7,8 @@ import os
 import re
 from dataclasses import asdict, dataclass
 
+from microddp.hosts import namespaces
+
 VARIABLE = "MICRODDP_BOX"  # set for all that runs on a host in a box
 FACTORS = {"k": 1e3, "m": 1e6, "g": 1e9}
 
@@ -86,6 +88,23 @@ class Box:
     def seconds_per_byte(self) -> float:
         """Of the slowest link, which a ring waits for."""
         return 1 / min(link.bytes_per_second for link in self.links)
+
+    def relink(self, speed: str) -> Box:
+        """Give the host that this process runs on another link; what the box is if all hosts do.
+
+        Args:
+            speed: as :meth:`Link.parse` reads it; the delay stays.
+
+        Raises:
+            ValueError: the speed cannot be read.
+            OSError: the host is gone.
+            RuntimeError: the kernel refused; the message says what.
+        """
+        links = tuple(Link.parse(speed, link.delay) for link in self.links)
+        namespaces.change_link(links[0].bits_per_second)
+        box = Box(links, self.cores)
+        os.environ |= box.as_environment()
+        return box
 
     def as_environment(self) -> dict[str, str]:
         """What :meth:`of_this_job` reads."""

@@ -5,6 +5,8 @@ A program of its own, run by its path, so that it starts without PyTorch:
     namespaces.py keep LINKS              build the hosts; keep them until standard input closes
     namespaces.py enter KEEPER HOST ...   run a command on a host, and end as it does
 
+and :func:`change_link` for what runs on a host.
+
 ``keep`` unshares the namespaces of users (unless root calls), processes, mounts and networks. Its
 child is the first process in them and the switch: a bridge. Each host is a child of that child,
 with a network of its own, joined to the bridge by a pair of devices. A token bucket at each end
@@ -20,17 +22,24 @@ import ctypes
 import errno
 import json
 import os
+import select
 import signal
 import socket
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pyroute2 import IPRoute
 
 NETWORK = "10.77.0"  # seen by nobody but the hosts
 INTERFACE = "eth0"  # a host's end of its link
+COUNTER = "\0microddp-link"  # where a host takes wishes; such a name is known on that host only
 MTU = 9000  # bytes; clusters use such frames, and their headers take 0.7 % of the link
 # Bytes. What all others have under way to one host must find room, or is sent twice.
 QUEUE = 1 << 26
+BUCKET = 0x10000  # the handle of a device's token bucket
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x20000, 0x10000000, 0x20000000, 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 PR_SET_PDEATHSIG = 1
@@ -69,18 +78,39 @@ def keep(links: list[dict[str, float]]) -> None:
         _call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
         os.close(told)
         try:
-            hosts = _be_the_switch(links)
+            switch, hosts, lines = _be_the_switch(links)
         except Exception as error:
-            _send(tell, {"error": str(error) if isinstance(error, Refused) else repr(error)})
+            _send(tell, {"error": _story(error)})
             os._exit(1)
         _send(tell, {"hosts": hosts, "cores": len(os.sched_getaffinity(0))})
-        os.read(0, 1)  # until standard input closes
+        _serve(switch, lines)
         os._exit(0)
     os.close(tell)
     with open(told) as answer:
         message = json.loads(answer.readline() or '{"error": "the hosts died as they started"}')
     print(json.dumps({**message, "first": first}), flush=True)
     os.waitpid(first, 0)  # returns when all processes in there are gone
+
+
+def change_link(bits_per_second: float) -> None:
+    """Give the host that this process runs on a link of another speed, at both ends.
+
+    What is under way goes on at the new speed. The link's delay stays.
+
+    Raises:
+        OSError: this process is on no such host, or its host is gone.
+        RuntimeError: the kernel refused; the message says what.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+        line.connect(COUNTER)
+        line.send(str(bits_per_second).encode())
+        answer = line.recv(1000).decode()
+    if answer != "done":
+        raise RuntimeError(answer or "the host died")
+
+
+def _story(error: Exception) -> str:
+    return str(error) if isinstance(error, Refused) else repr(error)
 
 
 def _send(pipe: int, message: dict[str, object]) -> None:
@@ -113,8 +143,10 @@ def _allowed() -> Iterator[None]:
         ) from error
 
 
-def _be_the_switch(links: list[dict[str, float]]) -> list[int]:
-    """Build the network; returns the process of each host."""
+def _be_the_switch(
+    links: list[dict[str, float]],
+) -> tuple[IPRoute, list[int], dict[socket.socket, int]]:
+    """Build the network: the process of each host, and for the line to each host its port."""
     from pyroute2 import IPRoute
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps what is orphaned in here
@@ -127,7 +159,7 @@ def _be_the_switch(links: list[dict[str, float]]) -> list[int]:
     bridge = switch.link_lookup(ifname="switch")[0]
     switch.link("set", index=bridge, state="up")
     cores = sorted(os.sched_getaffinity(0))
-    hosts, lines = [], []
+    hosts, lines = [], {}
     for number, link in enumerate(links):
         ours, theirs = socket.socketpair()
         host = os.fork()
@@ -143,11 +175,31 @@ def _be_the_switch(links: list[dict[str, float]]) -> list[int]:
         _shape(switch, index, link["bits_per_second"])
         ours.send(b"1")
         hosts.append(host)
-        lines.append(ours)
+        lines[ours] = index
     for line in lines:
         if (answer := line.recv(1000)) != b"ready":
             raise Refused(answer.decode() or "a host died as it started")
-    return hosts
+    return switch, hosts, lines
+
+
+def _serve(switch: IPRoute, lines: dict[socket.socket, int]) -> None:
+    """Shape the ports as hosts ask for it, until standard input closes."""
+    watched: list[int | socket.socket] = [0, *lines]
+    while 0 not in (ready := select.select(watched, [], [])[0]):
+        for line in lines.keys() & ready:
+            if wish := line.recv(100):
+                line.send(_answer(switch, lines[line], wish))
+            else:  # the host is gone
+                watched.remove(line)
+
+
+def _answer(network: IPRoute, index: int, wish: bytes) -> bytes:
+    """Shape a device to as many bits a second as are wished."""
+    try:
+        _shape(network, index, float(wish))
+    except Exception as error:
+        return _story(error).encode()
+    return b"done"
 
 
 def _name_the_hosts(count: int) -> None:
@@ -168,52 +220,66 @@ def _share(cores: list[int], host: int, hosts: int) -> list[int]:
 
 
 def _be_a_host(number: int, link: dict[str, float], cores: list[int], line: socket.socket) -> None:
-    """Have a network, set its end of the link up, and stay."""
+    """Have a network, set its end of the link up, and stay, to change it as is wished."""
+    from pyroute2 import IPRoute
+
     try:
         os.sched_setaffinity(0, cores)
         _call("unshare", CLONE_NEWNET)
         line.send(b"1")
         line.recv(1)
-        _join(number, link)
+        here = IPRoute()
+        index = _join(here, number, link)
+        counter = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        counter.bind(COUNTER)
+        counter.listen()
         line.send(b"ready")
     except Exception as error:
-        line.send((str(error) if isinstance(error, Refused) else repr(error)).encode())
+        line.send(_story(error).encode())
+        os._exit(1)
     while True:
-        signal.pause()
+        caller, _ = counter.accept()
+        with caller, contextlib.suppress(OSError):  # a caller that is gone
+            wish = caller.recv(100)
+            answer = _answer(here, index, wish)
+            if answer == b"done":
+                line.send(wish)
+                answer = line.recv(1000)
+            caller.send(answer)
 
 
-def _join(number: int, link: dict[str, float]) -> None:
-    from pyroute2 import IPRoute
+def _join(here: IPRoute, number: int, link: dict[str, float]) -> int:
+    """Set a host's devices up; returns the index of its end of the link."""
     from pyroute2.netlink.exceptions import NetlinkError
 
-    with IPRoute() as here:
-        here.link("set", index=here.link_lookup(ifname="lo")[0], state="up")
-        index = here.link_lookup(ifname=INTERFACE)[0]
-        here.addr("add", index=index, address=address(number), prefixlen=24)
-        root = _shape(here, index, link["bits_per_second"])
-        if not link["delay"]:
-            return
-        delay = {"delay": round(link["delay"] * 1e6), "limit": 10**6}  # us, packets
-        try:
-            here.tc("add", "netem", index, handle=0x20000, parent=root, **delay)
-        except NetlinkError as error:
-            if error.code != errno.ENOENT:
-                raise
-            raise Refused("this kernel has no netem, so links have no delay (--delay)") from error
-
-
-def _shape(network: object, index: int, bits_per_second: float) -> int:
-    """Set a device up to send so many bits a second; returns the handle of its queue."""
-    from pyroute2.netlink.exceptions import NetlinkError
-
-    handle, largest = 0x10000, _largest(bits_per_second)
-    network.link("set", index=index, mtu=MTU, gso_max_size=largest, state="up")  # type: ignore[attr-defined]
+    here.link("set", index=here.link_lookup(ifname="lo")[0], state="up")
+    index: int = here.link_lookup(ifname=INTERFACE)[0]
+    here.addr("add", index=index, address=address(number), prefixlen=24)
+    _shape(here, index, link["bits_per_second"])
+    if not link["delay"]:
+        return index
+    delay = {"delay": round(link["delay"] * 1e6), "limit": 10**6}  # us, packets
     try:
-        network.tc(  # type: ignore[attr-defined]
-            "add",
+        here.tc("add", "netem", index, handle=0x20000, parent=BUCKET, **delay)
+    except NetlinkError as error:
+        if error.code != errno.ENOENT:
+            raise
+        raise Refused("this kernel has no netem, so links have no delay (--delay)") from error
+    return index
+
+
+def _shape(network: IPRoute, index: int, bits_per_second: float) -> None:
+    """Set a device up to send so many bits a second."""
+    from pyroute2.netlink.exceptions import NetlinkError
+
+    largest = _largest(bits_per_second)
+    network.link("set", index=index, mtu=MTU, gso_max_size=largest, state="up")
+    try:
+        network.tc(
+            "replace",
             "tbf",
             index,
-            handle=handle,
+            handle=BUCKET,
             rate=round(bits_per_second / 8),
             burst=_burst(bits_per_second),
             limit=QUEUE,
@@ -222,7 +288,6 @@ def _shape(network: object, index: int, bits_per_second: float) -> int:
         if error.code != errno.ENOENT:
             raise
         raise Refused("this kernel has no tbf, the token bucket, so links have no speed") from error
-    return handle
 
 
 def _largest(bits_per_second: float) -> int:

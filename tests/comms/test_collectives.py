@@ -119,6 +119,12 @@ def test_a_problem_of_some_is_an_error_on_all_with_the_problems_of_each(comms):
 # ---- every rank's part
 
 
+@on_ranks(2)
+def test_links_that_are_the_machines_own_stay_as_they_are(comms):
+    with pytest.raises(RuntimeError, match=r"hosts in a box, .* got ranks 0, 1: the machine's own"):
+        comms.relink("1gbit")
+
+
 @on_ranks()
 def test_all_gather_stacks_every_ranks_tensor_in_rank_order(comms):
     for dtype in DTYPES:

@@ -291,6 +291,48 @@ class TestJobs:
         assert "exitcode  : 3" in done.stderr
 
 
+RELINKS = """
+import time
+import torch
+import microddp
+
+comms = microddp.init()
+tensor, least = torch.zeros(2**18), []
+for speed in ("400mbit", "50mbit", "400mbit"):
+    comms.relink(speed)
+    seconds = []
+    for _ in range(4):
+        comms.barrier()
+        start = time.perf_counter()
+        comms.all_reduce(tensor)
+        seconds.append(time.perf_counter() - start)
+    least.append(min(seconds) / tensor.nbytes / comms.box.seconds_per_byte)
+assert str(comms.subgroup([0, 1]).box) == str(comms.box)
+try:
+    comms.relink("fast" if comms.rank else "1gbit")
+except RuntimeError as error:
+    comms.print(error)
+    comms.print(*least)
+"""
+
+
+@needs_hosts
+@pytest.mark.parametrize("user", [0, 1000])
+def test_links_change_while_a_job_runs(tmp_path, user):
+    """In units of the wire's time: two ranks send as many bytes as they reduce."""
+    script = tmp_path / "job.py"
+    script.write_text(RELINKS)
+    tmp_path.chmod(0o755)
+    done = hosts("--link", "1gbit", "--", script, user=user, limits="user" if user == 0 else "")
+    assert done.returncode == 0, done.stderr
+    error, least = done.stdout.splitlines()[-2:]
+    assert "got rank 1: expected a link's speed from 100kbit to 34gbit" in error
+    before, slow, after = map(float, least.split())
+    assert 0.7 < slow < 1.5  # the bucket's burst is free
+    assert 0.7 < before < 4
+    assert 0.7 < after < 4
+
+
 SITS = """
 import os, pathlib, sys, time
 import torch
