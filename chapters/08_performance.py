@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -26,6 +27,7 @@ import microddp
 from microddp import figures
 from microddp.allreduce import estimate_communication_time
 from microddp.ddp import DDP
+from microddp.hosts import human_bits
 from microddp.model import FullMLP, ModelConfig, SimpleCNN, Transformer, gradient_bytes
 from microddp.performance import (
     DDPPerformanceAnalyzer,
@@ -37,6 +39,7 @@ from microddp.performance import (
     measure_compute,
     measure_rates,
     measure_scaling,
+    plan_by_name,
     predict_step,
     profile_steps,
 )
@@ -105,6 +108,11 @@ batch = torch.randn(2, 64, DIM, device=few.device).unbind()
 
 def sgd(net):
     return torch.optim.SGD(net.parameters(), lr=1e-3)
+
+
+def speed_of(group):
+    """Bytes a second of a link; of one of 10 Gbit/s where nobody knows."""
+    return 1 / group.box.seconds_per_byte if group.box else 1.25e9
 
 
 # %%
@@ -192,49 +200,117 @@ few.print(f"the analyzer adds {added:+.1%} to a step of {clocked['plain']}")
 
 # %% [markdown]
 r"""
+## Against the speed of the link
+
+**Predict.** An all-reduce of $S$ bytes sends $\frac{2(n-1)}{n}S$ over each link, which takes some
+time $t$. If nothing of it is hidden, averaging takes $t / (c + t)$ of a step that computes for $c$.
+Backward is about two thirds of $c$, as it has 4 of 6 operations. If as much of $t$ as that is
+hidden, $t$ shrinks by $\frac{2}{3}c$, down to nothing. What a step really takes should lie between
+the two.
+
+**Measure.** On hosts in a box the links change their speed while the job runs: `relink` tells each
+host's. One convolutional network trains on all of these:
+"""
+
+# %%
+SPEEDS = ("100mbit", "300mbit", "1gbit", "3gbit", "10gbit")
+images = torch.randn(16, 64, device=few.device), torch.arange(16, device=few.device) % 10
+
+
+def overhead_of(cnn):
+    return DDPPerformanceAnalyzer(few).analyze_communication_overhead(cnn, *images, repeat=5)
+
+
+def share(seconds, alone):
+    return seconds / (alone + seconds)
+
+
+# %%
+def new_cnn(channels):
+    return SimpleCNN(ModelConfig(channels, hidden=2 * channels[1])).to(few.device)
+
+
+small = new_cnn((96, 192, 384))
+usual, by_speed = few.box and few.box.links[0].option, {}
+for speed in SPEEDS if few.box else ():
+    few.relink(speed)
+    overhead = overhead_of(small)
+    t, c = estimate_communication_time(overhead.nbytes, n, speed_of(few)), overhead.alone.median
+    hidden = max(0.0, t - 2 * c / 3)
+    by_speed[few.box.links[0]] = share(t, c), overhead.share, share(hidden, c)
+
+# %% tags=["plumbing"]
+if by_speed:
+    few.relink(usual)
+    names = ("nothing hidden", "measured", "all of backward hides")
+    x = [link.bits_per_second / 1e9 for link in by_speed]
+    columns = zip(*by_speed.values(), strict=True)
+    (_, first, _), *_, (_, last, _) = by_speed.values()
+    figures.lines(
+        {name: (x, [100 * y for y in column]) for name, column in zip(names, columns, strict=True)},
+        title=f"Averaging takes {first:.0%} of a step at {SPEEDS[0]}, {last:.0%} at {SPEEDS[-1]}",
+        xlabel="speed of each link, Gbit/s",
+        ylabel="share of the step, %",
+        log="x",
+    )
+few.print("links of known speed: " + (", ".join(map(str, by_speed)) or "none here"))
+
+# %% [markdown]
+r"""
+**Explain.** Halving the link's time helps where it is most of the step, and hardly where backward
+hides it. What is left at the fastest links is not the wire. The cores carry the messages there, and
+no kernel lets them do so faster than they can: a link that is asked to carry 10 Gbit/s is one that
+holds nothing back.
+
 ## Against the size of the model
 
-The course that this book continues gives a rule of thumb, without the hardware it holds for: at 10
-Gbit/s, communication takes about 60 % of the step of a model of 1M parameters, 40 % at 5M and 20 %
-at 20M. Is a larger model easier to train on several devices?
+The course that this book continues, [microddp](https://github.com/kiankyars/microddp) (2025), gives
+a rule of thumb, without the hardware it holds for: at 10 Gbit/s, communication takes about 60 % of
+the step of a model of 1M parameters, 40 % at 5M and 20 % at 20M. Is a larger model easier to train
+on several devices?
 
 **Predict.** A model of P parameters sends 4P bytes. If each parameter is used equally often for a
 sample, its computing grows as P as well, and the share stays as it is. It falls only if a larger
 model uses each parameter more often, or if what weighed was the start-up of messages, which does
-not grow. A link of 10 Gbit/s carries 1.25 GB/s. From that the ring's time follows, without overlap
-and at least for two ranks. The models are convolutional networks of the rule's three sizes:
+not grow.
+
+**Measure.** The rule's device computes faster than this one, or less for each byte. So the links
+are set to a speed that gives the smallest model the rule's 60 %, with nothing hidden. That is the
+same ratio of computing to bytes, and from there on the rule and the prediction are on their own:
 """
 
 # %%
-LINK = 1.25e9  # bytes a second
 # The channels of each network, and the share of communication by the rule of thumb.
 RULE = {(96, 192, 384): 0.6, (208, 416, 832): 0.4, (432, 864, 1728): 0.2}
-images = torch.randn(16, 64, device=few.device), torch.arange(16, device=few.device) % 10
+if by_speed and n > 1:
+    wanted = 2 * (n - 1) / n * overhead.nbytes * 8 / (1.5 * overhead.alone.median)
+    few.relink(f"{wanted / 1e6:.0f}mbit")
 rows, cnns = [], {}
 
 # %%
 for channels, rule in RULE.items():
-    cnn = SimpleCNN(ModelConfig(channels, hidden=2 * channels[1])).to(few.device)
-    overhead = DDPPerformanceAnalyzer(few).analyze_communication_overhead(cnn, *images, repeat=5)
-    network = estimate_communication_time(overhead.nbytes, max(n, 2), LINK)
-    alone = overhead.alone.median
-    cnns[f"CNN, {overhead.nbytes / 4e6:.1f}M"] = cnn
-    shares = (overhead.share, network / (alone + network), rule)
+    cnn = new_cnn(channels)
+    overhead = overhead_of(cnn)
+    alone, millions = overhead.alone.median, overhead.nbytes / 4e6
+    t = estimate_communication_time(overhead.nbytes, max(n, 2), speed_of(few))
+    shares = (share(t, alone), overhead.share, rule)
     times = human_bytes(overhead.nbytes), human_seconds(alone)
-    rows.append((f"{overhead.nbytes / 4e6:.1f}M", *times, *(f"{share:.0%}" for share in shares)))
+    rows.append((f"{millions:.1f}M", *times, *(f"{part:.0%}" for part in shares)))
+    cnns[f"CNN, {millions:.1f}M"] = cnn
 
 # %% tags=["plumbing"]
-headers = ["parameters", "gradients", "computing", "measured", "10 Gbit/s, predicted", "the rule"]
+headers = ["parameters", "gradients", "computing", "nothing hidden", "measured", "the rule"]
+few.print(f"links of {human_bits(8 * speed_of(few))}")
 few.print(table(rows, headers))
+if by_speed:
+    few.relink(usual)
 
 # %% [markdown]
 """
-**Explain.** *Measured* is the part of the step that data parallelism adds here, with this
-machine's links and its overlap. The prediction takes this device's computing, and a network that
-it does not have. The rule names neither the device nor the batch, and both move the result: for a
-device that computes ten times faster, the wait is ten times as long beside the computing. The
-predicted shares follow the ratio of computing to bytes, and not the size. The measured ones also
-hold the start-ups, which weigh most in the smallest model.
+**Explain.** The prediction follows the ratio of computing to bytes, and not the size. The measured
+shares are lower by what backward hides. The rule names neither the device nor the batch, and both
+move the result: for a device that computes ten times faster, the wait is ten times as long beside
+the computing. Where the speed of the links is not known, the prediction takes 10 Gbit/s.
 
 ## More ranks
 
@@ -312,7 +388,6 @@ def variant(K=1, samples=64, cap=1.0, autocast=False, half_messages=False):
 
 
 # %%
-# %%
 VARIANTS = {f"buckets of {cap:g} MiB": {"cap": cap} for cap in (0.1, 1, 25)}
 VARIANTS |= {f"accumulation of {K}": {"K": K} for K in (1, 2, 4, 8)}
 VARIANTS |= {f"batch of {size}": {"samples": size} for size in (16, 64, 256)}
@@ -359,16 +434,42 @@ noise. Half the bytes need two conversions. They pay where the link takes longer
 
 ## Predicted from its parts
 
-**Predict.** A step of any plan, from what was measured one part at a time: forward, backward with
-the moment of each gradient, the optimizer, copies into buckets, and the start-up $\alpha$ and time
-per byte $\beta$ of an all-reduce. Buckets travel one after the other:
+**Predict.** A step of any plan, from what is measured one part at a time: forward, backward with
+the moment of each gradient, the optimizer, and the start-up $\alpha$ and time per byte $\beta$ of an
+all-reduce. Buckets travel one after the other:
 
 $$\text{start}_b = \max(\text{ready}_b, \text{end}_{b-1}), \qquad
 \text{end}_b = \text{start}_b + \alpha + \beta S_b .$$
 
-Where processors move the bytes, one more number is needed. While a bucket travels, it keeps some
-cores busy, and backward goes on with what is left of them:
+**Build.** That is a loop:
 """
+
+
+# %%
+def backward_ends(ready, sizes, backward, alpha, beta):
+    """When gradients are averaged: seconds since backward began."""
+    end = 0.0
+    for moment, nbytes in zip(ready, sizes, strict=True):
+        end = max(moment, end) + alpha + beta * nbytes
+    return max(end, backward)
+
+
+# %% [markdown]
+"""
+The parts come from the core. {func}`~microddp.performance.prediction.measure_compute` times a step
+without communication, with a hook on each parameter, and
+{func}`~microddp.performance.prediction.plan_by_name` says which gradients travel together:
+"""
+
+
+# %%
+def predict(net, compute, cost, cap):
+    plan = plan_by_name("ddp", net, compute.ready, cap)
+    ready = [max(compute.ready[name] for name in bucket.names) for bucket in plan]
+    sizes = [bucket.nbytes for bucket in plan]
+    backward = backward_ends(ready, sizes, compute.backward, cost.alpha, cost.beta)
+    return compute.forward + backward + compute.optimizer
+
 
 # %%
 cost = measure_all_reduce(few)
@@ -378,9 +479,27 @@ few.print(
 )
 
 # %% [markdown]
+r"""
+The core's own {func}`~microddp.performance.prediction.predict_step` takes two more things into
+account. To copy gradients into buckets takes time. And where processors move the bytes, a bucket
+that travels keeps some of the cores busy, and backward goes on with what is left of them. Without
+the two, both predictors must agree:
 """
-**Measure.** Four models at two bucket sizes, predicted and then timed in
-{class}`~microddp.ddp.wrapper.DistributedDataParallel`, three times in turns:
+
+# %%
+compute = measure_compute(model, mse_loss, batch, sgd, few)
+bare = replace(compute, copy=0.0), replace(cost, cores=0.0)
+for cap in (0.1, 1.0, 25.0):
+    core = predict_step("ddp", model, *bare, bucket_cap_mb=cap).step
+    assert abs(predict(model, *bare, cap) / core - 1) < 1e-9
+
+# %% [markdown]
+r"""
+**Measure.** A model that only explains what it was fitted to explains little. So alpha and beta are
+those of the links above, and the steps are timed on two others. There beta is known: a link's time
+for $\frac{2(n-1)}{n}$ bytes. (A machine whose links cannot be changed is predicted as it is.) Four
+models are predicted and then timed in {class}`~microddp.ddp.wrapper.DistributedDataParallel`, in
+turns:
 """
 
 
@@ -403,35 +522,55 @@ CASES["transformer"] = (decoder, (tokens, tokens.roll(-1, 1)), flat_cross_entrop
 
 
 # %%
-def predict(net, data, loss_fn, cap):
-    compute = measure_compute(net, loss_fn, data, sgd, few, repeat=4)
-    return predict_step("ddp", net, compute, cost, cores_for_each_rank(few), cap).step
+def on_this_link(cost):
+    """The cores spend as much on a byte as before, while it travels for longer or shorter."""
+    if few.box is None:
+        return cost
+    beta = 2 * (n - 1) / n * few.box.seconds_per_byte
+    return replace(cost, beta=beta, cores=cost.cores * cost.beta / beta)
+
+
+def both(net, data, loss_fn, cap=1.0):
+    """This chapter's prediction and the core's."""
+    compute, now = measure_compute(net, loss_fn, data, sgd, few, repeat=4), on_this_link(cost)
+    core = predict_step("ddp", net, compute, now, cores_for_each_rank(few), cap)
+    return predict(net, compute, now, cap), core.step
 
 
 # %%
 rows, errors = [], []
-for (name, (net, data, loss_fn)), cap in itertools.product(CASES.items(), (1.0, 25.0)):
-    wrapped = DDP(copy.deepcopy(net), few, bucket_cap_mb=cap)
+for speed, (name, case) in itertools.product(("500mbit", "2gbit"), CASES.items()):
+    if few.box:
+        few.relink(speed)
+    net, data, loss_fn = case
+    wrapped = DDP(copy.deepcopy(net), few, bucket_cap_mb=1.0)
     step = partial(train_step, wrapped, sgd(wrapped), data, loss_fn)
     predicted, seconds = [], []
     for _ in range(3):  # in turns, because a machine changes its pace
-        predicted.append(predict(net, data, loss_fn, cap))
+        predicted.append(both(net, data, loss_fn))
         seconds += measure({"": step}, few, repeat=4)[""].seconds
+    ours, core = map(statistics.median, zip(*predicted, strict=True))
     measured = Timing(tuple(seconds))
-    errors.append(statistics.median(predicted) / measured.median - 1)
-    rows.append((name, cap, human_seconds(statistics.median(predicted)), measured, errors[-1]))
+    errors.append((ours / measured.median - 1, core / measured.median - 1))
+    link = human_bits(8 * speed_of(few)) if few.box else ""
+    rows.append((name, link, human_seconds(ours), human_seconds(core), measured, *errors[-1]))
 
 # %% tags=["plumbing"]
-headers = ["model", "cap MiB", "predicted", "measured (quartiles)", "error"]
-few.print(table(rows, headers, floats=("", "g", "", "", "+.0%")))
-few.print(f"median error {statistics.median(map(abs, errors)):.0%}")
+if few.box:
+    few.relink(usual)
+headers = ["model", "link", "predicted", "core's", "measured (quartiles)", "error", "core's error"]
+few.print(table(rows, headers, floats=("", "", "", "", "", "+.0%", "+.0%")))
+middle = [statistics.median(map(abs, column)) for column in zip(*errors, strict=True)]
+longer = sum(error < 0 for _, error in errors)
+few.print(f"median error {middle[0]:.0%}, of the core's {middle[1]:.0%}")
+few.print(f"{longer} of {len(errors)} steps took longer than the core predicts")
 
 # %% [markdown]
 r"""
 **Explain.** The prediction leaves out what ranks do to each other. One that is late makes all wait,
 and threads that want the same core take turns by the scheduler's choice. Both make a real step
 longer than the predicted one: then the error is negative. And each part is measured at another
-moment than the step, so an error can be positive, too.
+moment than the step, so an error can be positive, too. The last line above counts both kinds.
 
 ## The profiler
 
