@@ -13,7 +13,6 @@ gloo between CPUs, NCCL between Nvidia GPUs.
 import functools
 import itertools
 import time
-from statistics import median
 
 import torch
 
@@ -375,8 +374,7 @@ few.print(f"alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte")
 if few.box:
     known = few.box.seconds_per_byte
     few.print(f"the links: {known * 1e9:.3f} ns/byte; the fit is {beta / known:.2f} of that")
-    beta = known
-    alpha = median(t - beta * m for m, t in message_seconds.items() if m <= 1 << 14)
+    alpha, beta = fit_alpha_beta(*zip(*message_seconds.items(), strict=True), beta=known)
     few.print(f"with beta as it is known, alpha {human_seconds(alpha)}")
 rows = [
     (human_bytes(m), human_seconds(t), human_seconds(alpha + beta * m))

@@ -13,7 +13,6 @@ the first message starts too late.
 import copy
 import itertools
 from functools import partial
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -77,8 +76,8 @@ timings = measure(calls, few, repeat=21)
 alpha, beta = fit_alpha_beta(list(timings), [t.median for t in timings.values()])
 few.print(f"alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte")
 if few.box:  # each rank sends 2 (n-1)/n of the bytes, over a link of known speed
-    beta = few.box.seconds_per_byte * 2 * (n - 1) / n
-    alpha = median(t.median - m * beta for m, t in timings.items() if m <= 1 << 14)
+    known = few.box.seconds_per_byte * 2 * (n - 1) / n
+    alpha, beta = fit_alpha_beta(list(timings), [t.median for t in timings.values()], known)
     few.print(f"from the links' speed: alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte")
 if beta > 0:  # else the size made no difference
     few.print(f"{human_bytes(alpha / beta)} take as long to send as a message takes to start")

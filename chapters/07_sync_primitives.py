@@ -4,8 +4,8 @@ r"""
 
 Which other collectives are there, and what are they for? An all-reduce gives everybody the sum.
 Around it stand seven more, for waiting, copying, dealing out and collecting. This chapter draws
-who has what before and after each, uses them for the chores of a training job, and makes the
-mistakes that leave a job hanging. At the end it counts and times what they send.
+who has what before and after each, uses them for the chores of a training job, and counts and times
+what they send. The last part stands on its own: the mistakes that leave a job hanging.
 """
 
 # %% tags=["imports"]
@@ -42,6 +42,7 @@ from microddp.timing import measure
 
 # %%
 os.environ.pop("MICRODDP_DEBUG", None)  # a later section sets it where it belongs
+# sphinx_gallery_hosts = "4 x 1gbit"
 comms = microddp.init()
 rank, n = comms.rank, comms.world_size
 comms.print(comms.describe())
@@ -51,7 +52,8 @@ comms.print(comms.describe())
 ## Who waits: the barrier
 
 The simplest collective moves nothing. Nobody leaves a *barrier* before everybody has come to it.
-Here each rank comes a little later than the one before:
+Here each rank comes a little later than the one before. (`all_gather_data` lets everybody know what
+each rank has to tell, in numbers, texts and lists.)
 """
 
 # %%
@@ -61,7 +63,7 @@ comms.barrier()
 times = comms.all_gather_data([arrived, time.monotonic()])
 rows = [(r, *(human_seconds(t - times[0][0]) for t in pair)) for r, pair in enumerate(times)]
 comms.print(table(rows, ["rank", "comes at", "leaves at"]))
-if comms.local_world_size == n:
+if comms.box or comms.local_world_size == n:
     assert min(left for _, left in times) >= max(came for came, _ in times)
 
 # %% [markdown]
@@ -164,46 +166,7 @@ assert torch.equal(comms.all_to_all(comms.all_to_all(x)), x)
 comms.print("reduce-scatter, all-gather = all-reduce; all-to-all twice = nothing")
 
 # %% [markdown]
-"""
-## Objects
-
-Ranks have more to tell each other than tensors of one shape. `all_gather_data` takes plain data:
-numbers, texts, lists, dictionaries. It sends them as JSON, in two all-gathers: first the lengths,
-then the texts, padded to the longest. What JSON does not know, it changes or refuses: a key becomes
-a text, a tuple a list.
-"""
-
-# %%
-told = comms.all_gather_data({"rank": rank, 1: (2, 3), "note": "x" * rank})
-comms.print(f"from the last rank: {told[-1]}")
-assert [entry["rank"] for entry in told] == list(range(n))
-
-# %% [markdown]
-"""
-PyTorch's `all_gather_object` takes *any* object, because it sends a pickle. A pickle is a program:
-it names functions to call, and whoever reads it calls them. Below, the last rank sends an object
-that asks to be rebuilt by calling `os.getpid`:
-"""
-
-
-# %%
-class Surprise:
-    def __reduce__(self):  # how pickle is to make this object again
-        return os.getpid, ()
-
-
-received = [None] * n
-dist.all_gather_object(received, Surprise() if rank == n - 1 else "a text")
-comms.print(f"rank 0 received {received[-1]}; its process is number {os.getpid()}")
-assert received[-1] == os.getpid()
-
-# %% [markdown]
 r"""
-No object arrived. Every rank ran a function that the sender chose, and got its own process's
-number. It could as well have been `os.system`. Among the ranks of one job that is no loss: one user
-runs them, who could have called it anyway. But a port can be reached by others, and a file may
-come from anywhere. JSON has nothing to call.
-
 ## What they are for
 
 A training job needs most of them once. Here is one, from its start to its last number.
@@ -346,6 +309,203 @@ assert n == 1 or found["every n-th, rank by rank"] < 0.5
 # %% [markdown]
 """
 The second line is the accuracy of a good model whose predictions were shuffled. No error says so.
+"""
+
+# %% [markdown]
+"""
+## Whom to ask: a mesh
+
+So far one group was enough, and `comms` was at hand. Larger jobs arrange ranks in a grid, a *mesh*,
+with a group along each row and each column. One dimension may be the GPUs of a machine and the
+other the machines, or one the copies of a model and the other its parts. A rank then has several
+numbers. {func}`microddp.get` takes a word and answers for one dimension of a mesh: `"ws"` is the
+world size, `"rank"` the rank in that dimension, `"grank"` the rank in the whole job, `"lrank"` the
+one on its machine, `"pg"` the process group. `register_mesh` says for which dimension, so that a
+function deep inside a model need not be handed it:
+"""
+
+# %%
+shape = (2, n // 2) if n > 2 and n % 2 == 0 else (1, n)
+device_type = "cuda" if comms.backend == "nccl" else "cpu"
+mesh = init_device_mesh(device_type, shape, mesh_dim_names=("across", "within"))
+mine = [microddp.get("grank"), microddp.get("lrank")]
+for name in mesh.mesh_dim_names:
+    microddp.register_mesh(mesh[name])
+    mine.append(f"{microddp.get('rank')} of {microddp.get('ws')}")
+comms.print(f"a mesh of {shape[0]} x {shape[1]}" + ("; 2 x 2 takes four ranks" if n < 4 else ""))
+comms.print(table(comms.all_gather_data(mine), ["grank", "lrank", *mesh.mesh_dim_names]))
+
+# %% [markdown]
+"""
+Groups along two dimensions add up to all ranks. A sum within each row and then across the rows is
+the sum over everybody, which pays where the links within a machine are faster than those between:
+"""
+
+# %%
+total = torch.tensor([10.0**rank], dtype=torch.float64, device=comms.device)
+whole = total.clone()
+comms.all_reduce(whole)
+for name in ("within", "across"):
+    dist.all_reduce(total, group=microddp.get("pg", mesh[name]))
+    comms.print(f"rank 0 after the sum {name}: {total.item():.0f}")
+assert torch.equal(total, whole)
+microddp.register_mesh(None)
+
+# %% [markdown]
+r"""
+## What they cost
+
+**Predict.** Let $S$ be the bytes of the largest tensor that a rank holds before or after.
+
+- Broadcast is a tree from rank 0. Each round reaches twice as many ranks, so it takes
+  $\lceil\log_2 n\rceil$ rounds of $S$. A barrier takes as many, with nothing to carry.
+- Scatter and gather are $n-1$ messages of $S/n$ through rank 0's link.
+- The other four are rings, or exchanges with one rank after the other: $n-1$ rounds of $S/n$, and
+  for all-reduce twice as many.
+
+`COST` holds three numbers for each: the rounds, and as shares of $S$ the bytes of a round and the
+bytes that the busiest rank sends. As in chapter 02, ranks that only send can all be timed where
+they have links of their own; elsewhere those without a core or GPU leave. `m` ranks stay:
+"""
+
+# %%
+few = comms.timed(computing=False)
+m = few.world_size
+doublings = math.ceil(math.log2(m))
+few.print(f"{m} of {n} ranks stay")
+
+# %%
+COST = {
+    "barrier": (doublings, 0, 0),
+    "broadcast": (doublings, 1, doublings),
+    "scatter": (m - 1, 1 / m, (m - 1) / m),
+    "gather": (m - 1, 1 / m, 1 / m),
+    "all-gather": (m - 1, 1 / m, (m - 1) / m),
+    "reduce-scatter": (m - 1, 1 / m, (m - 1) / m),
+    "all-to-all": (m - 1, 1 / m, (m - 1) / m),
+    "all-reduce": (2 * (m - 1), 1 / m, 2 * (m - 1) / m),
+}
+
+# %% [markdown]
+"""
+**Measure.** First the bytes. gloo's messages travel over TCP, between two processes of one machine,
+too. Linux counts what each connection has sent, and what it had to send again
+(`tcpi_bytes_sent` and `tcpi_bytes_retrans` in the kernel's `linux/tcp.h`). The sum over a
+process's connections tells what a collective really sent, whatever the backend does inside:
+"""
+
+
+# %%
+def bytes_sent():
+    """What this process has sent over each of its TCP connections."""
+    counts = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError, struct.error):  # not TCP, or an old kernel
+            connection = socket.socket(fileno=int(fd))
+            try:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 216)
+                sent, sent_again = struct.unpack_from("QQ", info, 200)
+                counts[fd] = sent - sent_again
+            finally:
+                connection.detach()  # it is not ours to close
+    return counts
+
+
+# %%
+def sent_since(before):
+    """Those to ranks that left may be closed by now: what they sent is in no difference."""
+    return sum(count - before.get(fd, 0) for fd, count in bytes_sent().items())
+
+
+# %%
+def call_on(name, parts):
+    """A call of a collective whose largest tensor has ``parts`` numbers for each rank."""
+    x = brings(name, torch.ones(m * parts, device=comms.device), few)
+    if name == "reduce-scatter, ring":
+        return partial(ring_reduce_scatter, x, few)
+    return few.barrier if name == "barrier" else partial(collective, name, few, x)
+
+
+# %%
+PART = 2**18  # numbers: 1 MiB
+S = 4 * PART * m
+COST["reduce-scatter, ring"] = COST["reduce-scatter"]  # chapter 02's
+can_count = comms.backend == "gloo" and hasattr(socket, "TCP_INFO") and any(bytes_sent().values())
+
+# %%
+counted = {}
+for name in COST if m > 1 and all(few.all_gather_data(can_count)) else ():
+    call = call_on(name, PART)
+    few.barrier()
+    before = bytes_sent()
+    call()
+    few.barrier()
+    counted[name] = max(few.all_gather_data(sent_since(before)))
+
+# %%
+rows = [(name, human_bytes(COST[name][2] * S), human_bytes(sent)) for name, sent in counted.items()]
+if counted:
+    few.print(f"S = {human_bytes(S)}, {m} ranks: bytes of the rank that sends most")
+    few.print(table(rows, ["", "predicted", "counted"]))
+else:
+    few.print("Bytes are counted for two ranks and more, on gloo, under Linux.")
+for name, sent in counted.items():
+    expected = COST["all-reduce" if name == "reduce-scatter" else name][2] * S
+    assert abs(sent - expected) < 0.02 * S, (name, sent, expected)
+
+# %% [markdown]
+r"""
+**Explain.** The few hundred bytes of the barrier are messages without content. All others send
+what was predicted, except one: over gloo, a reduce-scatter sends what an all-reduce sends. PyTorch
+makes it from all-reduces, after which every rank throws all parts but one away. The name of a
+collective says who has what at the end, not what it costs to get there. The last line is the
+first half of chapter 02's ring, which sends half of that.
+
+Now the time. As in chapter 02, $\alpha$ and $\beta$ come from single exchanges of many sizes, and
+$\beta$ from the links where their speed is known:
+"""
+
+# %%
+right, left = (few.rank + 1) % m, (few.rank - 1) % m
+exchanges = {}
+for nbytes in (2**i for i in range(10, 23, 2)):
+    out, into = torch.zeros(2, nbytes // 4, device=comms.device).unbind()
+    exchange = partial(few.sendrecv, out, right, into, left)
+    exchanges[nbytes] = exchange if m > 1 else partial(into.copy_, out)  # alone, one can only copy
+single = {size: t.median for size, t in measure(exchanges, few, repeat=31).items()}
+known = few.box.seconds_per_byte if few.box else None
+alpha, beta = fit_alpha_beta(list(single), list(single.values()), known)
+few.print(f"alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte")
+
+# %%
+timings = {
+    parts: measure({name: call_on(name, parts) for name in COST}, few, repeat=9)
+    for parts in (1, PART)
+}
+
+# %% tags=["plumbing"]
+rows = {name: [name] for name in COST}
+for parts, by_name in timings.items():
+    for name, timing in by_name.items():
+        rounds, share, _ = COST[name]
+        predicted = rounds * (alpha + beta * share * 4 * m * parts)
+        rows[name] += [human_seconds(predicted), human_seconds(timing.median)]
+headers = [f"{human_bytes(4 * m * parts)}, {w}" for parts in timings for w in ("pred.", "meas.")]
+few.print(table(rows.values(), ["", *headers]))
+
+# %% [markdown]
+r"""
+**Explain.** For small tensors the bytes do not count: what does is $\alpha$ for each round, and
+what PyTorch and gloo do around it, which the model leaves out. Scatter and gather start more than
+one message: they first say what comes, because parts may differ in size. For large tensors,
+remember that $\beta$ was measured on messages in both directions at once. One direction alone is
+cheaper, memory that has left the cache is dearer, and a broadcast between two ranks has both. The
+others make a new tensor, copy what arrives into it, or add; none of that is in the model.
+
+## When it hangs
+
+From here on it is about mistakes. Each is a few lines that many have written, and the ranks that
+stayed run them all.
 
 ## Where it breaks: only rank 0 enters
 
@@ -357,6 +517,7 @@ so there the mistakes are not made.)
 """
 
 # %%
+comms, rank, n = few, few.rank, m
 STUCK = n > 1 and comms.backend == "gloo"  # whether there is somebody to wait for
 
 
@@ -583,8 +744,8 @@ assert [ending != "went on" for ending in endings] == [STUCK] + [False] * (n - 1
 # %% [markdown]
 """
 The barrier belongs to all ranks, so it stands outside of the `if`. Then everybody may read
-(on several machines, if they share the folder). `weights_only=True` is there for the reason given
-above: a saved model is a pickle, too.
+(on several machines, if they share the folder). A saved model is a *pickle*, a program that runs
+when it is read; `weights_only=True` lets it make tensors and nothing else:
 """
 
 # %%
@@ -599,194 +760,7 @@ folder.cleanup()
 comms.print(f"{n} equal models from one file")
 
 # %% [markdown]
-"""
-## Whom to ask: a mesh
-
-So far one group was enough, and `comms` was at hand. Larger jobs arrange ranks in a grid, a *mesh*,
-with a group along each row and each column. One dimension may be the GPUs of a machine and the
-other the machines, or one the copies of a model and the other its parts. A rank then has several
-numbers. {func}`microddp.get` takes a word and answers for one dimension of a mesh: `"ws"` is the
-world size, `"rank"` the rank in that dimension, `"grank"` the rank in the whole job, `"lrank"` the
-one on its machine, `"pg"` the process group. `register_mesh` says for which dimension, so that a
-function deep inside a model need not be handed it:
-"""
-
-# %%
-shape = (2, n // 2) if n > 2 and n % 2 == 0 else (1, n)
-device_type = "cuda" if comms.backend == "nccl" else "cpu"
-mesh = init_device_mesh(device_type, shape, mesh_dim_names=("across", "within"))
-mine = [microddp.get("grank"), microddp.get("lrank")]
-for name in mesh.mesh_dim_names:
-    microddp.register_mesh(mesh[name])
-    mine.append(f"{microddp.get('rank')} of {microddp.get('ws')}")
-comms.print(f"a mesh of {shape[0]} x {shape[1]}" + ("; 2 x 2 takes four ranks" if n < 4 else ""))
-comms.print(table(comms.all_gather_data(mine), ["grank", "lrank", *mesh.mesh_dim_names]))
-
-# %% [markdown]
-"""
-Groups along two dimensions add up to all ranks. A sum within each row and then across the rows is
-the sum over everybody, which pays where the links within a machine are faster than those between:
-"""
-
-# %%
-total = torch.tensor([10.0**rank], dtype=torch.float64, device=comms.device)
-whole = total.clone()
-comms.all_reduce(whole)
-for name in ("within", "across"):
-    dist.all_reduce(total, group=microddp.get("pg", mesh[name]))
-    comms.print(f"rank 0 after the sum {name}: {total.item():.0f}")
-assert torch.equal(total, whole)
-microddp.register_mesh(None)
-
-# %% [markdown]
 r"""
-## What they cost
-
-**Predict.** Let $S$ be the bytes of the largest tensor that a rank holds before or after.
-
-- Broadcast is a tree from rank 0. Each round reaches twice as many ranks, so it takes
-  $\lceil\log_2 n\rceil$ rounds of $S$. A barrier takes as many, with nothing to carry.
-- Scatter and gather are $n-1$ messages of $S/n$ through rank 0's link.
-- The other four are rings, or exchanges with one rank after the other: $n-1$ rounds of $S/n$, and
-  for all-reduce twice as many.
-
-`COST` holds three numbers for each: the rounds, and as shares of $S$ the bytes of a round and the
-bytes that the busiest rank sends. As in chapter 02, ranks that have no core or GPU of their own
-leave first, and `m` is the number of those that stay:
-"""
-
-# %%
-few = comms.timed()
-m = few.world_size
-doublings = math.ceil(math.log2(m))
-few.print(f"{m} of {n} ranks stay")
-
-# %%
-COST = {
-    "barrier": (doublings, 0, 0),
-    "broadcast": (doublings, 1, doublings),
-    "scatter": (m - 1, 1 / m, (m - 1) / m),
-    "gather": (m - 1, 1 / m, 1 / m),
-    "all-gather": (m - 1, 1 / m, (m - 1) / m),
-    "reduce-scatter": (m - 1, 1 / m, (m - 1) / m),
-    "all-to-all": (m - 1, 1 / m, (m - 1) / m),
-    "all-reduce": (2 * (m - 1), 1 / m, 2 * (m - 1) / m),
-}
-
-# %% [markdown]
-"""
-**Measure.** First the bytes. gloo's messages travel over TCP, also between two processes of one
-machine. Linux counts what each connection has sent, and what it had to send again
-(`tcpi_bytes_sent` and `tcpi_bytes_retrans` in the kernel's `linux/tcp.h`). The sum over a
-process's connections tells what a collective really sent, whatever the backend does inside:
-"""
-
-
-# %%
-def bytes_sent():
-    """What this process has sent over each of its TCP connections."""
-    counts = {}
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError, struct.error):  # not TCP, or an old kernel
-            connection = socket.socket(fileno=int(fd))
-            try:
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 216)
-                sent, sent_again = struct.unpack_from("QQ", info, 200)
-                counts[fd] = sent - sent_again
-            finally:
-                connection.detach()  # it is not ours to close
-    return counts
-
-
-# %%
-def sent_since(before):
-    """Those to ranks that left may be closed by now: what they sent is in no difference."""
-    return sum(count - before.get(fd, 0) for fd, count in bytes_sent().items())
-
-
-# %%
-def call_on(name, parts):
-    """A call of a collective whose largest tensor has ``parts`` numbers for each rank."""
-    x = brings(name, torch.ones(m * parts, device=comms.device), few)
-    if name == "reduce-scatter, ring":
-        return partial(ring_reduce_scatter, x, few)
-    return few.barrier if name == "barrier" else partial(collective, name, few, x)
-
-
-# %%
-PART = 2**18  # numbers: 1 MiB
-S = 4 * PART * m
-COST["reduce-scatter, ring"] = COST["reduce-scatter"]  # chapter 02's
-can_count = comms.backend == "gloo" and hasattr(socket, "TCP_INFO") and any(bytes_sent().values())
-
-# %%
-counted = {}
-for name in COST if m > 1 and all(few.all_gather_data(can_count)) else ():
-    call = call_on(name, PART)
-    few.barrier()
-    before = bytes_sent()
-    call()
-    few.barrier()
-    counted[name] = max(few.all_gather_data(sent_since(before)))
-
-# %%
-rows = [(name, human_bytes(COST[name][2] * S), human_bytes(sent)) for name, sent in counted.items()]
-if counted:
-    few.print(f"S = {human_bytes(S)}, {m} ranks: bytes of the rank that sends most")
-    few.print(table(rows, ["", "predicted", "counted"]))
-else:
-    few.print("Bytes are counted for two ranks and more, on gloo, under Linux.")
-for name, sent in counted.items():
-    expected = COST["all-reduce" if name == "reduce-scatter" else name][2] * S
-    assert abs(sent - expected) < 0.02 * S, (name, sent, expected)
-
-# %% [markdown]
-r"""
-**Explain.** The few hundred bytes of the barrier are messages without content. All others send
-what was predicted, except one: over gloo, a reduce-scatter sends what an all-reduce sends. PyTorch
-makes it from all-reduces, after which every rank throws all parts but one away. The name of a
-collective says who has what at the end, not what it costs to get there. The last line is the
-first half of chapter 02's ring, which sends half of that.
-
-Now the time. As in chapter 02, $\alpha$ and $\beta$ come from single exchanges of many sizes:
-"""
-
-# %%
-right, left = (few.rank + 1) % m, (few.rank - 1) % m
-exchanges = {}
-for nbytes in (2**i for i in range(10, 23, 2)):
-    out, into = torch.zeros(2, nbytes // 4, device=comms.device).unbind()
-    exchange = partial(few.sendrecv, out, right, into, left)
-    exchanges[nbytes] = exchange if m > 1 else partial(into.copy_, out)  # alone, one can only copy
-single = {size: t.median for size, t in measure(exchanges, few, repeat=31).items()}
-alpha, beta = fit_alpha_beta(list(single), list(single.values()))
-few.print(f"alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte")
-
-# %%
-timings = {
-    parts: measure({name: call_on(name, parts) for name in COST}, few, repeat=21)
-    for parts in (1, PART)
-}
-
-# %% tags=["plumbing"]
-rows = {name: [name] for name in COST}
-for parts, by_name in timings.items():
-    for name, timing in by_name.items():
-        rounds, share, _ = COST[name]
-        predicted = rounds * (alpha + beta * share * 4 * m * parts)
-        rows[name] += [human_seconds(predicted), human_seconds(timing.median)]
-headers = [f"{human_bytes(4 * m * parts)}, {w}" for parts in timings for w in ("pred.", "meas.")]
-few.print(table(rows.values(), ["", *headers]))
-
-# %% [markdown]
-r"""
-**Explain.** For small tensors the bytes do not count: what does is $\alpha$ for each round, and
-what PyTorch and gloo do around it, which the model leaves out. Scatter and gather start more than
-one message: they first say what comes, because parts may differ in size. For large tensors,
-remember that $\beta$ was measured on messages in both directions at once. One direction alone is
-cheaper, memory that has left the cache is dearer, and a broadcast between two ranks has both. The
-others make a new tensor, copy what arrives into it, or add; none of that is in the model.
-
 ## What to take along
 
 - A collective is defined by who has what before and after. What it sends depends on how the
@@ -796,6 +770,49 @@ others make a new tensor, copy what arrives into it, or add; none of that is in 
 - Every rank must make the same calls in the same order with the same shapes. A rank that does not
   shows up as a time-out somewhere else, or as a wrong number.
 - Do not unpickle what a rank or a file sends, unless you would run its program.
+"""
+
+# %% [markdown]
+"""
+## Appendix: objects
+
+Ranks have more to tell each other than tensors of one shape. `all_gather_data` takes plain data:
+numbers, texts, lists, dictionaries. It sends them as JSON, in two all-gathers: first the lengths,
+then the texts, padded to the longest. What JSON does not know, it changes or refuses: a key becomes
+a text, a tuple a list.
+"""
+
+# %%
+told = comms.all_gather_data({"rank": rank, 1: (2, 3), "note": "x" * rank})
+comms.print(f"from the last rank: {told[-1]}")
+assert [entry["rank"] for entry in told] == list(range(n))
+
+# %% [markdown]
+"""
+PyTorch's `all_gather_object` takes *any* object, because it sends a pickle. A pickle is a program:
+it names functions to call, and whoever reads it calls them. Below, the last rank sends an object
+that asks to be rebuilt by calling `os.getpid`:
+"""
+
+
+# %%
+class Surprise:
+    def __reduce__(self):  # how pickle is to make this object again
+        return os.getpid, ()
+
+
+received = [None] * n
+last = Surprise() if rank == n - 1 else "a text"
+dist.all_gather_object(received, last, group=comms.group)
+comms.print(f"rank 0 received {received[-1]}; its process is number {os.getpid()}")
+assert received[-1] == os.getpid()
+
+# %% [markdown]
+r"""
+No object arrived. Every rank ran a function that the sender chose, and got its own process's
+number. It could as well have been `os.system`. Among the ranks of one job that is no loss: one user
+runs them, who could have called it anyway. But a port can be reached by others, and a file may
+come from anywhere. JSON has nothing to call.
 
 ## Exercises
 

@@ -435,8 +435,8 @@ noise. Half the bytes need two conversions. They pay where the link takes longer
 ## Predicted from its parts
 
 **Predict.** A step of any plan, from what is measured one part at a time: forward, backward with
-the moment of each gradient, the optimizer, and the start-up $\alpha$ and time per byte $\beta$ of an
-all-reduce. Buckets travel one after the other:
+the moment of each gradient, the optimizer, and of an all-reduce the start-up $\alpha$ and the time
+per byte $\beta$. Buckets travel one after the other:
 
 $$\text{start}_b = \max(\text{ready}_b, \text{end}_{b-1}), \qquad
 \text{end}_b = \text{start}_b + \alpha + \beta S_b .$$

@@ -101,7 +101,12 @@ def bus_bandwidth(nbytes: int, seconds: float, world_size: int) -> float:
     return nbytes / seconds * 2 * (world_size - 1) / world_size
 
 
-def fit_alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+SMALL = 1 << 14  # bytes: what such a message takes is nearly all alpha
+
+
+def fit_alpha_beta(
+    sizes: Sequence[float], seconds: Sequence[float], beta: float | None = None
+) -> tuple[float, float]:
     """The start-up time and the time per byte that best explain measured message times.
 
     Least squares of the *relative* error of ``alpha + beta * size``, so that the small messages,
@@ -110,6 +115,8 @@ def fit_alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[fl
     Args:
         sizes: bytes of each message, at least two different sizes.
         seconds: the time each took.
+        beta: seconds a byte, if that is known. Then only alpha is looked for, and only where it is
+            seen: the median of what the messages of at most 16 KiB took beside their bytes.
 
     Returns:
         ``(alpha, beta)`` in seconds and seconds per byte.
@@ -124,6 +131,9 @@ def fit_alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[fl
         )
     size: np.ndarray[Any, np.dtype[np.float64]] = np.asarray(sizes, float)
     time = np.asarray(seconds, float)
+    if beta is not None:
+        left = (time - beta * size)[size <= max(SMALL, size.min())]
+        return max(0.0, float(np.median(left))), beta
     columns = np.stack([np.ones_like(size), size], axis=1) / time[:, None]
     alpha, beta = np.linalg.lstsq(columns, np.ones_like(size), rcond=None)[0]
     if alpha < 0:  # then a line through the origin fits best

@@ -17,6 +17,20 @@ from microddp.comms.machine import cpu_cores, cpu_name
 from microddp.hosts import Box
 
 
+def most_rounds() -> int | None:
+    """What ``MICRODDP_ROUNDS`` says, if it is set.
+
+    Raises:
+        ValueError: that is no number from 1 on.
+    """
+    text = os.environ.get("MICRODDP_ROUNDS")
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"expected MICRODDP_ROUNDS to be a number from 1 on, got {text!r}")
+    return int(text)
+
+
 class Identity:
     """A process's place in a group of ranks.
 
@@ -29,6 +43,7 @@ class Identity:
         backend: ``"gloo"`` or ``"nccl"``: what carries tensors of this device.
         timeout: seconds after which a rank stops waiting for the others.
         box: the hosts in a box and their links, where the ranks run on such.
+        most_rounds: of one measurement; ``None``: as many as are asked for.
         debug: whether the ranks compare what they are about to do.
         through_host: whether tensors travel by way of main memory. gloo moves CUDA tensors only in
             all-reduce and broadcast.
@@ -63,6 +78,7 @@ class Identity:
         self.backend = by_device[device.type]
         self.timeout = timeout
         self.box = Box.of_this_job()
+        self.most_rounds = most_rounds()
         self.debug = os.environ.get("MICRODDP_DEBUG", "0") == "1"
         self.through_host = self.backend == "gloo" and device.type == "cuda"
 
@@ -168,6 +184,8 @@ class Identity:
         elif machines > 1:
             where = f"{machines} machines of {where}"
         sharing = f", more ranks than {kind}" if crowded else ""
+        if self.most_rounds:
+            sharing += f", at most {self.most_rounds} rounds a measurement"
         versions = f"torch {torch.__version__}, Python {sys.version.split()[0]}"
         return (
             f"{self.backend}, {ranks} on {where}{sharing}, {versions}, {time.strftime('%Y-%m-%d')}"

@@ -20,6 +20,7 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 from torch.distributed.rendezvous import rendezvous
 
 from microddp.comms.collectives import DEFAULT_TIMEOUT, Comms
+from microddp.comms.identity import most_rounds
 from microddp.comms.machine import cpu_cores, schedule_threads
 
 TORCHRUN_NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -41,8 +42,8 @@ def init(backend: str | None = None, timeout: float | None = None) -> Comms:
             ``MICRODDP_TIMEOUT``, or 300. :class:`~microddp.Comms` says what happens then.
 
     Raises:
-        ValueError: the environment is incomplete or contradicts itself, the time-out is not a
-            positive number, or the backend is unknown.
+        ValueError: the environment is incomplete or contradicts itself, the time-out or
+            ``MICRODDP_ROUNDS`` is not a positive number, or the backend is unknown.
         RuntimeError: called a second time, the backend is not built or lacks a device, or the
             other ranks could not be reached in time.
     """
@@ -52,6 +53,7 @@ def init(backend: str | None = None, timeout: float | None = None) -> Comms:
             "close the first Comms, or pass it on"
         )
     seconds = _timeout(timeout)
+    most_rounds()  # an error of the environment's is told before there is anything to close
     environment = _torchrun_environment()
     rank, world_size = environment["RANK"], environment["WORLD_SIZE"]
     local_rank, local_world_size = environment["LOCAL_RANK"], environment["LOCAL_WORLD_SIZE"]

@@ -107,7 +107,7 @@ def measure_compute(
             return tracker.start(loss_fn(outputs, targets))
 
         step = partial(take_step, strategy, watched, optimizer, batch)
-        for i in range(-3, repeat):
+        for i in range(-3, min(repeat, comms.most_rounds or repeat)):
             elapsed = timed_together(step, comms)
             times = break_down(timeline.take())
             update = elapsed - times.forward - times.backward

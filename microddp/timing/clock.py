@@ -75,7 +75,8 @@ def measure(
     Args:
         calls: what to time, by name; every rank must pass the same names in the same order.
         warmup: rounds that are run and not counted.
-        repeat: rounds that are counted, at least 1.
+        repeat: rounds that are counted, at least 1. With ``MICRODDP_ROUNDS`` in the environment, no
+            more than that many, after one that is not counted: for a quick look.
         prepare: run before each call, outside the measurement.
         progress: run after each round.
 
@@ -87,6 +88,8 @@ def measure(
     """
     if repeat < 1:
         raise ValueError(f"rank {comms.rank}: expected at least one repeat, got {repeat}")
+    if comms.most_rounds:
+        warmup, repeat = min(warmup, 1), min(repeat, comms.most_rounds)
     mine = torch.zeros(repeat, len(calls), dtype=torch.float64)
     turns = list(enumerate(calls.values()))
     order = random.Random(0)  # the same on every rank

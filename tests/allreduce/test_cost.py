@@ -126,6 +126,14 @@ def test_a_fit_lets_neither_alpha_nor_beta_below_zero():
     assert 1 <= alpha <= 3
 
 
+def test_a_known_beta_stays_and_alpha_is_what_small_messages_took_beside_it():
+    sizes = [1000, 2000, 3000, 10**6]
+    times = [1.0 + 0.5, 1.0 + 1.0, 7.0 + 1.5, 2.0]  # one was disturbed, and a burst was free
+    assert fit_alpha_beta(sizes, times, beta=5e-4) == (1.0, 5e-4)
+    assert fit_alpha_beta([10**6, 10**7], [3.0, 9.0], beta=1e-6) == (2.0, 1e-6)
+    assert fit_alpha_beta([1000, 2000], [0.1, 0.2], beta=1.0) == (0.0, 1.0)
+
+
 @pytest.mark.parametrize(
     ("sizes", "seconds"), [([], []), ([1], [1.0]), ([4, 4], [1.0, 2.0]), ([1, 2], [1.0])]
 )

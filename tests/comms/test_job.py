@@ -70,6 +70,8 @@ ALONE = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | {"WORLD_SIZE": "1", "LOCAL_
         ({"MICRODDP_TIMEOUT": "-3"}, "expected MICRODDP_TIMEOUT .* seconds, got '-3'"),
         ({"MICRODDP_TIMEOUT": "inf"}, "expected MICRODDP_TIMEOUT .* seconds, got 'inf'"),
         ({"MICRODDP_TIMEOUT": "nan"}, "expected MICRODDP_TIMEOUT .* seconds, got 'nan'"),
+        ({"MICRODDP_ROUNDS": "0"}, "expected MICRODDP_ROUNDS .* from 1 on, got '0'"),
+        ({"MICRODDP_ROUNDS": "few"}, "expected MICRODDP_ROUNDS .* from 1 on, got 'few'"),
     ],
     ids=lambda value: "=".join(*value.items()) if isinstance(value, dict) else "",
 )

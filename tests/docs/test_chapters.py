@@ -20,7 +20,7 @@ def run(*command, **environment):
     done = subprocess.run(
         [*map(str, command)],
         cwd=CHAPTERS,
-        env={**os.environ, "MICRODDP_TIMEOUT": "60", **environment},
+        env={**os.environ, "MICRODDP_TIMEOUT": "60", "MICRODDP_ROUNDS": "3", **environment},
         capture_output=True,
         text=True,
         timeout=200,

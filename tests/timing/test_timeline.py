@@ -129,6 +129,14 @@ def test_warm_up_and_preparation_are_not_counted(comms):
     assert max(timing.seconds) < SLOW / 2
 
 
+@on_ranks(1, environment={"MICRODDP_ROUNDS": "2"})
+def test_a_quick_look_takes_few_rounds_and_says_so(comms):
+    calls = []
+    timing = measure({"": lambda: calls.append(1)}, comms, warmup=5, repeat=9)[""]
+    assert (len(calls), len(timing.seconds)) == (1 + 2, 2)
+    assert ", at most 2 rounds a measurement, torch " in comms.describe()
+
+
 @on_ranks(1)
 def test_measuring_nothing_is_refused(comms):
     with pytest.raises(ValueError, match="rank 0: expected at least one repeat, got 0"):
