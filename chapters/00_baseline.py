@@ -155,6 +155,8 @@ rows = [
     for name, parts in split.items()
 ]
 comms.print(table(rows, ["", *PHASES, "backward / forward"], floats=".2f"))
+shares = [parts["optimizer"] / sum(parts.values()) for parts in split.values()]
+assert shares == sorted(shares, reverse=True)
 figures.stacked_bars(
     split, title="A larger batch spends its time in forward and backward", xlabel="time of one step"
 )
@@ -163,8 +165,9 @@ figures.stacked_bars(
 """
 **Explain.** For the larger batches the ratio is about the two that was predicted. At the
 smallest, each layer's fixed cost sets the time: the call itself, and reading its weights. Both
-are the same for one sample and for many. The optimizer takes about the same time at every batch,
-so its share shrinks as the batch grows.
+are the same for one sample and for many. The optimizer does the same work at every batch, though not
+always in the same time: after a large batch, what it needs has left the caches. Its share shrinks
+as the batch grows.
 
 ## Throughput
 
@@ -338,8 +341,8 @@ several ranks, it also lets all of them begin each call together.
 
 ## What to take along
 
-- The backward pass costs about twice the forward pass; the optimizer's cost does not depend on
-  the batch.
+- The backward pass costs about twice the forward pass; the optimizer's work does not depend on the
+  batch.
 - Throughput rises with the batch until the device is as busy as this code can keep it. From there
   on only faster code or more devices help.
 - Weights, gradients and optimizer state are held whole on every device; activations follow the

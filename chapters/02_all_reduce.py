@@ -25,7 +25,7 @@ from microddp.report import human_bytes, human_seconds, mark_least, table
 from microddp.timing import measure
 
 # %%
-# sphinx_gallery_hosts = "4 x 1gbit"
+# sphinx_gallery_hosts = "8 x 1gbit"
 comms = microddp.init()
 rank, n = comms.rank, comms.world_size
 comms.print(comms.describe())
@@ -279,20 +279,11 @@ copied.
 
 ## From a chapter to a core
 
-The ring above moves whole chunks. The core cuts large chunks into pieces of `PIECE_BYTES`
-(1.5 MiB). Piece j of all chunks is a *column*, and a column goes all the way round before the next
-one begins. What has arrived is then still in the processor's cache when it is added and sent on.
-Two columns at once, one of them reduced while the other travels, were no faster with two gloo ranks
-on two cores (AMD EPYC, November 2026): there the same cores do both. The core's ring also takes any
-operation, any dtype and tensors that are not contiguous:
-
-```{literalinclude} ../../microddp/allreduce/ring.py
-:pyobject: _ring
-```
-
-The core also has a fourth way, *recursive doubling*: exchange whole tensors with the rank 1 away,
-then 2 away, then 4, so that $\log_2 n$ rounds are enough. All four must agree with the backend's
-all-reduce, here for four operations:
+The core's ring, {func}`~microddp.allreduce.ring.ring_all_reduce`, is the one above for any
+operation, any dtype and tensors that are not contiguous. It cuts large chunks into pieces, as
+exercise 3 shows. The core also has a fourth way, *recursive doubling*: exchange whole tensors with
+the rank 1 away, then 2 away, then 4, so that $\log_2 n$ rounds are enough. All four must agree with
+the backend's all-reduce, here for four operations:
 """
 
 # %%
@@ -316,7 +307,7 @@ whatever its size, and $\beta$ seconds for each byte. A message of $m$ bytes the
 $$ t(m) = \alpha + \beta m . $$
 
 Timings are honest only if the ranks do not wait for each other's turn on a core or a GPU. On the
-website this chapter runs on four *hosts in a box*: on one machine, each in a network of its own,
+website this chapter runs on eight *hosts in a box*: on one machine, each in a network of its own,
 with a link on which the kernel lets so many bits through a second and no more. What they send is
 real, and on average no more than that passes. To send over such a link keeps a core busy for a
 small part of the time, so all of them can be timed. (What computes needs a core for each rank; the
@@ -394,21 +385,31 @@ beside the link.)
 small tensors $\alpha$ decides, so fewer rounds should win. For large ones $\beta$ decides: the
 ring's rounds are shortest, and it should win by a factor that grows with the number of ranks.
 
-**Measure.** All algorithms take turns, so that whatever disturbs the machine meets all of them:
+**Measure.** Four ranks take part, the others wait. All algorithms take turns, so that whatever
+disturbs the machine meets all of them:
 """
 
+
 # %%
-timings = {}
+def time_among(count, nbytes, names, repeat):
+    """The time of an all-reduce among the first ranks; the others do nothing meanwhile."""
+    group, x = few.subgroup(range(count)), torch.ones(nbytes // 4, device=comms.device)
+    calls = dict.fromkeys(names, lambda: None)
+    if group:
+        ways = {"backend": lambda x, group: group.all_reduce(x), **ALGORITHMS}
+        calls = {name: functools.partial(ways[name], x, group) for name in names}
+    return measure(calls, few, repeat=repeat, prepare=lambda: x.fill_(1))
+
+
+# %%
+four, timings = min(4, few.world_size), {}
 for nbytes in (2**k for k in range(14, 25, 2)):
-    x = torch.ones(nbytes // 4, device=comms.device)
-    calls = {"backend": functools.partial(few.all_reduce, x)}
-    calls |= {name: functools.partial(ours, x, few) for name, ours in ALGORITHMS.items()}
-    for name, t in measure(calls, few, repeat=7, prepare=lambda x=x: x.fill_(1)).items():
+    for name, t in time_among(four, nbytes, ("backend", *ALGORITHMS), repeat=7).items():
         timings.setdefault(name, {})[nbytes] = t
 
 # %% tags=["plumbing"]
 models = {
-    name: lambda m, name=name: all_reduce_cost(name, few.world_size, m).seconds(alpha, beta)
+    name: lambda m, name=name: all_reduce_cost(name, four, m).seconds(alpha, beta)
     for name in ALGORITHMS
 }
 ratio = timings["ring"][nbytes].ratio(timings["backend"][nbytes]).median
@@ -423,7 +424,7 @@ rows = []
 for nbytes, backend in timings["backend"].items():
     ratios = [timings[name][nbytes].ratio(backend).median for name in ALGORITHMS]
     marked = mark_least([f"{ratio:.2f}" for ratio in ratios], ratios)
-    bus = bus_bandwidth(nbytes, timings["ring"][nbytes].median, few.world_size) / 1e9
+    bus = bus_bandwidth(nbytes, timings["ring"][nbytes].median, four) / 1e9
     error = models["ring"](nbytes) / timings["ring"][nbytes].median
     rows.append((human_bytes(nbytes), backend, *marked, bus, error))
 few.print("our four in units of the backend's time; * the fastest of them")
@@ -460,37 +461,38 @@ to more than twice that of two ranks.
 """
 
 # %%
-groups = [few.subgroup(range(size)) for size in range(2, few.world_size + 1)]
-x = torch.ones(2**20, device=comms.device)
-two = {name: ALGORITHMS[name] for name in ("naive", "ring")}
-medians = torch.zeros(len(groups), len(two), device=comms.device)
-for row, group in zip(medians, groups, strict=True):
-    if group:
-        calls = {name: functools.partial(ours, x, group) for name, ours in two.items()}
-        times = measure(calls, group, repeat=5, prepare=lambda: x.fill_(1))
-        row.copy_(torch.tensor([times[name].median for name in two]))
+counts = [count for count in (2, 3, 4, 6, 8, 16) if count <= few.world_size]
+by_count = [time_among(count, 2**22, ("naive", "ring"), repeat=5) for count in counts]
 
 # %% tags=["plumbing"]
-if groups:  # with one rank there is none
-    few.broadcast(medians)  # rank 0 is in all of them
-    sizes = range(2, few.world_size + 1)
-    by_name = dict(zip(two, medians.T.tolist(), strict=True))
-    costs = {name: [all_reduce_cost(name, size, x.nbytes) for size in sizes] for name in two}
-    predicted = {f"{k}, predicted": [c.seconds(alpha, beta) for c in v] for k, v in costs.items()}
-    slower = by_name["naive"][-1] / by_name["ring"][-1]
+if counts:  # with one rank there is none
+    curves = {}
+    for name in ("naive", "ring"):
+        predicted = [all_reduce_cost(name, c, 2**22).seconds(alpha, beta) for c in counts]
+        curves[name] = counts, [times[name].median * 1e3 for times in by_count]
+        curves[f"{name}, predicted"] = counts, [s * 1e3 for s in predicted]
+    slower = by_count[-1]["naive"].ratio(by_count[-1]["ring"]).median
     figures.lines(
-        {name: (sizes, [s * 1e3 for s in v]) for name, v in {**by_name, **predicted}.items()},
-        title=f"{few.world_size} ranks: naive takes {slower:.2f} times the ring's time",
+        curves,
+        title=f"{counts[-1]} ranks: naive takes {slower:.2f} times the ring's time",
         xlabel="ranks",
         ylabel="time of an all-reduce of 4 MiB, ms",
     )
 
 # %% [markdown]
-"""
+r"""
 With a link for each rank, both follow their predictions. Were the ranks to share what carries the
 messages, as over loopback, both lines would rise alike.
 
-## The pauses
+## What to take along
+
+- A ring all-reduce is a reduce-scatter followed by an all-gather. With three or more ranks, its
+  busiest rank sends less than that of any other way here. Recursive doubling and the direct way
+  need fewer rounds. Alpha and beta say where one overtakes the other.
+- On gloo, small messages measure the scheduler as much as the network.
+- The sum must be formed in one order on all ranks.
+
+## Appendix: the pauses
 
 Some small messages take far longer than others, and the network is not the only cause. Linux's
 scheduler decides which thread gets a core, and treats threads by their *class*. Below, 64 KiB are
@@ -555,14 +557,6 @@ are more of them than cores.
 
 # %% [markdown]
 r"""
-## What to take along
-
-- A ring all-reduce is a reduce-scatter followed by an all-gather. With three or more ranks, its
-  busiest rank sends less than that of any other way here. Recursive doubling and the direct way
-  need fewer rounds. Alpha and beta say where one overtakes the other.
-- On gloo, small messages measure the scheduler as much as the network.
-- The sum must be formed in one order on all ranks.
-
 ## Exercises
 
 1. In the alpha-beta model, from which size $S$ on is the ring faster than the direct exchange?
@@ -598,11 +592,11 @@ r"""
 
    </details>
 
-3. A ring of 2 ranks reduces 64 MiB. How many messages does each rank send if `PIECE_BYTES` in
-   `microddp/allreduce/ring.py` is 16 KiB, 1.5 MiB, or 1 GiB? Predict which of them is slowest by
-   far.
-   Then change it and run `torchrun --nproc-per-node=2 -m microddp.bench allreduce --algorithm ring
-   --size-mb 64`.
+3. The core's ring cuts a chunk into pieces of `PIECE_BYTES`, and a piece goes all the way round
+   before the next one begins. A ring of 2 ranks reduces 64 MiB. How many messages does each rank
+   send if `PIECE_BYTES` in `microddp/allreduce/ring.py` is 16 KiB, 1.5 MiB, or 1 GiB? Predict which
+   of them is slowest by far. Then change it and run
+   `torchrun --nproc-per-node=2 -m microddp.bench allreduce --algorithm ring --size-mb 64`.
 
    <details class="solution"><summary>Solution</summary>
 

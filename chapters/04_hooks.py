@@ -367,16 +367,52 @@ few.print(table(rows, ["shard", "C", "naive: C + M", "hooks", "all hidden", "tim
 """
 **Explain.** Times are medians, with quartiles in brackets. The last column says what the hooks
 gain: above 1.00 they are faster than the naive step, below it slower. The columns beside "hooks"
-are its two limits: on its left what a step takes if no communication is hidden, on its right if
-all is that can be.
+are its two limits: on its left what a step takes if no communication is hidden, on its right if all
+is that can be.
 
 Two things are saved. What travels during backward is not waited for after it. And the naive step
 has one message on its way at a time, and sleeps at the end of each until it is woken; with hooks
-the next ones are on their way already. Where the cores carry the messages, only the second is left.
-(To see it, run `torchrun --nproc-per-node=2 chapters/04_hooks.py` on one machine.) What hooks do
-not change is the number of messages. Every gradient still travels on its own, and pays for its
-start, now in competition with backward. On one rank nothing travels, and the ratio shows what the
-hooks themselves cost. Sending fewer and larger messages is the next chapter.
+the next ones are on their way already. What hooks do not change is the number of messages. Every
+gradient still travels on its own, and pays for its start, now in competition with backward. On one
+rank nothing travels, and the ratio shows what the hooks themselves cost. Sending fewer and larger
+messages is the next chapter.
+
+## Where the cores carry the messages
+
+**Predict.** On links that hold nothing back, a message takes as long as the cores need to copy it
+from process to process. They cannot compute meanwhile. So what is under way during backward makes
+backward longer, and hooks gain little. Here are the larger shard's steps again, on links of 30
+Gbit/s, which is more than these cores can carry. (On one machine over loopback it is the same.)
+"""
+
+# %%
+usual = few.box and few.box.links[0].option
+if usual:
+    few.relink("30gbit")
+    carried = {"naive": median_step(naive), "hooks": median_step(hooked)}
+    fast = compare_strategies(names, wide, few, batch, cross_entropy, repeat=11)
+    few.relink(usual)
+
+# %% tags=["plumbing"]
+if usual:
+    backwards = [
+        next(s.end - s.start for s in spans if s.rank == 0 and s.name == "backward")
+        for spans in carried.values()
+    ]
+    figures.timelines(
+        {name: [s for s in spans if s.rank == 0] for name, spans in carried.items()},
+        title=f"With hooks, backward takes {backwards[1] / backwards[0]:.2f} times as long",
+    )
+    gains = [t["naive"].ratio(t["hooks"]).median for t in (results[size], fast)]
+    few.print(f"naive / hooks: {gains[0]:.2f} on links of {few.box.links[0]}, {gains[1]:.2f} here")
+else:
+    few.print("These are such links already, or links of a speed that nobody set.")
+
+# %% [markdown]
+"""
+**Explain.** Hidden is what costs nothing, and not what happens at the same time. A GPU has engines
+of its own for messages, and a network card takes them off the host. A processor that is its own
+network card has nothing to hide behind.
 
 ## Where it breaks: the hook is given the parameter
 

@@ -144,14 +144,24 @@ a gradient in every backward. What follows is the rest.
 
 ## One iteration, call by call
 
-The book's own wrapper does four things in each iteration:
+The book's own wrapper, in ten lines. (A model's *buffers* are its tensors that are not trained.)
 
-1. `forward` begins: rank 0's *buffers* (tensors of the model that are not trained) go to all
-   ranks. In the second iteration, the buckets are also planned anew, in the order in which
-   gradients came in the first.
-2. `forward` ends: a backward is expected, unless `no_sync()` is on.
-3. `backward` brings gradients into buckets, and sends each bucket that is full.
-4. `backward` ends: the callback waits for the buckets and hands out the averages.
+```text
+forward(inputs):
+    the second time: plan the buckets anew, in the order in which gradients came
+    broadcast rank 0's buffers
+    outputs = module(inputs)
+    expect a backward, unless inside no_sync()
+a gradient comes:
+    bring it into its bucket
+    send the buckets that are full, in order
+backward ends:
+    wait for the buckets, and hand the averages out
+```
+
+The first part is in {class}`~microddp.ddp.wrapper.DistributedDataParallel`, the other two are the
+work of its {class}`~microddp.ddp.reducer.Reducer`: the bucketed hooks of chapter 05, and what this
+chapter adds to them.
 
 **Predict.** The first iteration knows no order of gradients yet, so all of them travel in one
 bucket. The second forward sends rank 0's order to all, and from then on there is one all-reduce
@@ -185,13 +195,6 @@ assert counts == predicted
 
 # %% [markdown]
 """
-The first two of the four take this much code. The other two are the work of `self.reducer`: the
-bucketed hooks of chapter 05, and what this chapter adds to them:
-
-```{literalinclude} ../../microddp/ddp/wrapper.py
-:pyobject: DistributedDataParallel.forward
-```
-
 ## Where it breaks: models that are not the same
 
 All-reduces pair up by their order, not by name. A rank with another layer size would add numbers
