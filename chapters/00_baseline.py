@@ -163,11 +163,11 @@ figures.stacked_bars(
 
 # %% [markdown]
 """
-**Explain.** For the larger batches the ratio is about the two that was predicted. At the
-smallest, each layer's fixed cost sets the time: the call itself, and reading its weights. Both
-are the same for one sample and for many. The optimizer does the same work at every batch, though not
-always in the same time: after a large batch, what it needs has left the caches. Its share shrinks
-as the batch grows.
+**Explain.** For the larger batches the ratio is about the two that was predicted. At the smallest,
+each layer's fixed cost sets the time: the call itself, and reading its weights. Both are the same
+for one sample and for many. The optimizer does the same work at every batch, though not always in
+the same time: after a large batch, what it needs has left the caches. Its share shrinks as the
+batch grows.
 
 ## Throughput
 

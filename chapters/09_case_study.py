@@ -2,12 +2,13 @@
 r"""
 # Case study: fine-tuning a language model
 
-Does it hold on a real model? The models so far were made for their questions. This chapter takes
-a decoder of SmolLM2's architecture, and teaches it to tell whether two sentences say the same
-(GLUE's MRPC, 3668 pairs to train on). Where a GPU has room it is SmolLM2-360M itself, of 32 layers;
-elsewhere, as on a CPU, a small one of the same shape. The question is the one everybody has who gets a second
-device: the *same global batch of 16*, on one device or split over N. What does the split gain, and
-what takes the rest? Published figures for the full model stand beside the measured ones.
+Does it hold on a real model? The models so far were made for their questions. This chapter takes a
+decoder of SmolLM2's architecture, and teaches it to tell whether two sentences say the same (GLUE's
+MRPC, 3668 pairs to train on). Where a GPU has room it is SmolLM2-360M itself, of 32 layers;
+elsewhere, as on a CPU, a small one of the same shape. The question is the one everybody has who
+gets a second device: the *same global batch of 16*, on one device or split over N. What does the
+split gain, and what takes the rest? Published figures for the full model stand beside the measured
+ones.
 
 It needs `pip install "microddp[llm]"`; with `transformers` alone it runs on made-up pairs.
 """
@@ -214,9 +215,9 @@ if few.device.type == "cuda":
 # %% [markdown]
 """
 **Measure.** The published figures are those of the course that this book continues,
-[microddp](https://github.com/kiankyars/microddp) (2025): SmolLM2-360M on GLUE MRPC in fp32, 16 pairs
-on one GPU, and 8 + 8 on two, where the slower rank counts. Its whole run took 1.58 s on one and 1.16
-s on two:
+[microddp](https://github.com/kiankyars/microddp) (2025): SmolLM2-360M on GLUE MRPC in fp32, 16
+pairs on one GPU, and 8 + 8 on two, where the slower rank counts. Its whole run took 1.58 s on one
+and 1.16 s on two:
 """
 
 # %%
