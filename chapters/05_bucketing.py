@@ -506,84 +506,6 @@ spare. It is less than their number times alpha, because a start that waits for 
 costs nothing of its own. And for models as small as these, the default cap is too large: it leaves
 one or two messages, which hide little.
 
-## Views against copies
-
-In the hooks above, `parameter.grad` is a view of the bucket, and the optimizer reads the average
-where it arrived. PyTorch's DDP does not do that unless asked (`gradient_as_bucket_view=True`): it
-copies the averages back, so that a gradient kept aside stays as it is. **Predict:** with copies,
-gradients and buckets take twice the memory of the gradients, and a step moves their bytes once
-more.
-"""
-
-
-# %%
-def held(hooks):
-    """Bytes of memory under gradients and buckets, shared memory counted once."""
-    tensors = [p.grad for p in hooks.buckets.parameters] + [b.buffer() for b in hooks.buckets]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
-    return sum(storage.nbytes() for storage in storages.values())
-
-
-# %%
-kinds, calls = {}, {}
-for name, as_view in {"views": True, "copies": False}.items():
-    replica = copy.deepcopy(deep)
-    kinds[name] = BucketedDDPHooks(replica, few, 2.0, gradient_as_bucket_view=as_view)
-    calls[name] = partial(step, replica, kinds[name])
-times = measure(calls, few)
-rows = [(name, held(hooks) / total, times[name]) for name, hooks in kinds.items()]
-few.print(table(rows, ["", "memory / gradients", "step, median (quartiles)"]))
-assert held(kinds["views"]) == total
-assert held(kinds["copies"]) == 2 * total
-
-# %% [markdown]
-r"""
-The memory is as predicted. The time is that of one more pass over memory, and of twice as much
-memory. The other copy, from a new gradient
-into the bucket, is made in both: `zero_grad()` throws gradients away, so backward makes new ones.
-With `zero_grad(set_to_none=False)` backward adds into the view itself, after the view was filled
-with zeros.
-
-## Does a small first bucket help?
-
-PyTorch's first bucket has a cap of 1 MiB, unless you set a cap of your own. Its developers differ
-on why. The answer in the thread of the published plan is that a small bucket travels *last*, and
-leaves little to do after backward; but the small bucket there, the classifier's, travels *first*.
-In [pull request 121640](https://github.com/pytorch/pytorch/pull/121640) a maintainer recalls that
-it was made for speed, and no longer how. PyTorch 2.13 can do both: with
-`DDP_SET_LAST_BUCKET_CAP=1` in the environment the last bucket is the small one.
-
-**Predict.** A small *first* bucket lets the network begin earlier. That helps if the network is
-what everything waits for. A small *last* one leaves less to send when backward ends. That helps
-if the network keeps up with backward. So if messages are hidden, the answer depends on the
-network. Here is this one, and one with a tenth of its alpha and beta:
-"""
-
-# %%
-cap, small = 2 * MIB, MIB // 4
-forwards = plan(parameters[::-1], small, cap)  # dealt out from the front, sent from the back
-places = {
-    "equal": plan(parameters, cap, cap),
-    "small first": plan(parameters, small, cap),
-    "small last": [[len(parameters) - 1 - i for i in b[::-1]] for b in forwards[::-1]],
-}
-measured = measure({k: bucketed_step(p, few) for k, p in places.items()}, few, repeat=21)
-
-# %% tags=["plumbing"]
-marked = mark_least([*map(str, measured.values())], [t.median for t in measured.values()])
-rows = [
-    (name, *(human_seconds(predict(sizes(parameters, p), True, faster)) for faster in (1, 10)), m)
-    for (name, p), m in zip(places.items(), marked, strict=True)
-]
-few.print(table(rows, ["", "all hidden", "network 10 x faster", "measured (quartiles), * least"]))
-
-# %% [markdown]
-"""
-**Explain.** Where the quartiles of the three overlap, this run cannot tell them apart. A smaller
-first bucket gains at most the time to compute what it leaves out. A smaller last one gains at most
-the time to send that, and nothing if the large bucket before it is still on its way. Either may
-cost one more start-up.
-
 ## Where it breaks: a bucket that is never emptied
 
 The simplest bucket is a list. Hooks append gradients, and after backward they travel as one tensor.
@@ -691,6 +613,86 @@ different sizes, but not this.)
 - Buckets are sent in one order on all ranks, and emptied after every step. A mistake in either may
   leave no trace but a wrong average or a growing message.
 
+## Appendix: views against copies
+
+In the hooks above, `parameter.grad` is a view of the bucket, and the optimizer reads the average
+where it arrived. PyTorch's DDP does not do that unless asked (`gradient_as_bucket_view=True`): it
+copies the averages back, so that a gradient kept aside stays as it is. **Predict:** with copies,
+gradients and buckets take twice the memory of the gradients, and a step moves their bytes once
+more.
+"""
+
+
+# %%
+def held(hooks):
+    """Bytes of memory under gradients and buckets, shared memory counted once."""
+    tensors = [p.grad for p in hooks.buckets.parameters] + [b.buffer() for b in hooks.buckets]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+# %%
+kinds, calls = {}, {}
+for name, as_view in {"views": True, "copies": False}.items():
+    replica = copy.deepcopy(deep)
+    kinds[name] = BucketedDDPHooks(replica, few, 2.0, gradient_as_bucket_view=as_view)
+    calls[name] = partial(step, replica, kinds[name])
+times = measure(calls, few)
+rows = [(name, held(hooks) / total, times[name]) for name, hooks in kinds.items()]
+few.print(table(rows, ["", "memory / gradients", "step, median (quartiles)"]))
+assert held(kinds["views"]) == total
+assert held(kinds["copies"]) == 2 * total
+
+# %% [markdown]
+r"""
+The memory is as predicted. The time is that of one more pass over memory, and of twice as much
+memory. The other copy, from a new gradient into the bucket, is made in both: `zero_grad()` throws
+gradients away, so backward makes new ones. With `zero_grad(set_to_none=False)` backward adds into
+the view itself, after the view was filled with zeros.
+
+## Appendix: does a small first bucket help?
+
+PyTorch's first bucket has a cap of 1 MiB, unless you set a cap of your own. Its developers differ
+on why. The answer in the thread of the published plan is that a small bucket travels *last*, and
+leaves little to do after backward; but the small bucket there, the classifier's, travels *first*.
+In [pull request 121640](https://github.com/pytorch/pytorch/pull/121640) a maintainer recalls that
+it was made for speed, and no longer how. PyTorch 2.13 can do both: with
+`DDP_SET_LAST_BUCKET_CAP=1` in the environment the last bucket is the small one.
+
+**Predict.** A small *first* bucket lets the network begin earlier. That helps if the network is
+what everything waits for. A small *last* one leaves less to send when backward ends. That helps
+if the network keeps up with backward. So if messages are hidden, the answer depends on the
+network. Here is this one, and one with a tenth of its alpha and beta:
+"""
+
+# %%
+cap, small = 2 * MIB, MIB // 4
+forwards = plan(parameters[::-1], small, cap)  # dealt out from the front, sent from the back
+places = {
+    "equal": plan(parameters, cap, cap),
+    "small first": plan(parameters, small, cap),
+    "small last": [[len(parameters) - 1 - i for i in b[::-1]] for b in forwards[::-1]],
+}
+measured = measure({k: bucketed_step(p, few) for k, p in places.items()}, few, repeat=21)
+
+# %% tags=["plumbing"]
+marked = mark_least([*map(str, measured.values())], [t.median for t in measured.values()])
+rows = [
+    (name, *(human_seconds(predict(sizes(parameters, p), True, faster)) for faster in (1, 10)), m)
+    for (name, p), m in zip(places.items(), marked, strict=True)
+]
+few.print(table(rows, ["", "all hidden", "network 10 x faster", "measured (quartiles), * least"]))
+
+# %% [markdown]
+"""
+**Explain.** Where the quartiles of the three overlap, this run cannot tell them apart. A smaller
+first bucket gains at most the time to compute what it leaves out. A smaller last one gains at most
+the time to send that, and nothing if the large bucket before it is still on its way. Either may
+cost one more start-up.
+"""
+
+# %% [markdown]
+r"""
 ## Exercises
 
 1. Leave `bucket.reset()` out of `finish`. What is sent in the second step, and what are the weights
@@ -712,12 +714,12 @@ different sizes, but not this.)
 
    <details class="solution"><summary>Solution</summary>
 
-The first bucket holds the first layer, whose gradients come last. The other buckets are full long
-before, and wait for it. So every all-reduce starts in the hook of the very last gradient: with a
-cap of 2 MiB all five of them do, where in reverse order the four leave one by one. With nothing to
-hide behind, such a step should take what the column "none hidden" predicts. The order alone costs
-the whole difference from "all hidden". (`predict` with `hidden=True` does not see it: it takes for
-granted that buckets are full in the order in which they are sent.)
+   The first bucket holds the first layer, whose gradients come last. The other buckets are full
+   long before, and wait for it. So every all-reduce starts in the hook of the very last gradient:
+   with a cap of 2 MiB all five of them do, where in reverse order the four leave one by one. With
+   nothing to hide behind, such a step should take what the column "none hidden" predicts. The order
+   alone costs the whole difference from "all hidden". (`predict` with `hidden=True` does not see
+   it: it takes for granted that buckets are full in the order in which they are sent.)
 
    </details>
 
