@@ -117,8 +117,7 @@ class TestCluster:
             for attempt in range(4):
                 with Cluster([Link.parse(rate)] * 2) as cluster:
                     shares = [each.bits_per_second / each.asked for each in calibrate(cluster)]
-                assert max(shares) < 1.05
-                if min(shares) > 0.95:
+                if 0.95 < min(shares) <= max(shares) < 1.05:
                     break
                 assert attempt < 3, (rate, shares)
 
@@ -128,7 +127,6 @@ class TestCluster:
         ) as cluster:
             measured = calibrate(cluster)
         assert [each.asked for each in measured] == [5e7, 5e7, 2e8]
-        assert all(each.bits_per_second < 1.05 * each.asked for each in measured)
         assert measured[2].bits_per_second > 1.5 * measured[0].bits_per_second
 
     def test_a_host_has_cores_of_its_own_while_there_are_enough(self):
