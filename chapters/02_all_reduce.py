@@ -22,7 +22,7 @@ from microddp.allreduce import ALGORITHMS, all_reduce_cost, bus_bandwidth, fit_a
 from microddp.comms import MessageCounter, schedule_threads
 from microddp.figures import RingAnimation
 from microddp.report import human_bytes, human_seconds, mark_least, table
-from microddp.timing import measure
+from microddp.timing import Timing, measure
 
 # %%
 # sphinx_gallery_hosts = "8 x 1gbit"
@@ -324,16 +324,37 @@ if few.world_size == 1:
 
 # %% [markdown]
 """
-Neighbours exchange messages of seven sizes, from 1 KiB to 4 MiB:
+Even those that send little need a core at times. So all but the last section time the first four
+ranks, while the others sleep and are told the result:
 """
 
 # %%
-neighbour, other = (few.rank + 1) % few.world_size, (few.rank - 1) % few.world_size
+counts = sorted({count for count in (2, 3, 4, 6, 8, few.world_size) if count <= few.world_size})
+groups = {count: few.subgroup(range(count)) for count in counts}
+four = min(4, few.world_size)
 
 
-def exchange(outgoing, incoming):
-    if few.world_size > 1:
-        few.sendrecv(outgoing, neighbour, incoming, other)
+def measure_among(count, make_calls, **options):
+    """Time what ``make_calls(group)`` returns on the first ranks; all ranks learn it."""
+    group, seconds = groups[count], {}
+    if group:
+        calls = make_calls(group)
+        seconds = {name: t.seconds for name, t in measure(calls, group, **options).items()}
+    told = few.all_gather_data(seconds)[0]  # rank 0 is in all groups
+    return {name: Timing(tuple(times)) for name, times in told.items()}
+
+
+# %% [markdown]
+"""
+Neighbours exchange messages of seven sizes, from 1 KiB to 4 MiB:
+"""
+
+
+# %%
+def exchange(group, outgoing, incoming):
+    neighbour, other = (group.rank + 1) % group.world_size, (group.rank - 1) % group.world_size
+    if group.world_size > 1:
+        group.sendrecv(outgoing, neighbour, incoming, other)
     else:
         incoming.copy_(outgoing)
 
@@ -342,16 +363,20 @@ def exchange(outgoing, incoming):
 POOL = torch.zeros(2, 2**23, device=comms.device)  # 32 MiB each way
 
 
-def exchange_next(count, starts):
-    start = next(starts)  # somewhere else each time, as in a large tensor
-    exchange(*POOL[:, start : start + count].unbind())
+def exchanges(group):
+    """A call for each size, somewhere else each time, as in a large tensor."""
+
+    def exchange_next(count, starts):
+        start = next(starts)
+        exchange(group, *POOL[:, start : start + count].unbind())
+
+    sizes = (2**k for k in range(10, 23, 2))
+    starts = {size: itertools.cycle(range(0, 2**23, size // 4)) for size in sizes}
+    return {str(m): functools.partial(exchange_next, m // 4, turn) for m, turn in starts.items()}
 
 
-message_seconds = {}
-for nbytes in (2**k for k in range(10, 23, 2)):
-    starts = itertools.cycle(range(0, 2**23, nbytes // 4))
-    call = {"exchange": functools.partial(exchange_next, nbytes // 4, starts)}
-    message_seconds[nbytes] = measure(call, few, warmup=5, repeat=41)["exchange"].median
+times = measure_among(four, exchanges, warmup=5, repeat=31)
+message_seconds = {int(size): timing.median for size, timing in times.items()}
 
 # %% [markdown]
 """
@@ -385,26 +410,23 @@ beside the link.)
 small tensors $\alpha$ decides, so fewer rounds should win. For large ones $\beta$ decides: the
 ring's rounds are shortest, and it should win by a factor that grows with the number of ranks.
 
-**Measure.** Four ranks take part, the others wait. All algorithms take turns, so that whatever
-disturbs the machine meets all of them:
+**Measure.** All algorithms take turns, so that whatever disturbs the machine meets all of them:
 """
 
 
 # %%
-def time_among(count, nbytes, names, repeat):
-    """The time of an all-reduce among the first ranks; the others do nothing meanwhile."""
-    group, x = few.subgroup(range(count)), torch.ones(nbytes // 4, device=comms.device)
-    calls = dict.fromkeys(names, lambda: None)
-    if group:
-        ways = {"backend": lambda x, group: group.all_reduce(x), **ALGORITHMS}
-        calls = {name: functools.partial(ways[name], x, group) for name in names}
-    return measure(calls, few, repeat=repeat, prepare=lambda: x.fill_(1))
+def reductions(nbytes, names, group):
+    """An all-reduce in each of these ways."""
+    x = torch.zeros(nbytes // 4, device=comms.device)
+    ways = {"backend": lambda x, group: group.all_reduce(x), **ALGORITHMS}
+    return {name: functools.partial(ways[name], x, group) for name in names}
 
 
 # %%
-four, timings = min(4, few.world_size), {}
+timings, names = {}, ("backend", *ALGORITHMS)
 for nbytes in (2**k for k in range(14, 25, 2)):
-    for name, t in time_among(four, nbytes, ("backend", *ALGORITHMS), repeat=7).items():
+    calls = functools.partial(reductions, nbytes, names)
+    for name, t in measure_among(four, calls, repeat=7).items():
         timings.setdefault(name, {})[nbytes] = t
 
 # %% tags=["plumbing"]
@@ -461,8 +483,9 @@ to more than twice that of two ranks.
 """
 
 # %%
-counts = [count for count in (2, 3, 4, 6, 8, 16) if count <= few.world_size]
-by_count = [time_among(count, 2**22, ("naive", "ring"), repeat=5) for count in counts]
+calls = functools.partial(reductions, 2**22, ("naive", "ring"))
+counts = [count for count in counts if count > 1]
+by_count = [measure_among(count, calls, repeat=3) for count in counts]
 
 # %% tags=["plumbing"]
 if counts:  # with one rank there is none
@@ -495,16 +518,16 @@ messages, as over loopback, both lines would rise alike.
 ## Appendix: the pauses
 
 Some small messages take far longer than others, and the network is not the only cause. Linux's
-scheduler decides which thread gets a core, and treats threads by their *class*. Below, 64 KiB are
-exchanged again and again, always in the same memory, under two classes that take turns. Between the
-calls there is no *barrier*, which would make every rank wait for all others. A curve shows the
-share of calls that took longer than a given time:
+scheduler decides which thread gets a core, and treats threads by their *class*. Below, two ranks
+exchange 64 KiB again and again, always in the same memory, under two classes that take turns.
+Between the calls there is no *barrier*, which would make every rank wait for all others. A curve
+shows the share of calls that took longer than a given time:
 """
 
 
 # %%
-def call_times(call, policy):
-    few.barrier()
+def call_times(call, group, policy):
+    group.barrier()
     schedule_threads(policy)
     seconds = []
     for _ in range(220):
@@ -516,13 +539,12 @@ def call_times(call, policy):
 
 
 # %%
-paused = {}
-if comms.device.type == "cpu":
-    out, into = torch.zeros(2, 1 << 14).unbind()
-    call = functools.partial(exchange, out, into)
+paused, group = {}, groups[min(2, few.world_size)]
+if comms.device.type == "cpu" and group:
+    call = functools.partial(exchange, group, *torch.zeros(2, 1 << 14).unbind())
     for _, policy in itertools.product(range(2), ("other", "batch")):
         title = f"{'default' if policy == 'other' else policy} class"
-        paused[title] = paused.get(title, []) + call_times(call, policy)
+        paused[title] = paused.get(title, []) + call_times(call, group, policy)
 
 # %% tags=["plumbing"]
 rows = []

@@ -30,7 +30,7 @@ from microddp.report import MIB, human_bytes, human_seconds, mark_least, table
 from microddp.timing import measure
 
 # %%
-# sphinx_gallery_hosts = "4 x 1gbit"
+# sphinx_gallery_hosts = "4 x 500mbit"
 comms = microddp.init()
 comms.print(comms.describe())
 
@@ -486,7 +486,8 @@ cases = {
     "MLP": (deep, few, (x, y), mse_loss),
     "CNN": (cnn.to(few.device), few, (images, classes % 10), cross_entropy),
 }
-compared = {name: compare_strategies(("hooks", "bucketed"), *case) for name, case in cases.items()}
+kinds = ("hooks", "bucketed")
+compared = {name: compare_strategies(kinds, *case, repeat=9) for name, case in cases.items()}
 
 # %% tags=["plumbing"]
 rows = []
@@ -637,7 +638,7 @@ for name, as_view in {"views": True, "copies": False}.items():
     replica = copy.deepcopy(deep)
     kinds[name] = BucketedDDPHooks(replica, few, 2.0, gradient_as_bucket_view=as_view)
     calls[name] = partial(step, replica, kinds[name])
-times = measure(calls, few)
+times = measure(calls, few, repeat=7)
 rows = [(name, held(hooks) / total, times[name]) for name, hooks in kinds.items()]
 few.print(table(rows, ["", "memory / gradients", "step, median (quartiles)"]))
 assert held(kinds["views"]) == total
@@ -673,7 +674,7 @@ places = {
     "small first": plan(parameters, small, cap),
     "small last": [[len(parameters) - 1 - i for i in b[::-1]] for b in forwards[::-1]],
 }
-measured = measure({k: bucketed_step(p, few) for k, p in places.items()}, few, repeat=21)
+measured = measure({k: bucketed_step(p, few) for k, p in places.items()}, few, repeat=9)
 
 # %% tags=["plumbing"]
 marked = mark_least([*map(str, measured.values())], [t.median for t in measured.values()])
