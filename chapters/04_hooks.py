@@ -269,7 +269,7 @@ def hooked(timeline):
 
 # %% [markdown]
 """
-Of seven steps of each kind, the one of median length is drawn, on rank 0:
+Of five steps of each kind, the one of median length is drawn, on rank 0:
 """
 
 
@@ -280,7 +280,7 @@ def length(spans):
 
 def median_step(step):
     recorded = []
-    for _ in range(7):
+    for _ in range(5):
         timeline = Timeline(few)
         step(timeline)
         recorded.append(timeline.gather())
@@ -351,7 +351,7 @@ results = {}
 for size in (64, 1280):
     batch = tuple(tensor[:size] for tensor in digits.train.tensors)
     names = ("none", "naive", "hooks")
-    results[size] = compare_strategies(names, wide, few, batch, cross_entropy, repeat=11)
+    results[size] = compare_strategies(names, wide, few, batch, cross_entropy, repeat=7)
 
 # %% tags=["plumbing"]
 rows = []
@@ -390,7 +390,7 @@ usual = few.box and few.box.links[0].option
 if usual:
     few.relink("30gbit")
     carried = {"naive": median_step(naive), "hooks": median_step(hooked)}
-    fast = compare_strategies(names, wide, few, batch, cross_entropy, repeat=11)
+    fast = compare_strategies(names, wide, few, batch, cross_entropy, repeat=7)
     few.relink(usual)
 
 # %% tags=["plumbing"]

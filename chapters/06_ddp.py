@@ -682,7 +682,7 @@ measured = {}
 for dim in WIDTHS:
     models = contestants(dim)
     calls = {name: partial(train, model, part, sgd(model)) for name, model in models.items()}
-    measured[dim] = measure(calls, few, repeat=15)
+    measured[dim] = measure(calls, few, repeat=11)
 
 # %% tags=["plumbing"]
 rows = []

@@ -194,7 +194,7 @@ calls = {
     "plain": partial(train_step, net, optimizer, longer, mse_loss),
     "watched": partial(analyzer.time_step, net, *longer, optimizer, loss_fn=mse_loss),
 }
-clocked = measure(calls, few, repeat=100)
+clocked = measure(calls, few, repeat=30)
 added = clocked["watched"].ratio(clocked["plain"]).median - 1
 few.print(f"the analyzer adds {added:+.1%} to a step of {clocked['plain']}")
 
@@ -218,7 +218,7 @@ images = torch.randn(16, 64, device=few.device), torch.arange(16, device=few.dev
 
 
 def overhead_of(cnn):
-    return DDPPerformanceAnalyzer(few).analyze_communication_overhead(cnn, *images, repeat=5)
+    return DDPPerformanceAnalyzer(few).analyze_communication_overhead(cnn, *images, repeat=3)
 
 
 def share(seconds, alone):
@@ -397,7 +397,7 @@ for name, options in VARIANTS.items():
     calls[name, "alone"], calls[name, "together"] = variant(**options)
 
 # %%
-times = measure(calls, few, repeat=9)
+times = measure(calls, few, repeat=7)
 overheads = {
     name: Overhead(gradient_bytes(model), times[name, "alone"], times[name, "together"])
     for name in VARIANTS
@@ -546,7 +546,7 @@ for speed, (name, case) in itertools.product(("500mbit", "2gbit"), CASES.items()
     wrapped = DDP(copy.deepcopy(net), few, bucket_cap_mb=1.0)
     step = partial(train_step, wrapped, sgd(wrapped), data, loss_fn)
     predicted, seconds = [], []
-    for _ in range(3):  # in turns, because a machine changes its pace
+    for _ in range(2):  # in turns, because a machine changes its pace
         predicted.append(both(net, data, loss_fn))
         seconds += measure({"": step}, few, repeat=4)[""].seconds
     ours, core = map(statistics.median, zip(*predicted, strict=True))
@@ -674,7 +674,7 @@ made to be limited by one thing each, and then the model of this chapter:
 # %%
 def judge(net, data, make_optimizer=sgd, exposed=0.0):
     step = partial(train_step, net, make_optimizer(net), data, mse_loss)
-    measured = measure({"": step}, few, repeat=5)[""].median
+    measured = measure({"": step}, few, repeat=3)[""].median
     return find_bottleneck(step, rates, measured=measured + exposed, exposed=exposed)
 
 

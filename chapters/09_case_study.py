@@ -139,7 +139,7 @@ def adamw(model):  # real weights want a smaller step than random ones
 
 
 # %%
-STEPS = 20
+STEPS = 12
 
 
 def train(model, data):

@@ -29,9 +29,9 @@ SHORTER = {
         "case(512, 4, 1024)": "case(256, 4, 64)",
         "case(1024, 4, 1, adam)": "case(256, 4, 1, adam)",
         "repeat=4)": "repeat=1)",
-        "range(3):  # in turns": "range(1):  # in turns",
+        "range(2):  # in turns": "range(1):  # in turns",
     },
-    "09": {"STEPS = 20": "STEPS = 5"},
+    "09": {"STEPS = 12": "STEPS = 5"},
 }
 
 
