@@ -69,8 +69,8 @@ if comms.box or comms.local_world_size == n:
 # %% [markdown]
 r"""
 A barrier makes ranks meet in time. It is needed before something that is not a message: before a
-clock is read, or a file that another rank wrote. Before a collective it is of no use, since that
-waits for the data of the others anyway.
+clock is read, or a file that another rank wrote. Before a collective it is of no use, since whoever
+needs the data of others waits for them anyway.
 
 ## Who has what
 
@@ -279,7 +279,7 @@ assert n == 1 or rows[0][3] > 1e-9
 **Gather: predictions, in the right order.** Gather joins parts in rank order. Scatter had cut the
 images into blocks, so the predictions come back in the order of the images. PyTorch's
 `DistributedSampler` does not cut blocks: rank r takes images r, r + n, r + 2n and so on. So that
-all ranks have equally many, it takes images twice. Joined in rank order, such predictions
+all ranks have equally many, it takes some images twice. Joined in rank order, such predictions
 belong to other images. They have to be dealt back, one from each rank in turn, and cut to length:
 """
 
@@ -338,7 +338,8 @@ comms.print(table(comms.all_gather_data(mine), ["grank", "lrank", *mesh.mesh_dim
 # %% [markdown]
 """
 Groups along two dimensions add up to all ranks. A sum within each row and then across the rows is
-the sum over everybody, which pays where the links within a machine are faster than those between:
+the sum over everybody. That pays where the links within a machine are faster than those between; on
+hosts in a box all are alike. The second argument of `get` is a dimension that is not registered:
 """
 
 # %%
@@ -455,7 +456,8 @@ for name, sent in counted.items():
 
 # %% [markdown]
 r"""
-**Explain.** The few hundred bytes of the barrier are messages without content. All others send
+**Explain.** The few hundred bytes of the barrier, and of the one that ends the count, are messages
+without content. All others send
 what was predicted, except one: over gloo, a reduce-scatter sends what an all-reduce sends. PyTorch
 makes it from all-reduces, after which every rank throws all parts but one away. The name of a
 collective says who has what at the end, not what it costs to get there. The last line is the
@@ -492,15 +494,20 @@ for parts, by_name in timings.items():
         rows[name] += [human_seconds(predicted), human_seconds(timing.median)]
 headers = [f"{human_bytes(4 * m * parts)}, {w}" for parts in timings for w in ("pred.", "meas.")]
 few.print(table(rows.values(), ["", *headers]))
+for parts, by_name in timings.items():
+    costs = {name: COST[name][0] * (alpha + beta * COST[name][1] * 4 * m * parts) for name in COST}
+    quicker = sum(by_name[name].median < seconds for name, seconds in costs.items())
+    few.print(f"{human_bytes(4 * m * parts)}: {quicker} of {len(COST)} took less than predicted")
 
 # %% [markdown]
 r"""
-**Explain.** For small tensors the bytes do not count: what does is $\alpha$ for each round, and
-what PyTorch and gloo do around it, which the model leaves out. Scatter and gather start more than
-one message: they first say what comes, because parts may differ in size. For large tensors,
-remember that $\beta$ was measured on messages in both directions at once. One direction alone is
-cheaper, memory that has left the cache is dearer, and a broadcast between two ranks has both. The
-others make a new tensor, copy what arrives into it, or add; none of that is in the model.
+**Explain.** For small tensors the bytes do not count: what does is the start of each round. A round
+inside a collective may start faster than an exchange that is called on its own, which is where
+$\alpha$ comes from, or slower, with what PyTorch and gloo do around it. A scatter also says first
+what comes, because parts may differ in size. For large tensors the bytes are what counts. What
+exceeds the prediction there is the work of the cores: most of the collectives make a new tensor,
+copy what arrives into it, or add, and none of that is in the model. A reduce-scatter over gloo
+takes the time of the bytes it really sends.
 
 ## When it hangs
 
@@ -509,8 +516,9 @@ stayed run them all.
 
 ## Where it breaks: only rank 0 enters
 
-Collectives are paired by their order. Whoever enters one waits for all others; if they do not
-come, it waits until the time-out. A group in which a collective was given up is of no use
+Collectives are paired by their order. Whoever enters one waits for those whose data it needs: in an
+all-reduce for everybody, in a broadcast for one rank. If they do not come, it waits until the
+time-out. A group in which a collective was given up is of no use
 afterwards, so `outcomes` makes each mistake in a group of its own, with a time-out of one second.
 It returns how each rank fared: its error, or "went on". (With NCCL the time-out ends the process,
 so there the mistakes are not made.)

@@ -6,7 +6,7 @@ Where does the time of a step go, and when is a second device worth it? The chap
 whole steps. This one takes them apart, predicts them from their parts, works out the bandwidth
 below which training on several devices is slower than on one, and ends with a verdict on what
 limits a step. All of it is measured, so ranks that have no core or GPU of their own leave at the
-start.
+start: the numbers are those of the ranks that stay.
 """
 
 # %% tags=["imports"]
@@ -43,7 +43,7 @@ from microddp.performance import (
     predict_step,
     profile_steps,
 )
-from microddp.report import human_bytes, human_seconds, table
+from microddp.report import MIB, human_bytes, human_seconds, table
 from microddp.schedule import STRATEGIES, take_step
 from microddp.timing import Timeline, Timing, measure
 
@@ -93,9 +93,9 @@ def take_apart(spans):
 
 # %% [markdown]
 """
-**Measure.** Two steps of one model, first naive and then with buckets. Both are the same step, of
-another *strategy*: that is the core's word for how gradients are averaged, and
-`microddp.schedule.STRATEGIES` is the table of them. The core's
+**Measure.** Steps of one model, first naive and then with buckets. Both are the same step, of
+another *strategy*: that is the book's word for how gradients are averaged, and
+`microddp.schedule.STRATEGIES` is the table of them. Its own
 {func}`~microddp.performance.analyzer.break_down` follows the same rule, and adds the phases:
 """
 
@@ -121,21 +121,22 @@ for name in ("naive", "bucketed"):
     strategy, timeline = STRATEGIES[name](copy.deepcopy(model), few, bucket_cap_mb=1), Timeline(few)
     strategy.record(timeline)
     steps, optimizer = [], sgd(strategy.module)
-    for _ in range(9):
+    for _ in range(12):
         take_step(strategy, mse_loss, optimizer, batch)
         steps.append(timeline.take())
+    del steps[:3]  # to warm up
     spans = sorted(steps, key=lambda spans: break_down(spans).total)[len(steps) // 2]
     apart, times = take_apart(spans), break_down(spans)
     assert abs(apart["exposed"] - times.exposed) + abs(apart["hidden"] - times.hidden) < 1e-9
     rows.append((name, *(t * 1e3 for t in (times.total, times.exposed, times.hidden))))
-few.print(table(rows, ["ms, of the median step", "step", "exposed", "hidden"]))
+few.print(table(rows, ["ms, rank 0's median step", "step", "exposed", "hidden"]))
 
 # %% [markdown]
 """
 {class}`~microddp.performance.analyzer.DDPPerformanceAnalyzer` times steps of any strategy,
 PyTorch's DDP included: there it watches when gradients come and when the group has sent something.
-Here are all of them, in turns; "ddp" is the book's wrapper, whose table is printed, and "torch"
-PyTorch's:
+Here are all of them, in turns: "none" does not average, "ddp" is the book's wrapper, whose table is
+printed, and "torch" PyTorch's:
 """
 
 # %%
@@ -164,13 +165,19 @@ figures.stacked_bars(
     title=f"'{fastest}' waits {waits[fastest] / max(waits['naive'], 1e-9):.0%} as long as 'naive'",
     xlabel="time of a step on rank 0 (medians)",
 )
+rows = []
+for name in ("hooks", "bucketed", "ddp"):
+    ours, first = summaries[name].ranks[0], summaries["naive"].ranks[0]
+    rows.append((name, *(getattr(ours, p) * 1e3 - getattr(first, p) * 1e3 for p in PARTS[1:3])))
+few.print(table(rows, ["ms more than naive", "backward", "exposed"], floats=("", "+.1f", "+.1f")))
 
 # %% [markdown]
 """
 **Explain.** On a GPU hidden communication is almost free: as chapter 04 said, NCCL takes only a few
 of its many processors. Over gloo the host's processor moves the bytes. Where every core computes,
-as much of a hidden message as the cores do, and not the link, is taken from backward: "backward"
-grows as "exposed" shrinks. Over loopback that is all of it.
+as much of a hidden message as the cores do, and not the link, is taken from backward. What hooks
+save in the last column they may lose in the one before it; over loopback they lose nearly all of
+it. Buckets also have fewer messages to start, which saves waiting without hiding any.
 
 A clock should not slow what it measures. The analyzer takes about the same time in every step, so
 it weighs less in a long one. Here are steps on four times the samples, timed from outside, with
@@ -208,8 +215,8 @@ Backward is about two thirds of $c$, as it has 4 of 6 operations. If as much of 
 hidden, $t$ shrinks by $\frac{2}{3}c$, down to nothing. What a step really takes should lie between
 the two.
 
-**Measure.** On hosts in a box the links change their speed while the job runs: `relink` tells each
-host's. One convolutional network trains on all of these:
+**Measure.** On hosts in a box, `relink` changes the speed of every host's link while the job runs.
+One convolutional network trains on all of these:
 """
 
 # %%
@@ -236,8 +243,8 @@ for speed in SPEEDS if few.box else ():
     few.relink(speed)
     overhead = overhead_of(small)
     t, c = estimate_communication_time(overhead.nbytes, n, speed_of(few)), overhead.alone.median
-    hidden = max(0.0, t - 2 * c / 3)
-    by_speed[few.box.links[0]] = share(t, c), overhead.share, share(hidden, c)
+    rest = max(0.0, t - 2 * c / 3)
+    by_speed[few.box.links[0]] = share(t, c), overhead.share, share(rest, c)
 
 # %% tags=["plumbing"]
 if by_speed:
@@ -245,22 +252,27 @@ if by_speed:
     names = ("nothing hidden", "measured", "all of backward hides")
     x = [link.bits_per_second / 1e9 for link in by_speed]
     columns = zip(*by_speed.values(), strict=True)
-    (_, first, _), *_, (_, last, _) = by_speed.values()
+    (slow, (_, first, _)), *_, (fast, (_, last, _)) = by_speed.items()
     figures.lines(
         {name: (x, [100 * y for y in column]) for name, column in zip(names, columns, strict=True)},
-        title=f"Averaging takes {first:.0%} of a step at {SPEEDS[0]}, {last:.0%} at {SPEEDS[-1]}",
+        title=f"Averaging takes {first:.0%} of a step at {slow}, {last:.0%} at {fast}",
         xlabel="speed of each link, Gbit/s",
         ylabel="share of the step, %",
         log="x",
     )
+    above = sum(measured > most + 0.01 for most, measured, _ in by_speed.values())
+    below = sum(measured < least - 0.01 for _, measured, least in by_speed.values())
+    between = len(by_speed) - above - below
+    few.print(f"between the two, to a percentage point: {between}; above {above}, below {below}")
+    few.print(f"at {fast} the wire takes {min(1, t / overhead.seconds):.0%} of what averaging adds")
 few.print("links of known speed: " + (", ".join(map(str, by_speed)) or "none here"))
 
 # %% [markdown]
 r"""
-**Explain.** Halving the link's time helps where it is most of the step, and hardly where backward
-hides it. What is left at the fastest links is not the wire. The cores carry the messages there, and
-no kernel lets them do so faster than they can: a link that is asked to carry 10 Gbit/s is one that
-holds nothing back.
+**Explain.** The slower the link, the nearer are the two predictions, and the less there is to hide.
+A share above both means that averaging cost time that neither the wire nor this model has: the
+start of each message, and cores that carry messages and do not compute meanwhile. On the fastest
+links that can be most of it, because the kernel may let more pass than the cores can bring.
 
 ## Against the size of the model
 
@@ -276,7 +288,8 @@ not grow.
 
 **Measure.** The rule's device computes faster than this one, or less for each byte. So the links
 are set to a speed that gives the smallest model the rule's 60 %, with nothing hidden. That is the
-same ratio of computing to bytes, and from there on the rule and the prediction are on their own:
+same ratio of computing to bytes, and from there on the rule and the prediction are on their own.
+For each MiB of gradients the table has the computing, too:
 """
 
 # %%
@@ -294,12 +307,15 @@ for channels, rule in RULE.items():
     alone, millions = overhead.alone.median, overhead.nbytes / 4e6
     t = estimate_communication_time(overhead.nbytes, max(n, 2), speed_of(few))
     shares = (share(t, alone), overhead.share, rule)
-    times = human_bytes(overhead.nbytes), human_seconds(alone)
+    times = (
+        human_bytes(overhead.nbytes),
+        *map(human_seconds, (alone, alone / overhead.nbytes * MIB)),
+    )
     rows.append((f"{millions:.1f}M", *times, *(f"{part:.0%}" for part in shares)))
     cnns[f"CNN, {millions:.1f}M"] = cnn
 
 # %% tags=["plumbing"]
-headers = ["parameters", "gradients", "computing", "nothing hidden", "measured", "the rule"]
+headers = ["parameters", "gradients", "computing", "a MiB", "none hidden", "measured", "the rule"]
 few.print(f"links of {human_bits(8 * speed_of(few))}")
 few.print(table(rows, headers))
 if by_speed:
@@ -307,10 +323,14 @@ if by_speed:
 
 # %% [markdown]
 """
-**Explain.** The prediction follows the ratio of computing to bytes, and not the size. The measured
-shares are lower by what backward hides. The rule names neither the device nor the batch, and both
-move the result: for a device that computes ten times faster, the wait is ten times as long beside
-the computing. Where the speed of the links is not known, the prediction takes 10 Gbit/s.
+**Explain.** The prediction follows the ratio of computing to bytes, and not the size: where the
+computing for each MiB grows, as larger layers leave the caches or are used more often, the share
+falls, and where it stays, the share stays. So a larger model is easier only if it computes more
+with each parameter. A measured share below the prediction shows what backward hides; one that is
+equal or higher, that start-ups and busy cores take as much or more. The rule names neither the
+device nor the batch, and both move the result: for a device that computes ten times faster, the
+wait is ten times as long beside the computing. Where the speed of the links is not known, the
+prediction takes 10 Gbit/s.
 
 ## More ranks
 
@@ -319,8 +339,9 @@ before. The *speed-up* says how many times as many samples a second there are as
 Divided by the number of ranks, it is the *efficiency*.
 
 **Predict.** Weak scaling has more to compute for the same bytes, so its efficiency is higher. And
-no run can beat what the machine gives when its ranks only compute, for they share memory and
-caches. That ceiling is measured too, by steps without communication on as many ranks at once.
+no run can beat what the machine gives when its ranks only compute: they share memory and caches,
+and with strong scaling each has a smaller batch, which takes more than its share of the time. That
+ceiling is measured too, by steps without communication on as many ranks at once.
 """
 
 
@@ -345,14 +366,18 @@ for kind, count in {"strong": samples, "weak": 64}.items():
 # %%
 figures.lines(
     {**curves, "ideal": (counts, counts)},
-    title=f"{counts[-1]} ranks do {curves['weak'][1][-1]:.2f} times the work of one, "
-    f"or one's work {curves['strong'][1][-1]:.2f} times as fast",
+    title=f"{counts[-1]} ranks: speed-up {curves['weak'][1][-1]:.2f} with weak scaling, "
+    f"{curves['strong'][1][-1]:.2f} with strong",
     xlabel="ranks",
     ylabel="speed-up",
 )
 
 # %% [markdown]
 r"""
+**Explain.** Between a curve and its "computing alone" lies what communication costs. A speed-up
+below 1 means that the ranks together are slower than one of them by itself. Which link and which
+batch would change that is worked out below, in "When is it worth it?"
+
 ## What changes the share
 
 **Predict.** Four things can be set.
@@ -419,10 +444,13 @@ figures.stacked_bars(
     xlabel="share of the step (its time)",
     formatter=lambda share, _: f"{share:.0%}",
 )
+caps = [name for name in VARIANTS if name.startswith("buckets")]
+few.print(f"shortest step: {min(caps, key=lambda name: overheads[name].together.median)}")
 same = [shares[name] for name in ("buckets of 1 MiB", "accumulation of 1", "batch of 64")]
 few.print(f"one and the same step, timed three times: {min(same):.1%} to {max(same):.1%}")
-rows = [(K, shares[f"accumulation of {K}"], once / (once + K * (1 - once))) for K in (1, 2, 4, 8)]
-few.print(table(rows, ["accumulation", "measured", "predicted"], floats=".0%"))
+rows = [(K, shares[f"accumulation of {K}"], once / (once + K * (1 - once))) for K in (2, 4, 8)]
+few.print(f"accumulation, from {once:.0%} without")
+few.print(table(rows, ["micro-batches", "measured", "predicted"], floats=".0%"))
 
 # %% [markdown]
 r"""
@@ -430,7 +458,8 @@ r"""
 the samples for each update. Autocast helps where the processor has instructions for bf16 and hurts
 where it converts instead. So its share can go either way while the bytes stay. Three of the bars
 are one and the same step (buckets of 1 MiB, accumulation of 1, batch of 64): what they differ by is
-noise. Half the bytes need two conversions. They pay where the link takes longer than the processor.
+noise. Shares of different bucket sizes have that noise in their computing, too, so compare their
+times. Half the bytes need two conversions. They pay where the link takes longer than the processor.
 
 ## Predicted from its parts
 
@@ -456,8 +485,8 @@ def backward_ends(ready, sizes, backward, alpha, beta):
 
 # %% [markdown]
 """
-The parts come from the core. {func}`~microddp.performance.prediction.measure_compute` times a step
-without communication, with a hook on each parameter, and
+The parts come from the library. {func}`~microddp.performance.prediction.measure_compute` times a
+step without communication, with a hook on each parameter, and
 {func}`~microddp.performance.prediction.plan_by_name` says which gradients travel together:
 """
 
@@ -480,10 +509,10 @@ few.print(
 
 # %% [markdown]
 r"""
-The core's own {func}`~microddp.performance.prediction.predict_step` takes two more things into
+The book's own {func}`~microddp.performance.prediction.predict_step` takes two more things into
 account. To copy gradients into buckets takes time. And where processors move the bytes, a bucket
 that travels keeps some of the cores busy, and backward goes on with what is left of them. Without
-the two, both predictors must agree:
+the two, both must agree:
 """
 
 # %%
@@ -496,8 +525,9 @@ for cap in (0.1, 1.0, 25.0):
 # %% [markdown]
 r"""
 **Measure.** A model that only explains what it was fitted to explains little. So alpha and beta are
-those of the links above, and the steps are timed on two others. There beta is known: a link's time
-for $\frac{2(n-1)}{n}$ bytes. (A machine whose links cannot be changed is predicted as it is.) Four
+those of the links above, and the steps are timed on two others. Of beta, a link's time for
+$\frac{2(n-1)}{n}$ bytes is the wire's, and known for each speed. What was fitted beyond that is the
+cores', and stays. (A machine whose links cannot be changed is predicted as it is.) Four
 models are predicted and then timed in {class}`~microddp.ddp.wrapper.DistributedDataParallel`, in
 turns:
 """
@@ -522,23 +552,31 @@ CASES["transformer"] = (decoder, (tokens, tokens.roll(-1, 1)), flat_cross_entrop
 
 
 # %%
+def wire():
+    """Seconds that a link takes for a byte of an all-reduce."""
+    return 2 * (n - 1) / n / speed_of(few)
+
+
+beyond = max(0.0, cost.beta - wire())
+
+
 def on_this_link(cost):
     """The cores spend as much on a byte as before, while it travels for longer or shorter."""
     if few.box is None:
         return cost
-    beta = 2 * (n - 1) / n * few.box.seconds_per_byte
+    beta = wire() + beyond
     return replace(cost, beta=beta, cores=cost.cores * cost.beta / beta)
 
 
 def both(net, data, loss_fn, cap=1.0):
-    """This chapter's prediction and the core's."""
+    """This chapter's prediction and the book's."""
     compute, now = measure_compute(net, loss_fn, data, sgd, few, repeat=4), on_this_link(cost)
-    core = predict_step("ddp", net, compute, now, cores_for_each_rank(few), cap)
-    return predict(net, compute, now, cap), core.step
+    whole = predict_step("ddp", net, compute, now, cores_for_each_rank(few), cap)
+    return predict(net, compute, now, cap), whole.step
 
 
 # %%
-rows, errors = [], []
+rows, errors = [], {}
 for speed, (name, case) in itertools.product(("500mbit", "2gbit"), CASES.items()):
     if few.box:
         few.relink(speed)
@@ -549,28 +587,34 @@ for speed, (name, case) in itertools.product(("500mbit", "2gbit"), CASES.items()
     for _ in range(2):  # in turns, because a machine changes its pace
         predicted.append(both(net, data, loss_fn))
         seconds += measure({"": step}, few, repeat=4)[""].seconds
-    ours, core = map(statistics.median, zip(*predicted, strict=True))
+    both_medians = [statistics.median(each) for each in zip(*predicted, strict=True)]
     measured = Timing(tuple(seconds))
-    errors.append((ours / measured.median - 1, core / measured.median - 1))
-    link = human_bits(8 * speed_of(few)) if few.box else ""
-    rows.append((name, link, human_seconds(ours), human_seconds(core), measured, *errors[-1]))
+    link = human_bits(8 * speed_of(few)) if few.box else "this machine's"
+    missed = [seconds / measured.median - 1 for seconds in both_medians]
+    errors.setdefault(link, []).append(missed)
+    rows.append((name, link, *map(human_seconds, both_medians), measured, *missed))
 
 # %% tags=["plumbing"]
 if few.box:
     few.relink(usual)
-headers = ["model", "link", "predicted", "core's", "measured (quartiles)", "error", "core's error"]
+headers = ["model", "link", "predicted", "the book's", "measured (quartiles)", "error", "its error"]
 few.print(table(rows, headers, floats=("", "", "", "", "", "+.0%", "+.0%")))
-middle = [statistics.median(map(abs, column)) for column in zip(*errors, strict=True)]
-longer = sum(error < 0 for _, error in errors)
-few.print(f"median error {middle[0]:.0%}, of the core's {middle[1]:.0%}")
-few.print(f"{longer} of {len(errors)} steps took longer than the core predicts")
+flat = [missed for of_link in errors.values() for missed in of_link]
+middle = [statistics.median(map(abs, column)) for column in zip(*flat, strict=True)]
+few.print(f"median error {middle[0]:.0%}, of the book's {middle[1]:.0%}")
+for link, of_link in errors.items():
+    signed = statistics.median(error for _, error in of_link)
+    longer = sum(error < 0 for _, error in of_link)
+    few.print(f"{link}: {longer} of {len(of_link)} steps took longer than the book predicts,")
+    few.print(f"  which is {signed:+.0%} in the middle")
 
 # %% [markdown]
 r"""
-**Explain.** The prediction leaves out what ranks do to each other. One that is late makes all wait,
+**Explain.** The predictions leave out what ranks do to each other. One that is late makes all wait,
 and threads that want the same core take turns by the scheduler's choice. Both make a real step
 longer than the predicted one: then the error is negative. And each part is measured at another
-moment than the step, so an error can be positive, too. The last line above counts both kinds.
+moment than the step, so an error can be positive, too. A gap that is larger on the faster link is
+not the link's.
 
 ## The profiler
 
@@ -590,7 +634,8 @@ with tempfile.TemporaryDirectory() as folder:
 r"""
 The first table is by kind of operation, as means over the ranks. Over gloo its shares are of the
 step's time, and may add up to more than 100 %, since all-reduces run beside the rest. The second
-table takes the step of each rank apart.
+table takes the step of each rank apart. What is under way in none of its columns is *idle*; on a
+CPU the host is the device, so "host busy" repeats "computing".
 
 ## When is it worth it?
 
@@ -637,7 +682,7 @@ def curve(rate, start_up):
 # %%
 LINKS = {"10 Gbit/s Ethernet": 1.25, "PCIe 4.0 x16": 31.5, "NVLink 4 (H100)": 450}
 if n > 1 and cost.beta > 0:
-    LINKS["this machine's all-reduce"] = 1 / cost.beta / 1e9
+    LINKS["this machine's all-reduce"] = 2 * (n - 1) / n / cost.beta / 1e9
 need_here, need_h100 = (break_even(1e9, *device) / 1e9 for device in (HERE, H100))
 few.print(f"1e9 parameters need {need_here:.3g} GB/s here, and {need_h100:.3g} GB/s on H100s")
 assert need_here < need_h100
@@ -650,7 +695,7 @@ figures.lines(
         "this device, computing": curve(*HERE),
         **{name: (ends, (gigabytes, gigabytes)) for name, gigabytes in LINKS.items()},
     },
-    title="Above its curve a link makes 8 ranks faster than one",
+    title="A link above a device's curve makes 8 of them faster than one",
     xlabel=f"parameters of the model ({SAMPLES} samples or tokens a rank and step)",
     ylabel="bandwidth of a link, GB/s",
     log="xy",
@@ -666,16 +711,18 @@ GT/s; NVLink 4 with 18 links of 25 GB/s, from NVIDIA's data sheet.
 What limits a step? {func}`~microddp.performance.roofline.find_bottleneck` counts each operation's
 arithmetic and bytes. At this machine's rates each operation would take some time to be computed
 (*compute*), some to move its bytes (*memory*), and some to be started at all (*host*). The longest
-of the three is what limits it. Communication is added as it was measured. Here are three models
-made to be limited by one thing each, and then the model of this chapter:
+of the three is what limits it. Communication is added as it was measured. The percentages are of
+the time that the rates explain, which "together" compares with the whole step. Here are three
+models made to be limited by one thing each, and then the model of this chapter:
 """
 
 
 # %%
-def judge(net, data, make_optimizer=sgd, exposed=0.0):
+def judge(net, data, make_optimizer=sgd, times=None):
     step = partial(train_step, net, make_optimizer(net), data, mse_loss)
-    measured = measure({"": step}, few, repeat=3)[""].median
-    return find_bottleneck(step, rates, measured=measured + exposed, exposed=exposed)
+    if times:  # a step that was timed with its communication
+        return find_bottleneck(step, rates, measured=times.total, exposed=times.exposed)
+    return find_bottleneck(step, rates, measured=measure({"": step}, few, repeat=3)[""].median)
 
 
 def case(dim, depth, samples, make_optimizer=sgd):
@@ -692,9 +739,7 @@ verdicts = {
     "wide layers, large batch": case(512, 4, 1024),
     "wide layers, one sample": case(1024, 4, 1, adam),
     "64 layers of width 8": case(8, 64, 4),
-    "this chapter's, naive": judge(
-        ways["none"].module, batch, exposed=summaries["naive"].ranks[0].exposed
-    ),
+    "this chapter's, naive": judge(ways["none"].module, batch, times=summaries["naive"].ranks[0]),
 }
 for name, verdict in verdicts.items():
     few.print(f"{name}: {verdict}\n")
@@ -729,17 +774,20 @@ summary = analyzer.summary()
 few.print(summary)
 figures.stacked_bars(
     summary.bars,
-    title=f"Rank {summary.slowest} works {summary.spread:.1f} times as long; the others wait",
+    title=f"Rank {summary.slowest} works {summary.spread:.1f} times as long, and waits least",
     xlabel="time of a step (medians)",
 )
+first, last = summary.ranks[0].exposed, summary.ranks[-1].exposed
+few.print(f"of rank 0's wait, {human_seconds(first)}, the late rank explains")
+few.print(f"at least {human_seconds(first - last)}, as it waits {human_seconds(last)} itself")
 assert summary.slowest == n - 1
-assert n == 1 or summary.ranks[0].exposed > summary.ranks[-1].exposed
+assert n == 1 or first > last
 
 # %% [markdown]
 r"""
-Rank 0 sees nothing but communication that takes long, and a faster network would change little of
-it. Exposed time is waiting, for the network *or* for another rank. Look at all ranks: the one that
-waits least is the *straggler*, which the others wait for.
+Rank 0 sees nothing but communication that takes long, and no network would change what the late
+rank explains of it. Exposed time is waiting, for the network *or* for another rank. Look at all
+ranks: the one that waits least is the *straggler*, which the others wait for.
 
 ## What to take along
 
