@@ -353,10 +353,9 @@ def make_steps(group, samples):
 
 
 # %%
-samples = 64 * n
 curves = {}
-for kind, count in {"strong": samples, "weak": 64}.items():
-    scaling = measure_scaling(make_steps, few, count, weak=kind == "weak")
+for kind, count in {"strong": 384 * n, "weak": 384}.items():
+    scaling = measure_scaling(make_steps, few, count, weak=kind == "weak", repeat=7)
     few.print(f"{kind} scaling\n{scaling}\n")
     counts = [point.ranks for point in scaling.points]
     curves[kind] = (counts, [scaling.speedup(point) for point in scaling.points])
