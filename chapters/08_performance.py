@@ -439,7 +439,7 @@ bars = {
 once, eight = (shares[f"accumulation of {K}"] for K in (1, 8))
 figures.stacked_bars(
     bars,
-    title=f"Averaging after 8 micro-batches takes {eight:.0%} of a step; after each, {once:.0%}",
+    title=f"Averaging: {once:.0%} of a step, {eight:.0%} after 8 micro-batches",
     xlabel="share of the step (its time)",
     formatter=lambda share, _: f"{share:.0%}",
 )

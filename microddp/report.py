@@ -16,9 +16,12 @@ from tabulate import tabulate
 MIB = 1 << 20  # bytes
 
 
+BYTE_UNITS = ("B", "KiB", "MiB", "GiB")  # each 1024 times the one before
+
+
 def human_bytes(count: float, _position: object = None) -> str:
     """Bytes in words: ``"64 KiB"``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    for unit in BYTE_UNITS:
         if count < 1024 or unit == "GiB":
             break
         count /= 1024

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from microddp.figures.style import COLORS, GREY, drawing
-from microddp.report import human_bytes
+from microddp.report import BYTE_UNITS, human_bytes
 
 Rows = Sequence[Sequence[int]]  # what each rank holds, in rank order
 WIDTH = 4.9  # inches: narrower than the other figures, so that a phone shrinks its numbers less
@@ -101,18 +101,21 @@ def traffic(matrices: Mapping[str, Sequence[Sequence[float]]], *, title: str) ->
         1, len(matrices), figsize=(7.0, 2.5), layout="constrained", squeeze=False
     )
     largest = max(max(map(max, matrix)) for matrix in matrices.values()) or 1
+    unit = human_bytes(largest).split()[1]
+    unit_bytes = 1024 ** BYTE_UNITS.index(unit)
+    fontsize = 8 if max(map(len, matrices.values())) < 6 else 6
     for axes, (name, matrix) in zip(panels[0], matrices.items(), strict=True):
         axes.imshow(np.ma.masked_equal(matrix, 0), cmap="Blues", vmin=0, vmax=2 * largest)
         for i, row in enumerate(matrix):
             for j, size in enumerate(row):
                 if size:
-                    text = human_bytes(size).replace(" ", "\n")
-                    axes.text(j, i, text, ha="center", va="center", fontsize=8, color="black")
+                    style = {"ha": "center", "va": "center", "fontsize": fontsize}
+                    axes.text(j, i, f"{size / unit_bytes:.2g}", color="black", **style)
         axes.set_title(name, loc="center", fontsize=10)
         axes.set_xlabel("to rank")
         axes.set_xticks(range(len(matrix)))
         axes.set_yticks(range(len(matrix)))
         axes.grid(visible=False)
-    panels[0][0].set_ylabel("from rank")
+    panels[0][0].set_ylabel(f"from rank (squares: {unit})")
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure

@@ -287,8 +287,8 @@ class StepSummary:
     def verdict(self) -> str:
         """Which rank the others wait for, in a sentence."""
         return (
-            f"Rank {self.slowest} works longest (total less exposed), {self.spread:.2f} times as long as the rank that "
-            "works least."
+            f"Rank {self.slowest} works longest (total less exposed), {self.spread:.2f} times as "
+            "long as the rank that works least."
         )
 
     def _table(self, form: str) -> str:

@@ -83,9 +83,10 @@ def test_buckets_have_a_cell_for_each_parameter_and_a_colour_for_each_bucket():
 
 
 def test_traffic_shows_every_link_that_carries_bytes():
-    figures.traffic({"ring": [[0, 8, 0], [0, 0, 8], [8, 0, 0]]}, title="")
+    figures.traffic({"ring": [[0, 8, 0], [0, 0, 4096], [8192, 0, 0]]}, title="")
     (axes,) = plt.gcf().axes
-    assert texts(axes) == ["8\nB"] * 3
+    assert texts(axes) == ["0.0078", "4", "8"]
+    assert axes.get_ylabel() == "from rank (squares: KiB)"
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5])
