@@ -269,7 +269,7 @@ for broadcast in (False, True):
     evaluated = comms.all_gather(statistics(cnn))
     rows.append((broadcast, apart(trained), apart(evaluated), distance(evaluated[0], alone)))
 
-# %%
+# %% tags=["plumbing"]
 headers = ["broadcast_buffers", "after training", "after an evaluation", "rank 0 to one device"]
 comms.print("distance between the ranks' statistics")
 comms.print(table(rows, headers, floats=".1e"))
@@ -455,7 +455,7 @@ who used what, which takes one more all-reduce:
 """
 
 
-# %%
+# %% tags=["plumbing"]
 def norms(model):
     """The norm of each head's gradient on every rank."""
     grads = [head.weight.grad for head in model.heads]
@@ -639,7 +639,7 @@ for i, (x, y) in zip(range(5), batches(rank, n), strict=False):
 headers = ["collectives in iteration", "microddp.DDP", "torch DDP"]
 comms.print(table(rows, headers))
 
-# %%
+# %% tags=["plumbing"]
 mine = ", ".join(str(bucket.buffer().nbytes) for bucket in ours.reducer.buckets)
 other = theirs._get_ddp_logging_data()["rebuilt_bucket_sizes"]
 rows = [("microddp.DDP", mine), ("torch DDP", other)]
@@ -708,11 +708,22 @@ figures.lines(
 **Explain.** Both wrappers send the same bytes in the same messages, so most of what they add to the
 step without averaging, they add alike. PyTorch's default copies the averages back into the
 gradients, one more pass over them. What is left between the two with views is Python, which brings
-each gradient into its bucket between two operations of backward. It is a small part of a step.
-Where the quartiles overlap, the run does not show it. On a GPU it may not show at all: the kernels
-of backward are queued ahead, and Python runs beside them.
+each gradient into its bucket between two operations of backward. Where the quartiles overlap, the
+run does not show it. On a GPU it may not show at all: the kernels of backward are queued ahead, and
+Python runs beside them.
 
-## What it leaves out
+## What to take along
+
+- A broadcast, hooks and a callback at the end of backward make `loss.backward()` average. The rest
+  of DDP is there for the cases in which that is not enough.
+- Gradients are averaged, buffers are not: rank 0's are copied. Whether gradients are averaged is
+  decided where `forward` runs.
+- A missing gradient is an error in the next forward, and a missing rank one after the time-out. A
+  sample or a micro-batch that counts too much is no error at all: compare with one device.
+- On the same messages in the same order, two implementations agree bit for bit. Where they may
+  differ is time.
+
+## Appendix: what it leaves out
 
 The two constructors, compared:
 """
@@ -739,17 +750,6 @@ What PyTorch's arguments are for:
 Two things have no argument. `torch.compile` cuts its graphs at PyTorch's buckets, so that
 communication overlaps with compiled code, and does not know ours. And PyTorch's wrapper logs what
 it does, and has checks to turn on with `TORCH_DISTRIBUTED_DEBUG`.
-
-## What to take along
-
-- A broadcast, hooks and a callback at the end of backward make `loss.backward()` average. The rest
-  of DDP is there for the cases in which that is not enough.
-- Gradients are averaged, buffers are not: rank 0's are copied. Whether gradients are averaged is
-  decided where `forward` runs.
-- A missing gradient is an error in the next forward, and a missing rank one after the time-out. A
-  sample or a micro-batch that counts too much is no error at all: compare with one device.
-- On the same messages in the same order, two implementations agree bit for bit. Where they may
-  differ is time.
 
 ## Exercises
 

@@ -509,7 +509,17 @@ exceeds the prediction there is the work of the cores: most of the collectives m
 copy what arrives into it, or add, and none of that is in the model. A reduce-scatter over gloo
 takes the time of the bytes it really sends.
 
-## When it hangs
+## What to take along
+
+- A collective is defined by who has what before and after. What it sends depends on how the
+  backend does it: count.
+- For a metric, add up sums and counts. For predictions, know in which order the samples were dealt
+  out. To stop, agree.
+- Every rank must make the same calls in the same order with the same shapes. A rank that does not
+  shows up as a time-out somewhere else, or as a wrong number.
+- Do not unpickle what a rank or a file sends, unless you would run its program.
+
+## Appendix: when it hangs
 
 From here on it is about mistakes. Each is a few lines that many have written, and the ranks that
 stayed run them all.
@@ -766,19 +776,6 @@ check_replicas(restored, comms)
 comms.barrier()  # before rank 0 takes the folder away
 folder.cleanup()
 comms.print(f"{n} equal models from one file")
-
-# %% [markdown]
-r"""
-## What to take along
-
-- A collective is defined by who has what before and after. What it sends depends on how the
-  backend does it: count.
-- For a metric, add up sums and counts. For predictions, know in which order the samples were dealt
-  out. To stop, agree.
-- Every rank must make the same calls in the same order with the same shapes. A rank that does not
-  shows up as a time-out somewhere else, or as a wrong number.
-- Do not unpickle what a rank or a file sends, unless you would run its program.
-"""
 
 # %% [markdown]
 """

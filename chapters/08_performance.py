@@ -615,27 +615,6 @@ longer than the predicted one: then the error is negative. And each part is meas
 moment than the step, so an error can be positive, too. A gap that is larger on the faster link is
 not the link's.
 
-## The profiler
-
-PyTorch's profiler records every operation, at the price of slowing it. So it is the tool for *what*
-takes the time, after a clock has said *how much* there is to find. The book's
-{func}`~microddp.performance.profiler.profile_steps` sums it up, and writes a trace for each rank
-that [Perfetto](https://ui.perfetto.dev) opens:
-"""
-
-# %%
-net = DDP(copy.deepcopy(model), few, bucket_cap_mb=1)
-with tempfile.TemporaryDirectory() as folder:
-    step = partial(train_step, net, sgd(net), batch, mse_loss)
-    few.print(profile_steps(step, few, folder=folder))
-
-# %% [markdown]
-r"""
-The first table is by kind of operation, as means over the ranks. Over gloo its shares are of the
-step's time, and may add up to more than 100 %, since all-reduces run beside the rest. The second
-table takes the step of each rank apart. What is under way in none of its columns is *idle*; on a
-CPU the host is the device, so "host busy" repeats "computing".
-
 ## When is it worth it?
 
 **Predict.** Each of n ranks computes $6Pb$ operations for its b samples, at a rate R: 2 for each
@@ -670,7 +649,7 @@ def break_even(parameters, rate, start_up):
     return 8 * parameters * (RANKS - 1) / RANKS / saved if saved > 0 else float("inf")
 
 
-# %%
+# %% tags=["plumbing"]
 def curve(rate, start_up):
     sizes = [10 ** (k / 4) for k in range(16, 45)]
     points = [(size, break_even(size, rate, start_up) / 1e9) for size in sizes]
@@ -678,7 +657,7 @@ def curve(rate, start_up):
     return x, y
 
 
-# %%
+# %% tags=["plumbing"]
 LINKS = {"10 Gbit/s Ethernet": 1.25, "PCIe 4.0 x16": 31.5, "NVLink 4 (H100)": 450}
 if n > 1 and cost.beta > 0:
     LINKS["this machine's all-reduce"] = 2 * (n - 1) / n / cost.beta / 1e9
@@ -800,6 +779,27 @@ Before you buy a network, in this order:
 5. If start-ups weigh, use larger buckets; if bytes weigh, accumulate, enlarge the batch, or send
    fewer bits where to make them costs less than to send them.
 6. If computing weighs, you are done: a faster network has nothing left to give.
+
+## Appendix: the profiler
+
+PyTorch's profiler records every operation, at the price of slowing it. So it is the tool for *what*
+takes the time, after a clock has said *how much* there is to find. The book's
+{func}`~microddp.performance.profiler.profile_steps` sums it up, and writes a trace for each rank
+that [Perfetto](https://ui.perfetto.dev) opens:
+"""
+
+# %%
+net = DDP(copy.deepcopy(model), few, bucket_cap_mb=1)
+with tempfile.TemporaryDirectory() as folder:
+    step = partial(train_step, net, sgd(net), batch, mse_loss)
+    few.print(profile_steps(step, few, folder=folder))
+
+# %% [markdown]
+r"""
+The first table is by kind of operation, as means over the ranks. Over gloo its shares are of the
+step's time, and may add up to more than 100 %, since all-reduces run beside the rest. The second
+table takes the step of each rank apart. What is under way in none of its columns is *idle*; on a
+CPU the host is the device, so "host busy" repeats "computing".
 
 ## Exercises
 

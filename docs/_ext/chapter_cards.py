@@ -9,6 +9,7 @@ from typing import Any
 import jupytext
 from docutils import nodes
 from docutils.statemachine import StringList
+from gallery_markdown import FOLDED
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -16,6 +17,7 @@ from microddp.hosts import Box
 
 CHAPTERS = Path(__file__).parents[2] / "chapters"
 WORDS_A_MINUTE, LINES_A_MINUTE = 200, 20  # prose is read, code is worked through
+OPTIONAL = re.compile(r"^## (?:Appendix|Exercises)\b", re.MULTILINE)  # from there on
 
 # What the reader has built at the end.
 BUILDS = {
@@ -34,7 +36,7 @@ BUILDS = {
 
 @dataclass(frozen=True)
 class Chapter:
-    """A chapter in a few words; `minutes` is how long it takes to read."""
+    """A chapter in a few words; `minutes` is how long it takes to read, up to what is optional."""
 
     stem: str
     title: str
@@ -60,8 +62,15 @@ def read_chapter(path: Path) -> Chapter:
     question = re.search(r"[^.?]*\?", " ".join(text.split()))
     if question is None:
         raise ValueError(f"expected {path.name} to open with a question")
-    words = sum(len(cell.source.split()) for cell in cells if cell.cell_type == "markdown")
-    lines = sum(len(cell.source.splitlines()) for cell in cells if cell.cell_type == "code")
+    words = lines = 0
+    for cell in cells:
+        if cell.cell_type == "markdown":
+            text, *optional = OPTIONAL.split(cell.source)
+            words += len(text.split())
+            if optional:
+                break
+        elif FOLDED.keys().isdisjoint(cell.metadata.get("tags", ())):
+            lines += len(cell.source.splitlines())
     minutes = math.ceil(words / WORDS_A_MINUTE + lines / LINES_A_MINUTE)
     name = title.removeprefix("# ").strip()
     return Chapter(path.stem, name, question[0].strip(), BUILDS[path.stem], minutes)
@@ -78,7 +87,7 @@ def head(chapter: Chapter, ranks: int, box: Box | None = None) -> str:
         commands.insert(0, f"$ python -m microddp.hosts {hosts} -- chapters/{chapter.stem}.py")
     return (
         f":::{{div}} chapter-head\n**In this chapter you build** {chapter.builds}. "
-        f"About {chapter.minutes} minutes to read. Run it yourself:\n:::\n\n"
+        f"About {chapter.minutes} minutes to read, without exercises. Run it yourself:\n:::\n\n"
         + "\n".join(["```console", *commands, "```"])
     )
 
