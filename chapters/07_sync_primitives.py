@@ -535,23 +535,23 @@ so there the mistakes are not made.)
 """
 
 # %%
-comms, rank, n = few, few.rank, m
-STUCK = n > 1 and comms.backend == "gloo"  # whether there is somebody to wait for
+rank, n = few.rank, m
+STUCK = n > 1 and few.backend == "gloo"  # whether there is somebody to wait for
 
 
 def outcomes(mistake, *args, debug="0"):
     """How each rank fares when all ranks call ``mistake(group, *args)``."""
     os.environ["MICRODDP_DEBUG"] = debug  # read when a group is made; the next section turns it on
-    comms.barrier()  # the time-out counts while the group is made, too
-    hasty, ending = comms.subgroup(range(n), timeout=1.0), "went on"
+    few.barrier()  # the time-out counts while the group is made, too
+    hasty, ending = few.subgroup(range(n), timeout=1.0), "went on"
     os.environ["MICRODDP_DEBUG"] = "0"
     try:
-        if comms.backend == "gloo":
+        if few.backend == "gloo":
             mistake(hasty, *args)
     except RuntimeError as error:
         without_folder = re.sub(r"\[\S*/", "[", str(error))
         ending = shorten(without_folder, 150, placeholder=" ...")
-    endings = comms.all_gather_data(ending)
+    endings = few.all_gather_data(ending)
     hasty.close()
     return endings
 
@@ -559,7 +559,7 @@ def outcomes(mistake, *args, debug="0"):
 # %%
 def show(endings):
     for r, ending in enumerate(endings):
-        comms.print(fill(f"[rank {r}] {ending}", 90, subsequent_indent=" " * 9))
+        few.print(fill(f"[rank {r}] {ending}", 90, subsequent_indent=" " * 9))
 
 
 # %% [markdown]
@@ -572,7 +572,7 @@ and the function is right. Here it takes the ranks that stay away:
 
 # %%
 def log_loss(group, away):
-    loss = torch.ones(1, device=comms.device)
+    loss = torch.ones(1, device=few.device)
     if rank not in away:
         group.all_reduce_mean(loss)
     group.print(f"loss {loss.item():.3f}")
@@ -607,7 +607,7 @@ them enter a collective, but not the same one:
 
 # %%
 def two_orders(group, odd):
-    loss, threshold = torch.ones(2, 1, device=comms.device)
+    loss, threshold = torch.ones(2, 1, device=few.device)
     calls = [lambda: group.all_reduce(loss), lambda: group.broadcast(threshold)]
     for call in reversed(calls) if rank in odd else calls:
         call()
@@ -631,7 +631,7 @@ broadcasts:
 def swapped_sums(group, odd):
     sums = {"loss": 0.5, "images": 100.0}
     for name in sorted(sums, reverse=rank in odd):
-        total = torch.tensor([sums[name]], device=comms.device)
+        total = torch.tensor([sums[name]], device=few.device)
         group.all_reduce(total)
         sums[name] = total.item()
     group.print(f"0.5 and 100, summed over the ranks: {sums}")
@@ -639,9 +639,9 @@ def swapped_sums(group, odd):
 
 # %%
 def other_shape(group, odd):
-    tensor = torch.full((4 if rank in odd else 3,), float(rank), device=comms.device)
+    tensor = torch.full((4 if rank in odd else 3,), float(rank), device=few.device)
     group.broadcast(tensor)
-    received = comms.all_gather_data(tensor.tolist())
+    received = few.all_gather_data(tensor.tolist())
     group.print(f"rank 0 sent {received[0]}, the last rank has {received[-1]}")
 
 
@@ -697,7 +697,7 @@ all ranks meet at a barrier afterwards:
 
 # %%
 def evaluation(group, wrap, through, gradients, barrier):
-    model = wrap(SimpleCNN().to(comms.device), group)
+    model = wrap(SimpleCNN().to(few.device), group)
     a, b = next(batches.epoch(0))
     for step in range(4):
         if step == 3 and rank == 0:
@@ -713,7 +713,7 @@ def torch_ddp(module, group):
     return TorchDDP(module, process_group=group.group)
 
 
-_ = torch_ddp(nn.Linear(1, 1).to(comms.device), comms)  # imports longer than the time-out below
+_ = torch_ddp(nn.Linear(1, 1).to(few.device), few)  # imports longer than the time-out below
 
 # %%
 HANG = [("wrapper", True, False), ("wrapper", False, True)]
@@ -725,7 +725,7 @@ for case, wrap in itertools.product(HANG + GO_ON, (DDP, torch_ddp)):
     rows.append((*case, name, "hangs" if any(hangs) else "goes on"))
     assert hangs == {STUCK and case in HANG}
 headers = ["rank 0 evaluates", "gradients", "barrier", "DDP", "the job"]
-comms.print(table(rows, headers))
+few.print(table(rows, headers))
 
 # %% [markdown]
 """
@@ -746,7 +746,7 @@ Rank 0 saves, and the others wait until the file is there. Two lines, and one in
 
 # %%
 folder = tempfile.TemporaryDirectory()
-path = Path(comms.all_gather_data(folder.name)[0], "model.pt")  # rank 0's
+path = Path(few.all_gather_data(folder.name)[0], "model.pt")  # rank 0's
 
 
 def save(group):
@@ -769,13 +769,13 @@ when it is read; `weights_only=True` lets it make tensors and nothing else:
 # %%
 if rank == 0:
     torch.save(module.state_dict(), path)
-comms.barrier()
-restored = FullMLP(64, depth=4, outputs=10).to(comms.device, torch.float64)
-restored.load_state_dict(torch.load(path, weights_only=True, map_location=comms.device))
-check_replicas(restored, comms)
-comms.barrier()  # before rank 0 takes the folder away
+few.barrier()
+restored = FullMLP(64, depth=4, outputs=10).to(few.device, torch.float64)
+restored.load_state_dict(torch.load(path, weights_only=True, map_location=few.device))
+check_replicas(restored, few)
+few.barrier()  # before rank 0 takes the folder away
 folder.cleanup()
-comms.print(f"{n} equal models from one file")
+few.print(f"{n} equal models from one file")
 
 # %% [markdown]
 """
@@ -788,8 +788,8 @@ a text, a tuple a list.
 """
 
 # %%
-told = comms.all_gather_data({"rank": rank, 1: (2, 3), "note": "x" * rank})
-comms.print(f"from the last rank: {told[-1]}")
+told = few.all_gather_data({"rank": rank, 1: (2, 3), "note": "x" * rank})
+few.print(f"from the last rank: {told[-1]}")
 assert [entry["rank"] for entry in told] == list(range(n))
 
 # %% [markdown]
@@ -808,8 +808,8 @@ class Surprise:
 
 received = [None] * n
 last = Surprise() if rank == n - 1 else "a text"
-dist.all_gather_object(received, last, group=comms.group)
-comms.print(f"rank 0 received {received[-1]}; its process is number {os.getpid()}")
+dist.all_gather_object(received, last, group=few.group)
+few.print(f"rank 0 received {received[-1]}; its process is number {os.getpid()}")
 assert received[-1] == os.getpid()
 
 # %% [markdown]
