@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import microddp
 from microddp import figures
-from microddp.allreduce import estimate_communication_time
+from microddp.allreduce import bus_bandwidth, estimate_communication_time
 from microddp.ddp import DDP
 from microddp.hosts import human_bits
 from microddp.model import FullMLP, ModelConfig, SimpleCNN, Transformer, gradient_bytes
@@ -296,8 +296,8 @@ For each MiB of gradients the table has the computing, too:
 # The channels of each network, and the share of communication by the rule of thumb.
 RULE = {(96, 192, 384): 0.6, (208, 416, 832): 0.4, (432, 864, 1728): 0.2}
 if by_speed and n > 1:
-    wanted = 2 * (n - 1) / n * overhead.nbytes * 8 / (1.5 * overhead.alone.median)
-    few.relink(f"{wanted / 1e6:.0f}mbit")
+    wanted = bus_bandwidth(overhead.nbytes, 1.5 * overhead.alone.median, n)
+    few.relink(f"{wanted * 8e-6:.0f}mbit")
 rows, cnns = [], {}
 
 # %%
@@ -660,7 +660,7 @@ def curve(rate, start_up):
 # %% tags=["plumbing"]
 LINKS = {"10 Gbit/s Ethernet": 1.25, "PCIe 4.0 x16": 31.5, "NVLink 4 (H100)": 450}
 if n > 1 and cost.beta > 0:
-    LINKS["this machine's all-reduce"] = 2 * (n - 1) / n / cost.beta / 1e9
+    LINKS["this machine's all-reduce"] = bus_bandwidth(1, cost.beta, n) / 1e9
 need_here, need_h100 = (break_even(1e9, *device) / 1e9 for device in (HERE, H100))
 few.print(f"1e9 parameters need {need_here:.3g} GB/s here, and {need_h100:.3g} GB/s on H100s")
 assert need_here < need_h100
