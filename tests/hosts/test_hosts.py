@@ -127,6 +127,7 @@ class TestCluster:
         ) as cluster:
             measured = calibrate(cluster)
         assert [each.asked for each in measured] == [5e7, 5e7, 2e8]
+        assert all(each.bits_per_second < 1.05 * each.asked for each in measured)
         assert measured[2].bits_per_second > 1.5 * measured[0].bits_per_second
 
     def test_a_host_has_cores_of_its_own_while_there_are_enough(self):
