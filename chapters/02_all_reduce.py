@@ -426,7 +426,7 @@ def reductions(nbytes, names, group):
 timings, names = {}, ("backend", *ALGORITHMS)
 for nbytes in (2**k for k in range(14, 25, 2)):
     calls = functools.partial(reductions, nbytes, names)
-    for name, t in measure_among(four, calls, repeat=7).items():
+    for name, t in measure_among(four, calls, warmup=1, repeat=5).items():
         timings.setdefault(name, {})[nbytes] = t
 
 # %% tags=["plumbing"]
@@ -485,7 +485,7 @@ to more than twice that of two ranks.
 # %%
 calls = functools.partial(reductions, 2**22, ("naive", "ring"))
 counts = [count for count in counts if count > 1]
-by_count = [measure_among(count, calls, repeat=3) for count in counts]
+by_count = [measure_among(count, calls, warmup=1, repeat=3) for count in counts]
 
 # %% tags=["plumbing"]
 if counts:  # with one rank there is none

@@ -60,7 +60,7 @@ def measure(
     calls: Mapping[str, Callable[[], object]],
     comms: Comms,
     *,
-    warmup: int = 3,
+    warmup: int = 2,
     repeat: int = 15,
     prepare: Callable[[], object] = lambda: None,
     progress: Callable[[], object] = lambda: None,

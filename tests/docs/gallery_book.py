@@ -42,6 +42,25 @@ sphinx_gallery_conf = {{
 gallery_launcher = {launcher!r}
 """
 
+# The extensions that run chapters as jobs, and what rank 0 then has to call first.
+LAUNCHER = ("gallery_markdown", "gallery_launcher")
+PRELOAD = ["gallery_markdown.install"]
+
+# Joins the ranks; with now() a chapter tells when its fault is due.
+JOIN = """
+import os, pathlib, signal, sys, time
+import torch
+import torch.distributed as dist
+
+def now():
+    pathlib.Path(sys.argv[0]).with_suffix(".moment").write_text(str(time.time()))
+
+dist.init_process_group("gloo")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+total = torch.ones(3)
+dist.all_reduce(total)
+"""
+
 CHAPTER = '''
 # %% [markdown]
 """

@@ -1,7 +1,6 @@
 """The launcher, in small books that are built for real."""
 
 import html
-import math
 import os
 import signal
 import time
@@ -9,26 +8,9 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from gallery_book import Book, Build
+from gallery_book import JOIN, LAUNCHER, PRELOAD, Book, Build
 
-EXTENSIONS = ("gallery_markdown", "gallery_launcher")
-PRELOAD = ["gallery_markdown.install"]
 SECONDS_AFTER_FAULT = 15
-
-# Joins the ranks; with now() a chapter tells when its fault is due.
-JOIN = """
-import os, pathlib, signal, sys, time
-import torch
-import torch.distributed as dist
-
-def now():
-    pathlib.Path(sys.argv[0]).with_suffix(".moment").write_text(str(time.time()))
-
-dist.init_process_group("gloo")
-rank, ranks = dist.get_rank(), dist.get_world_size()
-total = torch.ones(3)
-dist.all_reduce(total)
-"""
 
 GOOD = """
 import os
@@ -168,31 +150,17 @@ def report(build: Build, chapter: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def timeout(tmp_path_factory: pytest.TempPathFactory) -> int:
-    """Return twice as many seconds as a job takes to begin.
-
-    A time-out counts from the start of torchrun, which imports torch before its ranks do, and rank
-    0 imports Sphinx: some seconds, more with a CUDA build, and 17 on two cores that were busy.
-    """
-    book = Book(tmp_path_factory.mktemp("joins") / "book")
-    book.configure(*EXTENSIONS, launcher={"ranks": 3, "preload": PRELOAD})
-    book.chapter("joins", JOIN + "if rank == 0: now()")
-    build = book.build()
-    begun = float((book.root / "chapters/joins.moment").read_text())
-    return math.ceil(2 * (begun - build.time_of("joins.py: running on")))
-
-
-@pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory, timeout: int) -> tuple[Book, Build]:
     """Build a book of all faults."""
     book = Book(tmp_path_factory.mktemp("faulty") / "a book")
-    book.configure(*EXTENSIONS, launcher={"ranks": 2, "timeout": 60, "preload": PRELOAD})
+    book.configure(*LAUNCHER, launcher={"ranks": 2, "timeout": 60, "preload": PRELOAD})
     for name, (code, _) in FAULTS.items():
         book.chapter(CHAPTERS[name], JOIN + dedent(code).replace("TIMEOUT", str(timeout)))
     book.chapter("then", GOOD)
     return book, book.build()
 
 
+@pytest.mark.xdist_group("faults")
 class TestFaults:
     """A fault fails the build, is explained, and harms no other chapter."""
 
@@ -241,9 +209,10 @@ class TestFaults:
         assert "last words of rank 0" in "".join(log.read_text() for log in logs)
 
 
+@pytest.mark.xdist_group("faults")
 def test_timeout_when_some_ranks_have_ended(tmp_path: Path, timeout: int) -> None:
     book = Book(tmp_path / "book")
-    book.configure(*EXTENSIONS, launcher={"ranks": 2, "timeout": timeout, "preload": PRELOAD})
+    book.configure(*LAUNCHER, launcher={"ranks": 2, "timeout": timeout, "preload": PRELOAD})
     book.chapter("waits", "import os, time\nif os.environ['RANK'] == '0': time.sleep(1000)")
     build = book.build()
     assert build.process.returncode != 0
@@ -260,7 +229,7 @@ def test_what_runs_again(tmp_path: Path) -> None:
     """A chapter runs if it failed, if it changed, or if what all depend on changed."""
     book = Book(tmp_path / "book")
     options = {"ranks": 2, "depends": ["core/*.py"], "preload": PRELOAD}
-    book.configure(*EXTENSIONS, launcher=options)
+    book.configure(*LAUNCHER, launcher=options)
     (book.root / "core").mkdir()
     book.write("core/module.py", "one = 1")
     book.chapter("a_good", GOOD)
@@ -284,7 +253,7 @@ def test_what_runs_again(tmp_path: Path) -> None:
     book.write("core/module.py", "one = 2")
     assert book.build().ran() == ["a_good.py", "b_fragile.py"]
 
-    book.configure(*EXTENSIONS, launcher={**options, "ranks": 1})
+    book.configure(*LAUNCHER, launcher={**options, "ranks": 1})
     assert book.build().ran() == ["a_good.py", "b_fragile.py"]
     assert "rank 0 of 1" in book.page("a_good")
     assert book.build().ran() == []
@@ -293,7 +262,7 @@ def test_what_runs_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_rank_outlives_the_build(tmp_path: Path, number: signal.Signals) -> None:
     book = Book(tmp_path / "book")
-    book.configure(*EXTENSIONS, launcher={"ranks": 2, "preload": PRELOAD})
+    book.configure(*LAUNCHER, launcher={"ranks": 2, "preload": PRELOAD})
     book.chapter("sits", JOIN + "print('sitting', flush=True)\ndist.recv(total, 1 - rank)")
     build = book.start()
     build.wait_for("[rank1]:sitting")
@@ -310,7 +279,7 @@ def test_no_rank_outlives_the_build(tmp_path: Path, number: signal.Signals) -> N
 
 def test_what_a_chapter_leaves_running_is_ended(tmp_path: Path) -> None:
     book = Book(tmp_path / "book")
-    book.configure(*EXTENSIONS, launcher={"preload": PRELOAD})
+    book.configure(*LAUNCHER, launcher={"preload": PRELOAD})
     book.chapter(
         "forgets",
         """
@@ -326,7 +295,7 @@ def test_what_a_chapter_leaves_running_is_ended(tmp_path: Path) -> None:
 def test_threads_that_python_would_end_or_wait_for_do_not_hold_a_job_up(tmp_path: Path) -> None:
     book = Book(tmp_path / "book")
     launcher = {"ranks": 2, "timeout": 60, "preload": PRELOAD}
-    book.configure(*EXTENSIONS, launcher=launcher)
+    book.configure(*LAUNCHER, launcher=launcher)
     book.chapter(
         "pools",
         """
@@ -352,7 +321,7 @@ def test_two_books_at_once(tmp_path: Path) -> None:
     builds = []
     for clone in ("one clone", "another clone"):
         book = Book(tmp_path / clone)
-        book.configure(*EXTENSIONS, launcher={"ranks": 2, "preload": PRELOAD})
+        book.configure(*LAUNCHER, launcher={"ranks": 2, "preload": PRELOAD})
         book.chapter("five", "# sphinx_gallery_ranks = 5\n" + JOIN + "print('sum', total[0])")
         builds.append((book, book.start()))
     for book, build in builds:
@@ -366,7 +335,7 @@ def test_each_rank_sees_what_torchrun_would_show_it(tmp_path: Path) -> None:
     """The chapter's folder, arguments, name and input; facts come from rank 0's run."""
     book = Book(tmp_path / "book")
     book.configure(
-        *EXTENSIONS,
+        *LAUNCHER,
         launcher={
             "ranks": "machine.ranks",
             "preload": PRELOAD,
@@ -411,7 +380,7 @@ def test_each_rank_sees_what_torchrun_would_show_it(tmp_path: Path) -> None:
 
 def test_warnings_of_the_gallery_are_the_builds(tmp_path: Path) -> None:
     book = Book(tmp_path / "book")
-    book.configure(*EXTENSIONS, launcher={"preload": PRELOAD})
+    book.configure(*LAUNCHER, launcher={"preload": PRELOAD})
     book.chapter("warns", "# sphinx_gallery_thumbnail_path = 'missing.png'\nx = 1")
     build = book.build("-W")
     assert build.process.returncode != 0
@@ -421,7 +390,7 @@ def test_warnings_of_the_gallery_are_the_builds(tmp_path: Path) -> None:
 def test_expected_failures_do_not_fail_the_build(tmp_path: Path) -> None:
     book = Book(tmp_path / "book")
     book.configure(
-        *EXTENSIONS,
+        *LAUNCHER,
         launcher={"ranks": 2, "preload": PRELOAD},
         gallery={"expected_failing_examples": ["../chapters/fails.py"]},
     )
@@ -434,7 +403,7 @@ def test_expected_failures_do_not_fail_the_build(tmp_path: Path) -> None:
 def test_aborting_on_the_first_error(tmp_path: Path) -> None:
     book = Book(tmp_path / "book")
     book.configure(
-        *EXTENSIONS,
+        *LAUNCHER,
         launcher={"ranks": 2, "preload": PRELOAD},
         gallery={"abort_on_example_error": True},
     )
@@ -459,7 +428,7 @@ def test_wrong_options(
     tmp_path: Path, launcher: dict[str, object], gallery: dict[str, object], complaint: str
 ) -> None:
     book = Book(tmp_path / "book")
-    book.configure(*EXTENSIONS, launcher=launcher, gallery=gallery)
+    book.configure(*LAUNCHER, launcher=launcher, gallery=gallery)
     book.chapter("good", GOOD)
     build = book.build()
     assert build.process.returncode != 0
@@ -469,7 +438,7 @@ def test_wrong_options(
 
 def test_what_conf_py_defines_cannot_be_sent(tmp_path: Path) -> None:
     book = Book(tmp_path / "book")
-    book.configure(*EXTENSIONS)
+    book.configure(*LAUNCHER)
     conf = book.root / "conf.py"
     conf.write_text(conf.read_text() + "sphinx_gallery_conf['reset_argv'] = lambda *_: []\n")
     book.chapter("good", GOOD)
@@ -480,7 +449,7 @@ def test_what_conf_py_defines_cannot_be_sent(tmp_path: Path) -> None:
 
 def test_wrong_settings_in_a_file(tmp_path: Path) -> None:
     book = Book(tmp_path / "book")
-    book.configure(*EXTENSIONS)
+    book.configure(*LAUNCHER)
     book.chapter("good", "# sphinx_gallery_ranks = 'four'\n" + GOOD)
     build = book.build()
     assert build.process.returncode != 0

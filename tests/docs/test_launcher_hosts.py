@@ -8,9 +8,9 @@ from textwrap import dedent
 
 import pytest
 from boxes import needs_hosts
-from gallery_book import Book, Build
-from test_launcher import EXTENSIONS, JOIN, PRELOAD, SECONDS_AFTER_FAULT, in_order, report
+from gallery_book import JOIN, LAUNCHER, PRELOAD, Book, Build
 from test_launcher import FAULTS as ON_ONE_HOST
+from test_launcher import SECONDS_AFTER_FAULT, in_order, report
 
 # The second stands for ssh: a program that starts another one, and passes no signal on.
 PREFIXES = {"MICRODDP_HOSTS": "; sh -c '\"$@\" || exit 1' sh", "MICRODDP_NPROC": "1"}
@@ -30,12 +30,12 @@ FAULTS = {
     "killed": ON_ONE_HOST["killed"],
     "deadlocks": (
         """
-        # sphinx_gallery_timeout = 40
+        # sphinx_gallery_timeout = TIMEOUT
         now()
         dist.recv(total, 1 - rank)
         """,
         [
-            "time-out, 40 s",
+            "time-out, TIMEOUT s",
             "Rank 0, most",
             'deadlocks.py", line',
             "Rank 1, most",
@@ -71,13 +71,18 @@ def book(folder: Path) -> Book:
         "facts": "book_run.measured_on",
         "preload": PRELOAD,
     }
-    made.configure("sphinx_design", *EXTENSIONS, launcher=launcher)
+    made.configure("sphinx_design", *LAUNCHER, launcher=launcher)
     return made
 
 
-@pytest.fixture(scope="module", params=["box", "prefixes"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ("box", "prefixes")
+    ],
+)
 def faulty(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, timeout: int
 ) -> tuple[Book, Build]:
     """A book of faults and a good chapter, built on two hosts."""
     from boxes import reason
@@ -87,7 +92,7 @@ def faulty(
     made = book(tmp_path_factory.mktemp("hosts") / request.param)
     for name, (code, _) in FAULTS.items():
         head = 'comms = type("Comms", (), {"describe": lambda self: "", "world_size": 2})()\n'
-        made.chapter(name, ON_HOSTS + JOIN + head + dedent(code))
+        made.chapter(name, ON_HOSTS + JOIN + head + dedent(code).replace("TIMEOUT", str(timeout)))
     made.chapter("then", ON_HOSTS + GOOD)
     return made, made.build(**(PREFIXES if request.param == "prefixes" else {}))
 
@@ -95,20 +100,21 @@ def faulty(
 class TestFaults:
     """As on one machine: explained, soon, with nothing left, and no other chapter harmed."""
 
-    def test_report(self, faulty: tuple[Book, Build]) -> None:
+    def test_report(self, faulty: tuple[Book, Build], timeout: int) -> None:
         _, build = faulty
         assert build.process.returncode != 0
         assert f"Unexpected failing examples ({len(FAULTS)})" in build.output
         for name, (_, expected) in FAULTS.items():
+            expected = [part.replace("TIMEOUT", str(timeout)) for part in expected]
             assert in_order(report(build, name), expected), report(build, name)
 
-    def test_soon(self, faulty: tuple[Book, Build]) -> None:
+    def test_soon(self, faulty: tuple[Book, Build], timeout: int) -> None:
         made, build = faulty
         for name in FAULTS:
             fault = float((made.root / f"chapters/{name}.moment").read_text())
             seconds = build.time_of(f"{name}.py failed after") - fault
             print(f"{name}: {seconds:.1f} s after the fault")
-            assert seconds < (40 if name == "deadlocks" else 0) + SECONDS_AFTER_FAULT, name
+            assert seconds < (timeout if name == "deadlocks" else 0) + SECONDS_AFTER_FAULT, name
 
     def test_no_process_is_left(self, faulty: tuple[Book, Build]) -> None:
         assert faulty[1].processes_after(0) == []

@@ -131,7 +131,11 @@ class PretendedDevices(TorchDispatchMode):
             PretendedDevices.communicate(func, args)
             return func(*args, **kwargs)
         tensors = [*tensors_in(*args, *kwargs.values())]
-        device = _common_device(func, args, kwargs, tensors) if tensors else CPU
+        devices = {device_of(tensor) for tensor in tensors}
+        if len(devices) == 1:  # nearly always
+            (device,) = devices
+        else:
+            device = _common_device(func, args, kwargs, tensors) if tensors else CPU
         asked = None if kwargs.get("device") is None else cuda(kwargs["device"])
         if (asked == CPU or not (tensors or asked)) and is_internal():
             if not tensors:

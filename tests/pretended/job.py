@@ -60,7 +60,7 @@ def run_chapter(script: str, shorter: Mapping[str, str] | None = None) -> None:
         script: its path.
         shorter: what to write instead in its text, so that it takes less time.
     """
-    os.environ["MICRODDP_ROUNDS"] = "2"
+    os.environ["MICRODDP_ROUNDS"] = "1"
     case_study.SIZES["full"] = TINY
     warnings.resetwarnings()
     os.chdir(Path(script).parent)
