@@ -577,10 +577,9 @@ def both(net, data, loss_fn, cap=1.0):
 # %%
 rows, errors = [], {}
 speeds = ("500mbit", "2gbit") if few.box else ("as it is",)
-for speed, (name, case) in itertools.product(speeds, CASES.items()):
+for speed, (name, (net, data, loss_fn)) in itertools.product(speeds, CASES.items()):
     if few.box:
         few.relink(speed)
-    net, data, loss_fn = case
     wrapped = DDP(copy.deepcopy(net), few, bucket_cap_mb=1.0)
     step = partial(train_step, wrapped, sgd(wrapped), data, loss_fn)
     predicted, seconds = [], []

@@ -4,6 +4,7 @@ import os
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 # Wall-clock time is no property of the code: a busy machine would fail a right test. What hangs is
 # ended by the bounds of ranks.py and wires.py, and by pytest's time-out.
@@ -22,6 +23,18 @@ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
     os.environ.pop(name, None)
 for name in [name for name in os.environ if name.startswith("MICRODDP_")]:
     del os.environ[name]
+
+
+class ClassesStayTogether(LoadScopeScheduling):
+    """The tests of a class run on one worker, since they may share what takes long to make."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "::".join(nodeid.split("::")[:2]) if "::Test" in nodeid else nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ClassesStayTogether:
+    """Any worker runs any test, so that none idles at the end."""
+    return ClassesStayTogether(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -31,7 +31,7 @@ def _add_allreduce_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=bench_allreduce)
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--size-mb", type=positive(float), default=100, help="MiB (default 100)")
-    size.add_argument("--sweep", action="store_true", help="64 KiB to 64 MiB")
+    size.add_argument("--sweep", action="store_true", help="1 KiB to 64 MiB")
     parser.add_argument(
         "--algorithm", choices=[*ALGORITHMS, "backend", "all"], default="all", help="default: all"
     )

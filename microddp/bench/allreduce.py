@@ -17,8 +17,8 @@ from microddp.comms import Comms
 from microddp.report import human_bytes
 from microddp.timing import Timing, measure
 
-SWEEP_MB = (1 / 16, 1 / 4, 1, 4, 8, 16, 32, 64)
-LARGE = 8 << 20  # bytes; from here on the start-up of a message is small beside its travel
+SWEEP = tuple(2**k for k in range(10, 27, 2))  # bytes
+LARGE = 1 << 20  # bytes; from here on the start-up of a message is small beside its travel
 DTYPES = {
     name: getattr(torch, name)
     for name in ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
@@ -49,7 +49,7 @@ def bench_allreduce(options: argparse.Namespace, comms: Comms) -> None:
     chosen = groups.get(options.algorithm, [options.algorithm])
     reduce: dict[str, Callable[[torch.Tensor], object]] = {"backend": comms.all_reduce}
     reduce |= {name: _bind(ALGORITHMS[name], comms) for name in chosen}
-    sizes = [int(mb * 2**20) for mb in (SWEEP_MB if options.sweep else (options.size_mb,))]
+    sizes = SWEEP if options.sweep else (int(options.size_mb * 2**20),)
     comms.print(comms.describe())
     timings: dict[str, dict[int, Timing]] = {name: {} for name in reduce}
     rounds = len(sizes) * (options.warmup + options.iters)

@@ -7,12 +7,17 @@ python -m microddp.hosts --hosts 2 --link 100mbit --link-of 1=50mbit -- -m micro
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Sequence
+from functools import partial
+from multiprocessing.context import ForkProcess
+
+from torch.distributed import run as torchrun
 
 from microddp.hosts.calibration import calibration_table
 from microddp.hosts.cluster import Cluster
@@ -21,6 +26,7 @@ from microddp.hosts.namespaces import FORWARDED
 from microddp.report import positive
 
 PORT = 29500  # free on every host: its network is new
+FORK = multiprocessing.get_context("fork")
 GRACE = 5.0  # seconds for the other agents to end by themselves, and again when they are told to
 
 
@@ -85,61 +91,81 @@ def links(hosts: int, link: str, delay: str, of: Sequence[str]) -> list[Link]:
 
 
 def run(cluster: Cluster, ranks_per_host: int, job: Sequence[str]) -> int:
-    """Start torchrun on each host, pass signals on, and wait.
+    """Be torchrun on each host, pass signals on, and wait.
 
     Returns:
         The exit status of the first agent that did not end well, as a shell would give it, or 0.
     """
-    agents: list[subprocess.Popen[bytes]] = []
+    agents: list[ForkProcess] = []
     signals: list[int] = []
 
     def pass_on(number: int, _frame: object) -> None:
         signals.append(number)
         for agent in agents:
-            agent.send_signal(number)
+            _send(agent, number)
 
     for number in FORWARDED:
         signal.signal(number, pass_on)
     for host in range(len(cluster.links)):
+        # Forked, and not started: the agents share one import of PyTorch. Nobody may take a signal
+        # that comes meanwhile for his own.
+        agent = FORK.Process(target=_stand_in, args=(cluster, host, ranks_per_host, job))
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
         if not signals:
-            agents.append(_start(cluster, host, ranks_per_host, job))
+            agent.start()
+            agents.append(agent)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     failed: list[int] = []
     deadline, told = float("inf"), False
-    while running := [agent for agent in agents if agent.poll() is None]:
-        failed += [agent.returncode for agent in agents if agent.returncode and not failed]
+    while running := [agent for agent in agents if agent.exitcode is None]:
+        failed += [agent.exitcode for agent in agents if agent.exitcode and not failed]
         if deadline == float("inf") and (failed or signals):
             deadline = time.monotonic() + GRACE
         if time.monotonic() > deadline:
             if told:
                 break  # closing the cluster ends them
             for agent in running:
-                agent.terminate()
+                _send(agent, signal.SIGTERM)
             deadline, told = time.monotonic() + GRACE, True
         time.sleep(0.02)
-    failed += [agent.returncode for agent in agents if agent.returncode]
+    failed += [agent.exitcode for agent in agents if agent.exitcode]
     if signals:
         return 128 + signals[0]
     status = failed[0] if failed else 0
     return status if status >= 0 else 128 - status
 
 
-def _start(
-    cluster: Cluster, host: int, ranks_per_host: int, job: Sequence[str]
-) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [
-            *cluster.on(host),
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *(f"--nnodes={len(cluster.links)}", f"--node-rank={host}"),
-            *(f"--master-addr={cluster.address(0)}", f"--master-port={PORT}"),
-            f"--local-addr={cluster.address(host)}",
-            f"--nproc-per-node={ranks_per_host}",
-            *job,
-        ],
-        env={**os.environ, **cluster.environment},
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C comes here only, to be passed on once
-    )
+def _send(agent: ForkProcess, number: int) -> None:
+    if agent.exitcode is None:
+        assert agent.pid is not None
+        os.kill(agent.pid, number)
+
+
+def _stand_in(cluster: Cluster, host: int, ranks_per_host: int, job: Sequence[str]) -> None:
+    os.setsid()  # Ctrl-C comes to the parent only, to be passed on once
+    arguments = [
+        *(f"--nnodes={len(cluster.links)}", f"--node-rank={host}"),
+        *(f"--master-addr={cluster.address(0)}", f"--master-port={PORT}"),
+        f"--local-addr={cluster.address(host)}",
+        f"--nproc-per-node={ranks_per_host}",
+        *job,
+    ]
+    os.environ.update(cluster.environment)
+    cluster.stand_in(host, partial(_be_torchrun, arguments))
+
+
+def _be_torchrun(arguments: Sequence[str]) -> int:
+    """What ``python -m torch.distributed.run`` does; returns its exit status."""
+    status = 0
+    try:
+        torchrun.main(arguments)
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    return status
 
 
 if __name__ == "__main__":

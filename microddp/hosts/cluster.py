@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Self
+from typing import NoReturn, Self
 
 from microddp.hosts import namespaces
 from microddp.hosts.link import Box, Link
@@ -59,6 +59,16 @@ class Cluster:
         """
         into = ["enter", str(self._first), str(self._hosts[host])]
         return [sys.executable, namespaces.__file__, *into]
+
+    def stand_in(self, host: int, run: Callable[[], int]) -> NoReturn:
+        """Let a child of this process stand outside for ``run``, which is called on a host.
+
+        It ends as what it stands for, as a program does that :meth:`on` starts. ``run`` begins with
+        all that has been imported here.
+        """
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.close()  # only the parent keeps the hosts
+        namespaces.end(namespaces.enter(self._first, self._hosts[host], run))
 
     def address(self, host: int) -> str:
         """Where the others reach a host."""

@@ -27,8 +27,8 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from pyroute2 import IPRoute
@@ -308,8 +308,12 @@ def _burst(bits_per_second: float) -> int:
     return max(2 * MTU, _largest(bits_per_second) + 4096, round(bits_per_second / 8 * 260e-6))
 
 
-def enter(keeper: int, host: int, command: list[str]) -> int:
-    """Run a command on a host; returns its exit status, or minus the signal that ended it."""
+def enter(keeper: int, host: int, run: Callable[[], int]) -> int:
+    """Call ``run`` in a child of this process that is on a host, and stay outside.
+
+    Signals are passed on. Returns the exit status that ``run`` gave, or minus the signal that ended
+    it. This process then cannot leave the namespaces it has entered half.
+    """
     folder = os.getcwd()
     flags = CLONE_NEWPID | CLONE_NEWNS | (0 if os.getuid() == 0 else CLONE_NEWUSER)
     process = os.pidfd_open(keeper)
@@ -321,17 +325,33 @@ def enter(keeper: int, host: int, command: list[str]) -> int:
     child = os.fork()
     if child == 0:
         _call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
+        for number in FORWARDED:
+            signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         os.sched_setaffinity(0, os.sched_getaffinity(host))
-        try:
-            os.execvp(command[0], command)
-        except OSError as error:
-            print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
-            os._exit(127)
+        os._exit(run())
     for number in FORWARDED:
         signal.signal(number, lambda number, _: os.kill(child, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _execute(command: list[str]) -> int:
+    """Become the command, or say why not."""
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+        return 127
+
+
+def end(status: int) -> NoReturn:
+    """End this process with an exit status, or, if that is negative, by that signal."""
+    if status < 0:
+        if -status not in (signal.SIGKILL, signal.SIGSTOP):  # which nobody can handle
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    sys.exit(status)
 
 
 def main(arguments: list[str]) -> None:
@@ -342,12 +362,7 @@ def main(arguments: list[str]) -> None:
         except Refused as error:
             print(json.dumps({"error": str(error)}), flush=True)
     else:
-        status = enter(int(arguments[1]), int(arguments[2]), arguments[3:])
-        if status < 0:
-            if -status not in (signal.SIGKILL, signal.SIGSTOP):  # which nobody can handle
-                signal.signal(-status, signal.SIG_DFL)
-            os.kill(os.getpid(), -status)
-        sys.exit(status)
+        end(enter(int(arguments[1]), int(arguments[2]), lambda: _execute(arguments[3:])))
 
 
 if __name__ == "__main__":

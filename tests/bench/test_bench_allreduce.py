@@ -48,11 +48,11 @@ def test_reports_every_algorithm_against_the_backend(tmp_path):
 
 def test_conclusions_are_means_for_small_and_for_large_tensors():
     rows = [
-        Row(name, size << 20, 1, 1, 1, 1, ratio)
-        for size, ratio in ((1, 3.0), (4, 3.0), (8, 2.0), (64, 0.5))
+        Row(name, size << 10, 1, 1, 1, 1, ratio)
+        for size, ratio in ((1, 3.0), (256, 3.0), (1024, 2.0), (65536, 0.5))
         for name, ratio in (("backend", None), ("ring", ratio))
     ]
-    expected = "3.00 times for 1 MiB to 4 MiB, 1.00 times for 8 MiB to 64 MiB (geometric mean)."
+    expected = "3.00 times for 1 KiB to 256 KiB, 1.00 times for 1 MiB to 64 MiB (geometric mean)."
     assert conclusions(rows) == [f"ring, by the time of the backend: {expected}"]
 
 

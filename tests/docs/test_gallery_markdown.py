@@ -17,8 +17,6 @@ sys.path.insert(0, str(EXTENSIONS))
 
 import gallery_markdown
 
-pytestmark = pytest.mark.xdist_group("rich")  # a book that takes seconds to build
-
 RICH = r'''# %% [markdown]
 r"""
 # Everything at **once**

@@ -160,7 +160,6 @@ def faulty(tmp_path_factory: pytest.TempPathFactory, timeout: int) -> tuple[Book
     return book, book.build()
 
 
-@pytest.mark.xdist_group("faults")
 class TestFaults:
     """A fault fails the build, is explained, and harms no other chapter."""
 
@@ -209,7 +208,6 @@ class TestFaults:
         assert "last words of rank 0" in "".join(log.read_text() for log in logs)
 
 
-@pytest.mark.xdist_group("faults")
 def test_timeout_when_some_ranks_have_ended(tmp_path: Path, timeout: int) -> None:
     book = Book(tmp_path / "book")
     book.configure(*LAUNCHER, launcher={"ranks": 2, "timeout": timeout, "preload": PRELOAD})

@@ -75,12 +75,7 @@ def book(folder: Path) -> Book:
     return made
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ("box", "prefixes")
-    ],
-)
+@pytest.fixture(scope="module", params=["box", "prefixes"])
 def faulty(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, timeout: int
 ) -> tuple[Book, Build]:

@@ -367,8 +367,8 @@ def find(mark, words):
         ("microddp.hosts", signal.SIGINT, 128 + signal.SIGINT),
         ("microddp.hosts", signal.SIGKILL, -signal.SIGKILL),
         ("namespaces.py keep", signal.SIGKILL, 128 + signal.SIGKILL),
-        ("namespaces.py enter", signal.SIGKILL, 128 + signal.SIGKILL),
-        ("torch.distributed.run", signal.SIGKILL, 128 + signal.SIGKILL),
+        ("stand-in", signal.SIGKILL, 128 + signal.SIGKILL),
+        ("agent", signal.SIGKILL, 128 + signal.SIGKILL),
         ("job.py", signal.SIGKILL, 1),
     ],
     ids=lambda value: getattr(value, "name", str(value).split(".")[-1]),
@@ -387,13 +387,15 @@ def test_nothing_is_left_whatever_is_killed(tmp_path, victim, number, status):
     with job:
         while job.stdout.readline() not in ("sitting\n", ""):
             pass
-        found = find(mark, victim)
-        if victim == "torch.distributed.run":  # the agents themselves, not what stands for them
-            found = [each for each in found if "namespaces.py" not in " ".join(each.cmdline())]
-        if victim == "microddp.hosts":
-            found = [job]
-        if victim == "job.py":
-            found = [each for each in found if "-u" in each.cmdline()]
+        (main,) = (each for each in find(mark, "microddp.hosts") if each.pid == job.pid)
+        stand_ins = [each for each in main.children() if "namespaces.py" not in each.cmdline()[1]]
+        found = {
+            "microddp.hosts": [main],
+            "namespaces.py keep": find(mark, "namespaces.py keep"),
+            "stand-in": stand_ins,
+            "agent": stand_ins[0].children(),
+            "job.py": [each for each in find(mark, "job.py") if "-u" in each.cmdline()],
+        }[victim]
         start = time.monotonic()
         # The first of those that match: the keeper, and the stand-in of host 0 and its agent.
         found[0].send_signal(number)
