@@ -113,7 +113,7 @@ ranks that divides 96:
 
 # %%
 digits = load_digits(comms.device)
-BATCH = 96 - 96 % n  # the global batch must divide
+BATCH = 96 - 96 % n  # so that the ranks share it evenly
 
 
 def batches(for_rank, of):

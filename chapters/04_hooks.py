@@ -186,7 +186,7 @@ the digits, in `float64`:
 
 # %%
 digits = load_digits(few.device)
-BATCH = 96 - 96 % n  # the global batch must divide
+BATCH = 96 - 96 % n  # so that the ranks share it evenly
 
 
 def train(make_hooks, rank, n, check=lambda *_: None):

@@ -97,10 +97,7 @@ they cost $P\alpha + \beta S$; together, $\alpha + \beta S$.
 """
 
 # %%
-torch.manual_seed(0)
-deep = FullMLP(256, depth=32).to(few.device)
-parameters = list(deep.parameters())
-total = gradient_bytes(deep)
+narrow = FullMLP(64, depth=128).to(few.device)
 
 
 def reduce_all(tensors):
@@ -109,17 +106,19 @@ def reduce_all(tensors):
 
 
 # %%
-apart = [torch.zeros_like(p) for p in parameters]
-together = [torch.zeros(total // 4, device=few.device)]
+apart = [torch.zeros_like(p) for p in narrow.parameters()]
+together = [torch.cat([tensor.flatten() for tensor in apart])]
+S = together[0].nbytes
 times = measure({len(t): partial(reduce_all, t) for t in (apart, together)}, few)
-rows = [(p, human_seconds(p * alpha + beta * total), t) for p, t in times.items()]
-few.print(f"{human_bytes(total)} of gradients, {n} ranks")
+rows = [(p, human_seconds(p * alpha + beta * S), t) for p, t in times.items()]
+few.print(f"{human_bytes(S)} of gradients, {n} ranks")
 few.print(table(rows, ["messages", "predicted", "measured, median (quartiles)"]))
+few.print(f"one by one takes {times[len(apart)].ratio(times[1]).median:.2f} times as long")
 
 # %% [markdown]
 """
-Many messages cost more than one, by their starts. A shaped link gives some of that back: the first
-68 KiB after a pause pass at once, so a message of a few hundred KiB takes less than the line says.
+The bytes are the same, so the difference is the starts'. A shaped link gives some of it back: the
+first 68 KiB after a pause pass at once, so a small message takes less than the line says.
 
 ## The plan
 
@@ -239,7 +238,12 @@ def torch_planner(tensors, caps):
 
 
 # %%
+torch.manual_seed(0)
+deep = FullMLP(256, depth=32).to(few.device)
+parameters, total = list(deep.parameters()), gradient_bytes(deep)
 transformer = Transformer(vocabulary=1024, dim=128, depth=4, heads=4, context=32)
+
+# %%
 several = {"CNN": cnn, "MLP": deep, "transformer": transformer}
 models = {name: list(model.parameters()) for name, model in several.items()}
 models["ResNet-18"] = resnet
@@ -319,7 +323,7 @@ Do they train as one device does on the whole batch, and exactly as the core's
 
 # %%
 digits = load_digits(few.device)
-BATCH = 96 - 96 % n  # the global batch must divide
+BATCH = 96 - 96 % n  # so that the ranks share it evenly
 CAP = 256 << 10
 
 

@@ -32,7 +32,7 @@ from microddp.data import ShardedBatches, load_digits, shard
 from microddp.ddp import DDP
 from microddp.model import FullMLP, SimpleCNN
 from microddp.replicas import broadcast_parameters, check_replicas
-from microddp.report import human_seconds, mark_least, table
+from microddp.report import human_seconds, table
 from microddp.timing import measure
 
 # %%
@@ -90,7 +90,7 @@ wrapper on this rank's shards. The wrapped ones start from another seed on each 
 # %%
 digits = load_digits(comms.device)
 K = 4  # micro-batches, in a later section
-BATCH = n * K * max(1, 96 // (n * K))  # the global batch must divide
+BATCH = n * K * max(1, 96 // (n * K))  # so that the ranks share it evenly
 
 
 def new_model(seed, dtype=torch.float64, dim=128):
@@ -135,7 +135,7 @@ for name, wrap in {"SmallDDP": SmallDDP, "microddp.DDP": partial(DDP, comms=comm
     check_replicas(wrapped, comms)
     rows.append((name, distance(weights(wrapped), weights(single))))
     assert rows[-1][1] < 1e-9
-comms.print(table(rows, ["wrapper", "weights to one device"], floats=".1e"))
+comms.print(table(rows, ["wrapper", "relative distance to one device"], floats=".1e"))
 
 # %% [markdown]
 """
@@ -270,8 +270,8 @@ for broadcast in (False, True):
     rows.append((broadcast, apart(trained), apart(evaluated), distance(evaluated[0], alone)))
 
 # %% tags=["plumbing"]
-headers = ["broadcast_buffers", "after training", "after an evaluation", "rank 0 to one device"]
-comms.print("distance between the ranks' statistics")
+headers = ["broadcast_buffers", "trained", "evaluated", "rank 0 and one device"]
+comms.print("relative distance of statistics: between ranks, and of rank 0 to one device")
 comms.print(table(rows, headers, floats=".1e"))
 assert rows[1][2] == 0.0
 assert n == 1 or min(rows[0][1], rows[0][2], rows[1][1]) > 1e-3
@@ -280,13 +280,13 @@ assert abs(rows[0][3] - rows[1][3]) < 1e-9
 # %% [markdown]
 """
 **Explain.** The forward pass of the evaluation went through the wrapper, and so began with a
-broadcast. One through `cnn.module` would not have, and each rank would evaluate its own model.
+broadcast. One through `cnn.module` would not have: then each rank evaluates a model of its own, as
+far from the others' as after training.
 
 The broadcast makes the ranks agree, and does no more: rank 0's statistics are as far from one
-device's with it as without. Nor does it change the training, in which batch normalisation uses
-the mean of the batch at hand. That batch is the rank's shard, so n ranks train another model than
-one device does on the whole batch. `torch.nn.SyncBatchNorm` takes the statistics over all ranks
-instead, at the price of collectives in the forward pass; it works on GPUs only.
+device's with it as without. Training itself uses the mean of the batch at hand, with or without a
+broadcast, and that batch is the rank's shard. `torch.nn.SyncBatchNorm` takes the statistics over
+all ranks instead, at the price of collectives in the forward pass; it works on GPUs only.
 
 ## Gradient accumulation, right and wrong
 
@@ -368,12 +368,13 @@ def accumulate(micro_step, is_last=lambda i: (i + 1) % K == 0, steps=5):
 averages, and once a broadcast of the order. The right version averages in one backward of K.
 `no_sync()` around backward averages in each, and should still get the right result: the average
 of an average and new gradients is the average of all. An undivided loss makes steps K times as
-long. The flag that is set too late averages the first micro-batch of a step instead of the sum;
-the others stay on their ranks, and the ranks part.
+long, which misses by K - 1 times the way. The flag that is set too late averages the first
+micro-batch of a step instead of the sum; the others stay on their ranks, and the ranks part. The
+loop that is off by one makes every step of other micro-batches, on all ranks alike.
 
 **Measure.** Each version against one device that takes the micro-batches as the large batches
-they were cut from. "Missed by" is the distance to its weights, as a share of how far that device
-went:
+they were cut from. "Missed by" is how far rank 0's weights are from its, as a share of the way that
+device went; "ranks apart" is how far others' are from rank 0's, as a share of rank 0's way:
 """
 
 # %%
@@ -389,7 +390,8 @@ for name, arguments in {
 }.items():
     result, count = accumulate(*arguments)
     everyone = comms.all_gather(result)
-    rows.append((name, count, distance(everyone[0] - begin, end - begin), apart(everyone)))
+    everyone = everyone - begin  # what a run is judged by is its way, and not where it began
+    rows.append((name, count, distance(everyone[0], end - begin), apart(everyone)))
 
 # %% tags=["plumbing"]
 headers = ["version", "collectives", "missed by", "ranks apart"]
@@ -403,10 +405,11 @@ assert n == 1 or min(rows[3][2:]) > 1e-3
 
 # %% [markdown]
 """
-**Explain.** The undivided loss misses by less than K - 1 times the way, since longer steps lead to
-places with other gradients. Ranks that part are found by comparing replicas. The other wrong runs
-keep their ranks equal, and only a comparison with one device tells. On one rank there is nothing
-to average, and the mistakes in the loss and in the loop remain.
+**Explain.** Longer steps lead to places with other gradients, so the undivided loss does not miss
+by K - 1 times the way exactly. The late flag misses because a step is mostly made of the rank's own
+samples, K - 1 micro-batches of K. Ranks that part are found by comparing replicas. The other wrong
+runs keep their ranks equal, and only a comparison with one device tells. On one rank there is
+nothing to average, and the mistakes in the loss and in the loop remain.
 
 The flag set too late is a real mistake. In build-nanogpt it cost nothing as long as a step had one
 micro-batch. With four, the validation loss after 1000 steps was 4.88, and 4.15 once the flag was
@@ -468,26 +471,28 @@ alone, patient = copy.deepcopy(heads), DDP(heads, comms, find_unused_parameters=
 cross_entropy(alone(x, mine), y).backward()
 count = collectives(lambda: cross_entropy(patient(x, mine), y).backward())
 rows = list(zip(("head 0", "head 1", "head 2"), norms(alone), norms(heads), strict=True))
+mean = torch.zeros(2, 10, 32, dtype=torch.float64, device=comms.device)
+mean[mine] = alone.heads[mine].weight.grad
+comms.all_reduce_mean(mean)
 comms.print("norm of the gradient on each rank")
 comms.print(table(rows, ["", "alone", "averaged"]))
 comms.print(f"collectives for {len(patient.reducer.buckets)} bucket: {count}")
 assert count == 2
 assert heads.heads[2].weight.grad is None
-assert n == 1 or heads.heads[1].weight.grad is not None
+for head, expected in list(zip(heads.heads, mean, strict=False))[: min(n, 2)]:
+    torch.testing.assert_close(head.weight.grad, expected)  # the mean, with zeros for who did not
 
 # %% [markdown]
 """
-A rank that did not use head 1 has a gradient for it now. It needs one, to take the same step as the
-others. The price is paid in every iteration: the walk through the graph, and the all-reduce, which
-backward waits for. If every iteration leaves out the same parameters, `static_graph=True` finds
-out once.
-
-## Where it breaks: uneven inputs
-
-Suppose rank 0 has one batch fewer than the others. It leaves its loop; the others call an
-all-reduce, and wait for a rank that does not come. How long? For the time-out: five minutes unless
-`microddp.init` is told otherwise, one second in the group below. (With NCCL the time-out ends the
-process instead of raising, so there this cell does nothing.)
+The means are the predicted ones; their norms are less than the mean of the norms, since gradients
+of different samples differ in direction. A rank that did not use head 1 has a gradient for it now.
+It needs one, to take the same step as the others. The price is paid in every iteration: the walk
+through the graph, and the all-reduce, which backward waits for. If every iteration leaves out the
+same parameters, `static_graph=True` finds out once. ## Where it breaks: uneven inputs Suppose rank
+0 has one batch fewer than the others. It leaves its loop; the others call an all-reduce, and wait
+for a rank that does not come. How long? For the time-out: five minutes unless `microddp.init` is
+told otherwise, one second in the group below. (With NCCL the time-out ends the process instead of
+raising, so there this cell does nothing.)
 """
 
 # %%
@@ -575,7 +580,8 @@ PyTorch's, so PyTorch's hooks work on them: `fp16_compress_hook` sends half the 
 And {func}`~microddp.allreduce.comm_hook.all_reduce_hook` takes any all-reduce of chapter 02.
 
 **Predict.** The ring adds in an order of its own, so it may round differently. Numbers in `float16`
-have 11 significant bits, so the gradient should be off by some $10^{-4}$ of itself:
+have 11 significant bits, so each rounding is off by up to $2^{-12}$ to $2^{-11}$ of a number, and
+the gradient by some $10^{-4}$ of itself:
 """
 
 
@@ -612,8 +618,8 @@ ranks.
 
 **Predict.** Both wrappers divide before the sum, fill the same buckets with the same gradients, and
 call the same all-reduces in the same order. Then they must agree not to rounding, but bit for
-bit, in every gradient and weight. Only the clock can tell them apart: PyTorch's reducer is C++,
-this one runs some lines of Python for each gradient.
+bit, in every gradient and weight. Once the buckets are agreed on, only the clock can tell them
+apart: PyTorch's reducer is C++, this one runs some lines of Python for each gradient.
 """
 
 # %%
@@ -648,9 +654,10 @@ assert mine == other
 
 # %% [markdown]
 """
-Buckets and bits are the same. The counts differ in the second iteration alone, where the ranks
-agree on the buckets: PyTorch sends their parameters and then their sizes, this wrapper the order
-alone, from which every rank makes the same plan.
+The buckets are the same, and the asserts found every bit equal. The counts differ in the second
+iteration alone, where the ranks agree on the buckets: PyTorch sends which parameter is in which
+bucket and then the buckets' sizes, this wrapper the order of the gradients alone, from which every
+rank makes the same plan.
 
 **Measure.** The time of a step, for models of growing width, on the ranks that have a core or a GPU
 of their own; the others leave here. All kinds take turns, in rounds; a ratio is taken within a
@@ -688,17 +695,14 @@ for dim in WIDTHS:
 rows = []
 for dim, steps in measured.items():
     mine, *others = (steps[name] for name in ("microddp.DDP", "torch DDP, views", "torch DDP"))
-    like, ratio = (mine.ratio(other) for other in others)
-    low, high = ratio.spread
-    both = f"{ratio.median:.2f} ({low:.2f} to {high:.2f})", like.median
-    alone, *medians = (timing.median for timing in steps.values())
-    marked = mark_least([*map(human_seconds, medians)], medians)
-    rows.append((dim, human_seconds(alone), *marked, *both))
-few.print(f"median time of a step; ranks timed: {few.world_size}; * the fastest that averages")
-few.print(table(rows, ["width", *calls, "microddp / torch (quartiles)", "/ torch, views"]))
+    ratios = [mine.ratio(other) for other in others]
+    written = [f"{r.median:.2f} ({r.spread[0]:.2f} to {r.spread[1]:.2f})" for r in ratios]
+    rows.append((dim, *(human_seconds(timing.median) for timing in steps.values()), *written))
+few.print(f"median time of a step; ranks timed: {few.world_size}; ours / theirs, with quartiles")
+few.print(table(rows, ["width", *calls, "ours / torch, views", "ours / torch"]))
 figures.lines(
     {name: (WIDTHS, [measured[d][name].median * 1e3 for d in WIDTHS]) for name in calls},
-    title=f"With views in both, the widest step takes {like.median:.2f} times PyTorch's",
+    title=f"Width {dim}: our step takes {ratios[0].median:.2f} times PyTorch's with views",
     xlabel="width of the model",
     ylabel="time of a step, ms",
 )
@@ -707,10 +711,10 @@ figures.lines(
 """
 **Explain.** Both wrappers send the same bytes in the same messages, so most of what they add to the
 step without averaging, they add alike. PyTorch's default copies the averages back into the
-gradients, one more pass over them. What is left between the two with views is Python, which brings
-each gradient into its bucket between two operations of backward. Where the quartiles overlap, the
-run does not show it. On a GPU it may not show at all: the kernels of backward are queued ahead, and
-Python runs beside them.
+gradients, one more pass over them. What could be left between the two with views is Python, which
+brings each gradient into its bucket between two operations of backward. Where the quartiles lie on
+both sides of 1, the run does not show it. On a GPU it may not show at all: the kernels of backward
+are queued ahead, and Python runs beside them.
 
 ## What to take along
 

@@ -1,16 +1,16 @@
 # %% [markdown]
 r"""
-# Case study: fine-tuning a language model
+# Case study: a language model
 
-Does it hold on a real model? The models so far were made for their questions. This chapter takes a
-decoder of SmolLM2's architecture, and teaches it to tell whether two sentences say the same (GLUE's
-MRPC, 3668 pairs to train on). Where a GPU has room it is SmolLM2-360M itself, of 32 layers;
-elsewhere, as on a CPU, a small one of the same shape. The question is the one everybody has who
-gets a second device: the *same global batch of 16*, on one device or split over N. What does the
-split gain, and what takes the rest? Published figures for the full model stand beside the measured
-ones.
+What does a second device gain on a model that people train? The models so far were made for their
+questions. This chapter takes a decoder of SmolLM2's architecture, and teaches it to tell whether
+two sentences say the same (GLUE's MRPC, 3668 pairs to train on). Where a GPU has room it is
+SmolLM2-360M itself, of 32 layers; elsewhere, as on a CPU, a small one of the same kind. The *same
+global batch of 16* is taken by one device, or split over N. What takes the rest of the gain?
+Published figures for the full model stand beside the measured ones.
 
-It needs `pip install "microddp[llm]"`; with `transformers` alone it runs on made-up pairs.
+It needs `pip install "microddp[llm]"`. With `transformers` alone, or where the hub cannot be
+reached, it runs on made-up pairs: then it is about times, and not about how well a model learns.
 """
 
 # %% tags=["imports"]
@@ -55,13 +55,12 @@ of this chapter are the others.
 The weights, the tokenizer and the sentences come from the Hugging Face hub. Where it cannot be
 reached, the weights are random and the pairs made up, with MRPC's lengths and its share of
 *paraphrases*, which are the pairs that say the same. On a CPU the full size would take too long.
-There the model is smaller in every direction, with about the same ratios of widths and heads, and
-with random weights.
+There the model is smaller in every direction, and has random weights.
 
 The same goes for a GPU without room. Most is needed below, where a model that trains alone stands
 beside one that trains with others. Each holds weights, gradients and the two moments that AdamW
-keeps of them. Add the model as it was loaded, a message of all gradients, and the buckets twice
-while they are planned anew. The activations of a batch get a quarter on top:
+keeps of them. Add the model as it was loaded, a message of all gradients, and a second set of
+buckets while they are planned anew. The activations of a batch get a quarter on top:
 """
 
 # %%
@@ -101,8 +100,9 @@ few.print(table(rows, []))
 
 # %% [markdown]
 """
-Random weights take as long to train as real ones, and the pairs are as long, so times and shares
-mean the same. Losses do not: made-up pairs are easier to tell than English ones.
+Random weights take as long to train as real ones of that size, and the pairs are as long, so their
+times mean the same. Losses do not: made-up pairs are easier to tell than English ones. And shares
+depend on the size (exercise 3).
 
 One thing is unlike the models before. Pairs of different lengths share a batch, so the shorter ones
 are filled up with a *padding token*. The *head*, which makes the answer, reads the vector of a
@@ -113,8 +113,7 @@ shows what happens if it is told a wrong one.
 
 **Predict.** The loss of a batch is the mean over its pairs. Shards are equal, so the mean of the
 ranks' losses is the loss of the batch, and the averaged gradients are its gradients. All runs of
-the same batches should agree up to rounding. AdamW makes that harder than SGD: where a gradient is
-almost zero, rounding decides its sign, and AdamW's first steps are as long for it as for any other.
+the same batches should agree up to rounding.
 
 **Build.** One step, for the whole chapter: several micro-batches, of which only the last averages
 gradients (chapter 06), in fp32 or with autocast:
@@ -152,7 +151,7 @@ size = n * max(1, 16 // n)  # 16, or the nearest below that divides by the ranks
 whole = batches(case.train, size, few, whole=True)
 alone = train(copy.deepcopy(case.model), whole) if rank == 0 else []
 alone = few.all_gather_data(alone)[0]
-# A wrapper, its hooks and its model hold each other: they go when they are looked for.
+# A wrapper, its hooks and its model refer to each other, so only the collector frees them.
 _ = gc.collect()
 split = train(DDP(copy.deepcopy(case.model), few), batches(case.train, size, few))
 split = [sum(losses) / n for losses in zip(*few.all_gather_data(split), strict=True)]
@@ -237,26 +236,30 @@ rows = [
 ]
 few.print(f"global batch {size} on {n} ranks")
 few.print(table(rows, ["a batch", "published, 2 GPUs", f"here, {n} x {few.device.type}"]))
+ideal, fixed, added = (f"{t * 1e3:.3g}" for t in (one / n, shard - one / n, split - shard))
+few.print(f"the split's {split * 1e3:.3g} ms: {ideal} are 1/{n} of one device's,")
+few.print(f"  {fixed} what a shard takes beyond that, {added} what the averaging adds")
 
 # %% [markdown]
 """
-**Explain.** Neither column reaches the number of devices, for two reasons that the rows separate.
-The shard takes more than 1/N of the batch: the optimizer's work, the start of each kernel and the
-time to read the weights are the same for one pair as for sixteen. And the all-reduce has its price.
+**Explain.** A speed-up of N needs the last two to be nothing. A shard takes more than 1/N of the
+batch: the optimizer's work, the start of each kernel and the time to read the weights are the same
+for one pair as for sixteen. Ranks in one machine also share what lies behind their cores, caches
+and memory, and one rank alone may run at a faster clock. And the averaging adds what backward does
+not hide. Of this model it can hide little: nearly all bytes travel in the last bucket, which ends
+with the embedding, and that gradient is the last to come (exercise 1). Where cores carry and add up
+the messages, what is hidden takes their time.
 
-Where the columns differ, the machine, the size and the software do. A CPU computes slowly, so more
-of the same all-reduce can be hidden. But its memory also carries the messages, and its cores also
-add them up. Two ranks share what lies behind their cores: caches and memory. And one rank alone may
-have run at a faster clock. So a split can even take longer than "none hidden", as in chapter 05.
-
-At a *fixed* global batch, more devices make the first reason worse, and the second no better.
-Published scaling figures near 100 % keep the batch per device instead (chapter 08).
+At a *fixed* global batch, more devices make the second part larger in relation to the first, and
+the third no smaller. Scaling at a fixed batch *per device* is another question (chapter 08).
 
 ## The profile
 
 Where does the step's time go? The profiler of chapter 08 sorts operations by kind, and takes the
 step of each rank apart: computing, an all-reduce under way, both at once (*hidden*), or neither
-(*idle*). When a rank is idle, the Python around the operations runs, or nothing does:
+(*idle*). When a rank is idle, the Python around the operations runs, or nothing does. Other
+collectives are in none of them, and shares of the upper table add up to more than 100 % where
+all-reduces run beside the rest:
 """
 
 
@@ -275,12 +278,13 @@ few.print(summaries["fp32"])
 r"""
 An all-reduce's time runs from when the backend takes it up to when the result is there. It includes
 the wait for a rank that is late, with NCCL's kernels as with gloo's threads. The rank that came
-last waited for nobody. So the shortest of the ranks' times stands for the *transfer*.
+last waited for nobody. So the shortest of the ranks' times, taken for each all-reduce, stands for
+the *transfer*.
 
-**Predict.** *Kernel time* is the time of all kernels of a GPU, added up. In the published profile,
-on four H100, all-reduce takes 42.2 % of it, and 25 % with accumulation over two micro-batches. The
-first figure should tell the second. Let s be the share of all-reduce. A step of k micro-batches
-computes k times as much and reduces once, so the share becomes
+**Predict.** *Kernel time* is the time of all kernels of a GPU, added up. In the same course's
+profile, on four H100, all-reduce takes 42.2 % of it, and 25 % with accumulation over two
+micro-batches. The first figure should tell the second. Let s be the share of all-reduce. A step of
+k micro-batches computes k times as much and reduces once, so the share becomes
 
 $$ s_k = \frac{s}{s + k\,(1 - s)}. $$
 
@@ -322,9 +326,10 @@ few.print(table(rows, headers, floats=".1%"))
 **Explain.** The formula leaves the optimizer out, which also runs once a step. That alone would
 make its predictions a little low; the published pair misses on the other side (exercise 2). And
 the formula knows nothing of waits. Where cores are shared with other programs, one rank is late,
-and all others wait for it inside the all-reduce. The longer they compute, the longer such waits
-become, and no network can shorten them. What accumulation costs is not in any profile: a step of
-twice the pairs is another training run, with half as many steps for the same data.
+and all others wait for it inside the all-reduce, which no network can shorten. So the row of
+transfers should lie nearer to its prediction than the row with waits. What accumulation costs is
+not in any profile: a step of twice the pairs is another training run, with half as many steps for
+the same data.
 
 ## bf16
 
@@ -332,7 +337,7 @@ twice the pairs is another training run, with half as many steps for the same da
 are fp32, and the all-reduce does *not* get shorter: if computing gets faster, its share grows. To
 send half the bytes, the gradients have to be converted for the journey, by a communication hook.
 
-**Build.** The hook divides first, sends bf16, and puts what comes back into the fp32 bucket:
+**Build.** The hook converts, divides, sends, and puts what comes back into the fp32 bucket:
 """
 
 # %%
@@ -393,34 +398,39 @@ for name, s in summaries.items():
     parts = {
         "computing": s.mean("computing") - hidden,
         "computing during all-reduce": hidden,
-        "all-reduce alone": waiting,
+        "all-reduce, not hidden": waiting,
         "idle": s.mean("idle"),
     }
     bars[name] = {part: seconds / pairs for part, seconds in parts.items()}
-shares = {name: summary.busy_share for name, summary in summaries.items()}
+taken = [human_seconds(summaries[k].mean("all_reduce")) for k in ("fp32", "bf16", "bf16, halved")]
 figures.stacked_bars(
     bars,
-    title=f"All-reduce: {shares['fp32']:.0%} of busy time, {shares['bf16']:.0%} in bf16",
+    title=f"All-reduces of a step: {taken[0]}, {taken[1]} with autocast, {taken[2]} halved",
     xlabel="time per pair",
 )
 
 # %% tags=["plumbing"]
 rows = [
-    (name, s.busy_share, s.overlap, s.seconds("matrix multiplication") / s.mean("wall"))
+    (
+        name,
+        s.busy_share,
+        s.overlap,
+        s.seconds("matrix multiplication") / s.mean("wall"),
+        human_seconds(sum(bars[name].values())),
+    )
     for name, s in summaries.items()
 ]
-headers = ["", "all-reduce", "of it hidden", "multiplications, of the step"]
+headers = ["", "all-reduce / busy", "hidden / all-reduce", "multiplications / step", "a pair"]
 few.print(table(rows, headers, floats=".1%"))
 
 # %% [markdown]
 """
 **Explain.** Some hardware multiplies bf16 faster: a GPU's tensor cores, or a CPU with AMX, Intel's
-instructions for matrices. There the multiplications shrink, so with autocast alone all-reduce's
-share should grow, and the hook should take part of it back, unless waits for a late rank, which
-half the bytes do not shorten, hide both. Other hardware emulates bf16 or converts it, and gains
-nothing. The copies to and from bf16 are work too: an all-reduce has to be long before halving it
-pays for them. The published run, in fp32, used no tensor cores at all. So bf16 has something to
-give there, and would raise its 42.2 %.
+instructions for matrices. There the multiplications shrink, and with autocast alone all-reduce's
+share should grow with what they save, less the copies that autocast makes. The hook should lower
+it. Waits for a late rank, which half the bytes do not shorten, can hide both. Other hardware
+emulates bf16 or converts it, and gains nothing. The copies to and from bf16 are work too: whether
+halving pays for them, the last column says.
 
 ## What next?
 
@@ -441,11 +451,11 @@ few.print(table(rows, ["if there were", "a step saves", "speed-up at most"]))
 
 # %% [markdown]
 """
-The published run on H100 used the GPU for 15.2 % of a step, the network for 20.9 %, and the CPU
-for 61.1 %. By the same reasoning its all-reduce, at 42.2 % of kernel time, is not what to attack
-first. The GPU waits for Python to launch kernels. Larger micro-batches, `torch.compile` or CUDA
-graphs come before anything this book does to gradients, and bf16 comes next. Once the kernels take
-less time than the messages, it is time for accumulation, a larger batch per device, or compression.
+What would save most is what to work on. The course's profile on four H100 says 15.2 % of the step
+for the GPU, 20.9 % for communication and 61.1 % for the CPU. There the GPU waits for Python to
+launch kernels, so larger micro-batches, `torch.compile` or CUDA graphs come before anything this
+book does to gradients. Where kernels take less time than the messages, it is time for accumulation,
+a larger batch per device, or compression.
 
 ## Where it breaks: the padding token
 
@@ -459,9 +469,10 @@ def logits(pad, length):
     """Of the first pair that is shorter than the others, in a batch of so many tokens."""
     tokens, mask, _ = case.train.tensors
     vocabulary = max(int(tokens.max()) + 1, 4096)
-    classifier = new_model("small", pad, vocabulary).to(few.device)
+    classifier = new_model("small", case.pad, vocabulary).to(few.device)
+    classifier.config.pad_token_id = pad
     i = int(mask.sum(1).argmin())
-    rows = torch.tensor([i, i])  # a batch of two, so that rows could differ in length
+    rows = torch.tensor([i, i])  # one row alone needs no padding token
     batch = (x[rows, :length].to(few.device) for x in (tokens, mask))
     with torch.no_grad():
         return classifier(*batch).logits[0]
@@ -505,14 +516,14 @@ own length: the losses on one device and on N then differ.
 ## What to take along
 
 - The same global batch on N devices is the same training. Check it on losses before you time it.
-- At a fixed global batch, the gain ends where a shard's step is the optimizer and the start of
-  kernels. Measure the shard alone and the all-reduce alone: a split takes between the longer of
-  them and their sum, and what it takes beyond that comes from sharing cores and memory.
+- At a fixed global batch, a split gains until what a shard cannot make smaller, and the averaging
+  that is not hidden, take as much as it saves. Measure the shard alone and the all-reduce alone: a
+  split takes between the longer of them and their sum, unless cores and memory are shared.
 - Say what a share is a share of. The same all-reduce is one share of kernel time and another of a
   step.
 - Accumulation divides the share of the transfers roughly as the formula says; waits for a late rank
-  follow no formula and can outweigh it. Autocast does not change what is sent, so the share grows
-  where computing gets faster.
+  follow no formula. Autocast does not change what is sent, so the share grows where computing gets
+  faster.
 
 ## Exercises
 
@@ -524,11 +535,11 @@ own length: the losses on one device and on N then differ.
 
    For the small model there are two buckets: `bucket.parameters()` names the tensors and
    `bucket.buffer().nbytes` the size. The first takes the head, the last norm and the three matrices
-   of the last layer's MLP, which together pass the cap of 1 MiB. So beside its all-reduce runs the
-   backward of the same layer's attention. The trace shows it: `gloo:all_reduce` begins soon after
-   the fourth `MmBackward0`, and `ScaledDotProductFlashAttentionForCpuBackward0` runs about then.
-   The second bucket holds all the rest. It ends with the embedding, whose gradient is the last of
-   backward, so nothing hides it.
+   of the last layer's MLP, which together pass the first bucket's cap of 1 MiB. So beside its
+   all-reduce runs the backward of the same layer's attention. The trace shows it: `gloo:all_reduce`
+   begins soon after the fourth `MmBackward0`, and `ScaledDotProductFlashAttentionForCpuBackward0`
+   runs about then. The second bucket holds all the rest. It ends with the embedding, whose gradient
+   is the last of backward, so nothing hides it.
 
    </details>
 

@@ -27,7 +27,7 @@ BUILDS = {
     "03_naive_dp": "data-parallel training in a dozen lines",
     "04_hooks": "an all-reduce that starts inside backward",
     "05_bucketing": "a bucket plan, and hooks that follow it",
-    "06_ddp": "a wrapper that does what PyTorch's does",
+    "06_ddp": "a small wrapper, and see what the full one adds",
     "07_sync_primitives": "the chores of a training job, and mistakes that hang or spoil one",
     "08_performance": "a clock for every part of a step, and a prediction to hold against it",
     "09_case_study": "one language model trained on one device and on several",

@@ -156,6 +156,8 @@ class Comms(PointToPoint):
     def relink(self, speed: str) -> None:
         """Give the hosts in a box that these ranks are on links of another speed. A collective.
 
+        What other messages have under way then is lost. TCP sends it again, after 0.2 s or more.
+
         Args:
             speed: as ``"100mbit"`` or ``"2.5gbit"``.
 
@@ -164,6 +166,7 @@ class Comms(PointToPoint):
                 speed cannot be read.
         """
         problem = ""
+        self.barrier()  # so that what was called before is through
         try:
             if self.box is None:
                 raise RuntimeError("the machine's own links")

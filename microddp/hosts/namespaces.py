@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import itertools
 import json
 import os
 import select
@@ -39,7 +40,7 @@ COUNTER = "\0microddp-link"  # where a host takes wishes; such a name is known o
 MTU = 9000  # bytes; clusters use such frames, and their headers take 0.7 % of the link
 # Bytes. What all others have under way to one host must find room, or is sent twice.
 QUEUE = 1 << 26
-BUCKET = 0x10000  # the handle of a device's token bucket
+HANDLES = itertools.count(0x10000, 0x10000)  # names of queues: another one for each
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x20000, 0x10000000, 0x20000000, 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 PR_SET_PDEATHSIG = 1
@@ -95,7 +96,7 @@ def keep(links: list[dict[str, float]]) -> None:
 def change_link(bits_per_second: float) -> None:
     """Give the host that this process runs on a link of another speed, at both ends.
 
-    What is under way goes on at the new speed. The link's delay stays.
+    What waits in the link's queues is lost, and sent again by whoever sent it. The delay stays.
 
     Raises:
         OSError: this process is on no such host, or its host is gone.
@@ -193,10 +194,10 @@ def _serve(switch: IPRoute, lines: dict[socket.socket, int]) -> None:
                 watched.remove(line)
 
 
-def _answer(network: IPRoute, index: int, wish: bytes) -> bytes:
+def _answer(network: IPRoute, index: int, wish: bytes, delay: float = 0.0) -> bytes:
     """Shape a device to as many bits a second as are wished."""
     try:
-        _shape(network, index, float(wish))
+        _shape(network, index, float(wish), delay)
     except Exception as error:
         return _story(error).encode()
     return b"done"
@@ -241,7 +242,7 @@ def _be_a_host(number: int, link: dict[str, float], cores: list[int], line: sock
         caller, _ = counter.accept()
         with caller, contextlib.suppress(OSError):  # a caller that is gone
             wish = caller.recv(100)
-            answer = _answer(here, index, wish)
+            answer = _answer(here, index, wish, link["delay"])
             if answer == b"done":
                 line.send(wish)
                 answer = line.recv(1000)
@@ -250,44 +251,42 @@ def _be_a_host(number: int, link: dict[str, float], cores: list[int], line: sock
 
 def _join(here: IPRoute, number: int, link: dict[str, float]) -> int:
     """Set a host's devices up; returns the index of its end of the link."""
-    from pyroute2.netlink.exceptions import NetlinkError
-
     here.link("set", index=here.link_lookup(ifname="lo")[0], state="up")
     index: int = here.link_lookup(ifname=INTERFACE)[0]
     here.addr("add", index=index, address=address(number), prefixlen=24)
-    _shape(here, index, link["bits_per_second"])
-    if not link["delay"]:
-        return index
-    delay = {"delay": round(link["delay"] * 1e6), "limit": 10**6}  # us, packets
-    try:
-        here.tc("add", "netem", index, handle=0x20000, parent=BUCKET, **delay)
-    except NetlinkError as error:
-        if error.code != errno.ENOENT:
-            raise
-        raise Refused("this kernel has no netem, so links have no delay (--delay)") from error
+    _shape(here, index, link["bits_per_second"], link["delay"])
     return index
 
 
-def _shape(network: IPRoute, index: int, bits_per_second: float) -> None:
-    """Set a device up to send so many bits a second."""
-    from pyroute2.netlink.exceptions import NetlinkError
+def _shape(network: IPRoute, index: int, bits_per_second: float, delay: float = 0.0) -> None:
+    """Set a device up to send so many bits a second, each so many seconds later.
 
+    A bucket takes the place of an older one. If that were only changed, a piece that waits in it
+    and is larger than the new burst would wait for ever, and all behind it.
+    """
     largest = _largest(bits_per_second)
     network.link("set", index=index, mtu=MTU, gso_max_size=largest, state="up")
+    bucket = next(HANDLES)
+    rate = {"rate": round(bits_per_second / 8), "burst": _burst(bits_per_second), "limit": QUEUE}
+    with _known("tbf, the token bucket, so links have no speed"):
+        network.tc("replace", "tbf", index, handle=bucket, **rate)
+    if delay:
+        later = {"delay": round(delay * 1e6), "limit": 10**6}  # us, packets
+        with _known("netem, so links have no delay (--delay)"):
+            network.tc("add", "netem", index, handle=next(HANDLES), parent=bucket, **later)
+
+
+@contextlib.contextmanager
+def _known(kind: str) -> Iterator[None]:
+    """Say what this kernel does not have, of a kind of queue that it may not know."""
+    from pyroute2.netlink.exceptions import NetlinkError
+
     try:
-        network.tc(
-            "replace",
-            "tbf",
-            index,
-            handle=BUCKET,
-            rate=round(bits_per_second / 8),
-            burst=_burst(bits_per_second),
-            limit=QUEUE,
-        )
+        yield
     except NetlinkError as error:
         if error.code != errno.ENOENT:
             raise
-        raise Refused("this kernel has no tbf, the token bucket, so links have no speed") from error
+        raise Refused(f"this kernel has no {kind}") from error
 
 
 def _largest(bits_per_second: float) -> int:
