@@ -471,14 +471,16 @@ alone, patient = copy.deepcopy(heads), DDP(heads, comms, find_unused_parameters=
 cross_entropy(alone(x, mine), y).backward()
 count = collectives(lambda: cross_entropy(patient(x, mine), y).backward())
 rows = list(zip(("head 0", "head 1", "head 2"), norms(alone), norms(heads), strict=True))
-mean = torch.zeros(2, 10, 32, dtype=torch.float64, device=comms.device)
-mean[mine] = alone.heads[mine].weight.grad
-comms.all_reduce_mean(mean)
 comms.print("norm of the gradient on each rank")
 comms.print(table(rows, ["", "alone", "averaged"]))
 comms.print(f"collectives for {len(patient.reducer.buckets)} bucket: {count}")
 assert count == 2
 assert heads.heads[2].weight.grad is None
+
+# %% tags=["plumbing"]
+mean = torch.zeros(2, 10, 32, dtype=torch.float64, device=comms.device)
+mean[mine] = alone.heads[mine].weight.grad
+comms.all_reduce_mean(mean)
 for head, expected in list(zip(heads.heads, mean, strict=False))[: min(n, 2)]:
     torch.testing.assert_close(head.weight.grad, expected)  # the mean, with zeros for who did not
 
