@@ -160,8 +160,7 @@ backward ends:
 ```
 
 The first part is in {class}`~microddp.ddp.wrapper.DistributedDataParallel`, the other two are the
-work of its {class}`~microddp.ddp.reducer.Reducer`: the bucketed hooks of chapter 05, and what this
-chapter adds to them.
+work of its {class}`~microddp.ddp.reducer.Reducer`.
 
 **Predict.** The first iteration knows no order of gradients yet, so all of them travel in one
 bucket. The second forward sends rank 0's order to all, and from then on there is one all-reduce
@@ -221,10 +220,8 @@ assert shown(lambda: DDP(odd, comms)) == (n > 1)
 
 # %% [markdown]
 """
-Equal shapes with different values are no error: rank 0's values replace the others'. That is
-handy if only rank 0 has loaded a checkpoint. If only another rank has, the checkpoint is lost, and
-nobody is told. With `verify_replicas=True` the constructor insists that the values are equal
-already:
+Equal shapes with different values are no error: rank 0's values replace the others', also if only
+another rank has loaded a checkpoint. With `verify_replicas=True` they must be equal already:
 """
 
 # %%
@@ -280,8 +277,8 @@ assert abs(rows[0][3] - rows[1][3]) < 1e-9
 # %% [markdown]
 """
 **Explain.** The forward pass of the evaluation went through the wrapper, and so began with a
-broadcast. One through `cnn.module` would not have: then each rank evaluates a model of its own, as
-far from the others' as after training.
+broadcast. Through `cnn.module` each rank would evaluate a model of its own, as far from the others'
+as after training.
 
 The broadcast makes the ranks agree, and does no more: rank 0's statistics are as far from one
 device's with it as without. Training itself uses the mean of the batch at hand, with or without a
@@ -406,10 +403,9 @@ assert n == 1 or min(rows[3][2:]) > 1e-3
 # %% [markdown]
 """
 **Explain.** Longer steps lead to places with other gradients, so the undivided loss does not miss
-by K - 1 times the way exactly. The late flag misses because a step is mostly made of the rank's own
-samples, K - 1 micro-batches of K. Ranks that part are found by comparing replicas. The other wrong
-runs keep their ranks equal, and only a comparison with one device tells. On one rank there is
-nothing to average, and the mistakes in the loss and in the loop remain.
+by K - 1 times the way exactly. With the late flag, K - 1 of K micro-batches in a step are the
+rank's own. Ranks that part are found by comparing replicas; the other wrong runs keep them equal,
+and only a comparison with one device tells.
 
 The flag set too late is a real mistake. In build-nanogpt it cost nothing as long as a step had one
 micro-batch. With four, the validation loss after 1000 steps was 4.88, and 4.15 once the flag was
@@ -486,15 +482,14 @@ for head, expected in list(zip(heads.heads, mean, strict=False))[: min(n, 2)]:
 
 # %% [markdown]
 """
-The means are the predicted ones; their norms are less than the mean of the norms, since gradients
-of different samples differ in direction. A rank that did not use head 1 has a gradient for it now.
-It needs one, to take the same step as the others. The price is paid in every iteration: the walk
-through the graph, and the all-reduce, which backward waits for. If every iteration leaves out the
-same parameters, `static_graph=True` finds out once. ## Where it breaks: uneven inputs Suppose rank
-0 has one batch fewer than the others. It leaves its loop; the others call an all-reduce, and wait
-for a rank that does not come. How long? For the time-out: five minutes unless `microddp.init` is
-told otherwise, one second in the group below. (With NCCL the time-out ends the process instead of
-raising, so there this cell does nothing.)
+The means are the predicted ones. A rank that did not use head 1 has a gradient for it now. It needs
+one, to take the same step as the others. The price is paid in every iteration: the walk through the
+graph, and the all-reduce, which backward waits for. If every iteration leaves out the same
+parameters, `static_graph=True` finds out once. ## Where it breaks: uneven inputs Suppose rank 0 has
+one batch fewer than the others. It leaves its loop; the others call an all-reduce, and wait for a
+rank that does not come. How long? For the time-out: five minutes unless `microddp.init` is told
+otherwise, one second in the group below. (With NCCL a time-out ends the process, so there this cell
+does nothing.)
 """
 
 # %%
@@ -570,9 +565,9 @@ else:
 
 # %% [markdown]
 r"""
-**Explain.** To weight its loss, a rank must know how many samples all ranks have. The ranks have to
-tell each other before `join`. Inside it, a rank that has run out answers the wrapper's own
-collectives and no others, and a call of yours would wait for it.
+**Explain.** To weight its loss, a rank must know how many samples all ranks have. They have to tell
+each other before `join`: inside it, a rank that has run out answers the wrapper's own collectives
+and no others.
 
 ## Something else instead of an all-reduce
 
@@ -662,9 +657,9 @@ bucket and then the buckets' sizes, this wrapper the order of the gradients alon
 rank makes the same plan.
 
 **Measure.** The time of a step, for models of growing width, on the ranks that have a core or a GPU
-of their own; the others leave here. All kinds take turns, in rounds; a ratio is taken within a
-round, where both steps met the same machine. PyTorch's wrapper comes twice: as it is, and with
-gradients as views of the buckets, which is what this one does unless told otherwise:
+of their own; the others leave here. All kinds take turns; a ratio is taken within a round.
+PyTorch's wrapper comes twice: as it is, and with gradients as views of the buckets, which is what
+this one does unless told otherwise:
 """
 
 # %%
@@ -715,8 +710,7 @@ figures.lines(
 step without averaging, they add alike. PyTorch's default copies the averages back into the
 gradients, one more pass over them. What could be left between the two with views is Python, which
 brings each gradient into its bucket between two operations of backward. Where the quartiles lie on
-both sides of 1, the run does not show it. On a GPU it may not show at all: the kernels of backward
-are queued ahead, and Python runs beside them.
+both sides of 1, the run does not show it.
 
 ## What to take along
 
