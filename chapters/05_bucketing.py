@@ -52,10 +52,10 @@ if n == 1:
 r"""
 Chapter 02 fitted $t(m) = \alpha + \beta m$ to single messages. The same line fits a whole
 all-reduce, in which $\alpha$ stands for the start of all its rounds. (It cannot be compared with
-chapter 02's: fewer ranks share the cores here.) On hosts in a box nothing
-needs to be fitted: $\beta$ is the links' own, and $\alpha$ is what is left of the small messages'
-times. Here is the backend's, by size. Each call reduces another part of a large tensor, because a
-step's gradients are not in the cache either:
+chapter 02's: fewer ranks share the cores here.) On hosts in a box only $\alpha$ needs to be fitted,
+to what is left of the small messages' times: $\beta$ is the links' own. Here is the backend's, by
+size. Each call reduces another part of a large tensor, because a step's gradients are not in the
+cache either:
 """
 
 # %%
@@ -117,8 +117,9 @@ few.print(f"one by one takes {times[len(apart)].ratio(times[1]).median:.2f} time
 
 # %% [markdown]
 """
-The bytes are the same, so the difference is the starts'. A shaped link gives some of it back: the
-first 68 KiB after a pause pass at once, so a small message takes less than the line says.
+The bytes are the same, so the difference is the starts'. A shaped link gives some of it back: what
+is sent first after a pause, here 36 KiB, passes at once. So a small message takes less than the
+line says.
 
 ## The plan
 
@@ -378,7 +379,7 @@ def predict(sizes, hidden, faster=1):
 
 # %%
 CAPS = {"alone": 1} | {human_bytes(2**k): 2**k for k in (19, 20, 21, 22, 23)}
-x, y = torch.randn(2, 768, 256, device=few.device)
+x, y = torch.randn(2, 1152, 256, device=few.device)
 sent = {name: sizes(parameters, plan(parameters, cap, cap)) for name, cap in CAPS.items()}
 
 
@@ -413,7 +414,7 @@ solo = [few.subgroup([r]) for r in range(n)][rank]
 both = bucketed_step(plan(parameters, total, total), solo)
 calls = {name: bucketed_step(plan(parameters, cap, cap), few) for name, cap in CAPS.items()}
 calls |= {"naive": naive_step, "forward": lambda: mse_loss(deep(x), y), "both": both}
-steps = measure(calls, few, repeat=9)
+steps = measure(calls, few, repeat=7)
 naive, compute, together = (steps.pop(name) for name in ("naive", "forward", "both"))
 
 # %%
@@ -446,7 +447,7 @@ headers = ["cap", "all-reduces", "all hidden", "none hidden", "measured (quartil
 few.print(table(rows, headers))
 best = min(steps, key=lambda name: steps[name].median)
 for name in ("alone", best):
-    few.print(f"naive takes {naive.ratio(steps[name]).median:.2f} times the time of cap '{name}'")
+    few.print(f"naive takes {naive.ratio(steps[name]).median:.2f} times cap '{name}', by rounds")
 
 # %% tags=["plumbing"]
 average = [total / len(s) / MIB for s in sent.values()]
@@ -457,7 +458,7 @@ ends = steps["alone"], steps["8 MiB"]
 valley = all(steps[best].clearly_below(end) for end in ends)
 figures.lines(
     {name: (average, curve) for name, curve in curves.items()},
-    title=f"A valley: buckets of {best} beat smaller and larger ones"
+    title=f"A valley: buckets of {best} beat both ends"
     if valley
     else f"{best} took least in this run; it is not clearly better than both ends",
     xlabel="average bucket, MiB",
@@ -469,11 +470,11 @@ figures.lines(
 """
 **Explain.** From left to right, messages are saved, and with each its start-up cost. The two
 predictions meet at a single bucket, which leaves nothing to hide. Left of that, the measured curve
-tells who carries the messages. Over a link of its own most of a message is waiting, and the curve
-should lie nearer to "all hidden"; over loopback the cores do all of it, and it should lie nearer to
-"none hidden". Neither prediction knows that a message which starts inside backward costs more than
-its alpha, since it takes the core from backward. That makes many small messages dearer than "all
-hidden" says, and gives the valley its left side.
+tells who carries the messages. Over a link of its own most of a message is waiting, and all but the
+left end should lie nearer to "all hidden"; over loopback the cores do all of it, and the curve
+should lie nearer to "none hidden". Neither prediction knows that a message which starts inside
+backward costs more than its alpha, since it takes the core from backward. That makes many small
+messages dearer than "all hidden" says, and the valley's left side steeper.
 
 PyTorch's default cap is 25 MiB. Some of its developers call that too small for today's models,
 and one proposes 100 MB ([issue 118421](https://github.com/pytorch/pytorch/issues/118421)).
@@ -491,7 +492,7 @@ cases = {
     "CNN": (cnn.to(few.device), few, (images, classes % 10), cross_entropy),
 }
 kinds = ("hooks", "bucketed")
-compared = {name: compare_strategies(kinds, *case, repeat=9) for name, case in cases.items()}
+compared = {name: compare_strategies(kinds, *case, repeat=7) for name, case in cases.items()}
 
 # %% tags=["plumbing"]
 rows = []
@@ -501,15 +502,15 @@ for name, times in compared.items():
     ratio = times["bucketed"].ratio(times["hooks"]).median
     both = mark_least([*map(str, times.values())], [t.median for t in times.values()])
     rows.append((name, human_bytes(gradient_bytes(cases[name][0])), *counts, *both, ratio))
-headers = ["", "gradients", "alone", "buckets", "one by one", "bucketed, * least", "ratio"]
+headers = ["", "gradients", "alone", "buckets", "one by one", "bucketed, * least", "ratio of both"]
 few.print(table(rows, headers))
 
 # %% [markdown]
 """
 *Alone* and *buckets* count the messages. What buckets can save is the start-up of the messages they
 spare. It is less than their number times alpha, because a start that waits for the one before it
-costs nothing of its own. And for models as small as these, the default cap is too large: it leaves
-one or two messages, which hide little.
+costs nothing of its own. With the default cap these models have one or two messages, which hide
+little: the last section found a better cap for the MLP.
 
 ## Where it breaks: a bucket that is never emptied
 
@@ -650,8 +651,8 @@ assert held(kinds["copies"]) == 2 * total
 
 # %% [markdown]
 r"""
-The memory is as predicted. The time is that of one more pass over memory, and of twice as much
-memory. The other copy, from a new gradient into the bucket, is made in both: `zero_grad()` throws
+The memory is as predicted. Where the quartiles overlap, one more pass over it is too short to be
+seen. The other copy, from a new gradient into the bucket, is made in both: `zero_grad()` throws
 gradients away, so backward makes new ones. With `zero_grad(set_to_none=False)` backward adds into
 the view itself, after the view was filled with zeros.
 
@@ -666,8 +667,8 @@ it was made for speed, and no longer how. PyTorch 2.13 can do both: with
 
 **Predict.** A small *first* bucket lets the network begin earlier. That helps if the network is
 what everything waits for. A small *last* one leaves less to send when backward ends. That helps
-if the network keeps up with backward. So if messages are hidden, the answer depends on the
-network. Here is this one, and one with a tenth of its alpha and beta:
+if the network keeps up with backward. Here is this network, and one with a tenth of its alpha and
+beta:
 """
 
 # %%
@@ -678,7 +679,7 @@ places = {
     "small first": plan(parameters, small, cap),
     "small last": [[len(parameters) - 1 - i for i in b[::-1]] for b in forwards[::-1]],
 }
-measured = measure({k: bucketed_step(p, few) for k, p in places.items()}, few, repeat=9)
+measured = measure({k: bucketed_step(p, few) for k, p in places.items()}, few, repeat=7)
 
 # %% tags=["plumbing"]
 marked = mark_least([*map(str, measured.values())], [t.median for t in measured.values()])
@@ -692,8 +693,8 @@ few.print(table(rows, ["", "all hidden", "network 10 x faster", "measured (quart
 """
 **Explain.** Where the quartiles of the three overlap, this run cannot tell them apart. A smaller
 first bucket gains at most the time to compute what it leaves out. A smaller last one gains at most
-the time to send that, and nothing if the large bucket before it is still on its way. Either may
-cost one more start-up.
+the time to send that, and nothing if the large bucket before it is still on its way. (With "small
+last" the first bucket is smaller, too: these layers do not divide evenly.)
 """
 
 # %% [markdown]
