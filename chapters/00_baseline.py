@@ -166,8 +166,8 @@ figures.stacked_bars(
 **Explain.** For the larger batches the ratio is about the two that was predicted. At the smallest,
 each layer's fixed cost sets the time: the call itself, and reading its weights. Both are the same
 for one sample and for many. The optimizer does the same work at every batch, though not always in
-the same time: after a large batch, what it needs has left the caches. Its share shrinks as the
-batch grows.
+the same time: after a large batch, what it needs has left the caches. At the largest batch its
+share is below that at the smallest.
 
 ## Throughput
 

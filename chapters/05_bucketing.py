@@ -502,7 +502,7 @@ for name, times in compared.items():
     ratio = times["bucketed"].ratio(times["hooks"]).median
     both = mark_least([*map(str, times.values())], [t.median for t in times.values()])
     rows.append((name, human_bytes(gradient_bytes(cases[name][0])), *counts, *both, ratio))
-headers = ["", "gradients", "alone", "buckets", "one by one", "bucketed, * least", "ratio of both"]
+headers = ["", "gradients", "alone", "buckets", "one by one", "bucketed, * least", "second / first"]
 few.print(table(rows, headers))
 
 # %% [markdown]
