@@ -485,11 +485,14 @@ for head, expected in list(zip(heads.heads, mean, strict=False))[: min(n, 2)]:
 The means are the predicted ones. A rank that did not use head 1 has a gradient for it now. It needs
 one, to take the same step as the others. The price is paid in every iteration: the walk through the
 graph, and the all-reduce, which backward waits for. If every iteration leaves out the same
-parameters, `static_graph=True` finds out once. ## Where it breaks: uneven inputs Suppose rank 0 has
-one batch fewer than the others. It leaves its loop; the others call an all-reduce, and wait for a
-rank that does not come. How long? For the time-out: five minutes unless `microddp.init` is told
-otherwise, one second in the group below. (With NCCL a time-out ends the process, so there this cell
-does nothing.)
+parameters, `static_graph=True` finds out once.
+
+## Where it breaks: uneven inputs
+
+Suppose rank 0 has one batch fewer than the others. It leaves its loop; the others call an
+all-reduce, and wait for a rank that does not come. How long? For the time-out: five minutes unless
+`microddp.init` is told otherwise, one second in the group below. (With NCCL a time-out ends the
+process, so there this cell does nothing.)
 """
 
 # %%
