@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing.context import ForkProcess
 
@@ -102,7 +103,9 @@ def run(cluster: Cluster, ranks_per_host: int, job: Sequence[str]) -> int:
     def pass_on(number: int, _frame: object) -> None:
         signals.append(number)
         for agent in agents:
-            _send(agent, number)
+            if agent.exitcode is None and agent.pid is not None:
+                with suppress(ProcessLookupError):  # it may just have ended
+                    os.kill(agent.pid, number)
 
     for number in FORWARDED:
         signal.signal(number, pass_on)
@@ -125,7 +128,7 @@ def run(cluster: Cluster, ranks_per_host: int, job: Sequence[str]) -> int:
             if told:
                 break  # closing the cluster ends them
             for agent in running:
-                _send(agent, signal.SIGTERM)
+                agent.terminate()
             deadline, told = time.monotonic() + GRACE, True
         time.sleep(0.02)
     failed += [agent.exitcode for agent in agents if agent.exitcode]
@@ -133,12 +136,6 @@ def run(cluster: Cluster, ranks_per_host: int, job: Sequence[str]) -> int:
         return 128 + signals[0]
     status = failed[0] if failed else 0
     return status if status >= 0 else 128 - status
-
-
-def _send(agent: ForkProcess, number: int) -> None:
-    if agent.exitcode is None:
-        assert agent.pid is not None
-        os.kill(agent.pid, number)
 
 
 def _stand_in(cluster: Cluster, host: int, ranks_per_host: int, job: Sequence[str]) -> None:

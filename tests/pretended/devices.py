@@ -131,11 +131,7 @@ class PretendedDevices(TorchDispatchMode):
             PretendedDevices.communicate(func, args)
             return func(*args, **kwargs)
         tensors = [*tensors_in(*args, *kwargs.values())]
-        devices = {device_of(tensor) for tensor in tensors}
-        if len(devices) == 1:  # nearly always
-            (device,) = devices
-        else:
-            device = _common_device(func, args, kwargs, tensors) if tensors else CPU
+        device = _common_device(func, args, kwargs, tensors) if tensors else CPU
         asked = None if kwargs.get("device") is None else cuda(kwargs["device"])
         if (asked == CPU or not (tensors or asked)) and is_internal():
             if not tensors:
@@ -168,6 +164,8 @@ def _common_device(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor
         RuntimeError: its tensors are on different devices, and PyTorch would not bring them
             together.
     """
+    if len(devices := {device_of(tensor) for tensor in tensors}) == 1:  # nearly always
+        return devices.pop()
     name = func.overloadpacket.__name__
     if name.rstrip("_") in INDEXING:
         for index in args[1]:
