@@ -5,7 +5,8 @@ r"""
 What is the least code that trains one model on n devices and is right? A training loop needs
 three additions: the same model on every rank, a shard of the batch for each, and the average of
 the gradients. This chapter makes them. It checks that n ranks then train as one device does on the
-whole batch, up to rounding. Then it breaks each addition on purpose, and looks at what they cost.
+whole batch, up to rounding. Then it leaves out the average, breaks the shards, and looks at what
+averaging costs.
 """
 
 # %% tags=["imports"]
@@ -16,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 import microddp
 from microddp import figures
-from microddp.allreduce import all_reduce_cost
+from microddp.allreduce import all_reduce_cost, estimate_communication_time
 from microddp.data import ShardedBatches, epoch_order, load_digits, shard
 from microddp.model import FullMLP, gradient_bytes
 from microddp.replicas import broadcast_parameters, check_replicas
@@ -38,7 +39,7 @@ Every rank needs a copy of the model, a *replica*, and all replicas must start e
 mistake is a seed that depends on the rank, or no seed at all.
 {func}`~microddp.replicas.check_replicas` compares a hash of every parameter between the ranks. If
 one differs, it raises on *all* ranks, so that none trains on alone. (Models that are compared are
-in `float64` in this chapter, as chapter 01 recommends.)
+in `float64` in this chapter, as chapter 01 recommends, unless rounding is what is looked at.)
 """
 
 
@@ -174,20 +175,20 @@ figures.lines(
 # %% [markdown]
 r"""
 **Explain.** In `float64` the losses agree to $10^{-9}$ and better, and so do the weights. Both are
-asserted above: where they do not hold, this page cannot be built. In `float32` the weights drift
-apart for the reason that chapter 01 gave: training amplifies a difference of rounding:
+asserted above: where they do not hold, this page cannot be built. In `float32` each rounding is
+$2^{29}$ times as large, and so, roughly, is the distance:
 """
 
 # %%
-comms.print(f"float32 after {len(apart32)} steps: weights {apart32[-1]:.1e} apart,")
+comms.print(f"{len(apart32)} steps: weights {apart32[-1]:.1e} apart ({apart[-1]:.1e} in float64),")
 comms.print(f"losses {abs(shared32[-1] - single32[-1]):.1e} apart; among the ranks, bitwise equal")
 
 # %% [markdown]
 """
 ## Where it breaks: no averaging
 
-Leave the all-reduce out. Every rank still trains, its loss still falls, and there is no error. But
-there are now n different models, each trained on a part of the data:
+Leave the all-reduce out. Every rank still trains, and there is no error. But there are now n
+different models, each trained on a part of the data:
 """
 
 # %%
@@ -234,13 +235,13 @@ rows = []
 for name, seed in (("one seed", 0), ("a seed for each rank", rank)):
     used = times_used(epoch_order(len(digits.train), epoch=0, seed=seed).to(comms.device))
     rows.append((name, int((used == 0).sum()), int((used == 1).sum()), int((used > 1).sum())))
-comms.print(table(rows, ["order from", "never used", "used once", "used again"]))
+comms.print(table(rows, ["order from", "never used", "used once", "used more than once"]))
 assert rows[0][1:] == (0, len(digits.train), 0)
 assert n == 1 or rows[1][1] > 0
 
 # %% [markdown]
 """
-With several ranks, part of the data is never seen in an epoch, and no error says so. A related
+With several ranks, part of the data is in no rank's shard, and no error says so. A related
 mistake is to forget the epoch: then every epoch has the same order. (With PyTorch's
 `DistributedSampler`, that is a forgotten `set_epoch`.) {class}`~microddp.data.ShardedBatches` asks
 for the epoch where the batches are taken, so it cannot be forgotten:
@@ -257,9 +258,10 @@ assert not torch.equal(first, second)
 """
 ## What it costs
 
-In the core, `take_step` forgets the gradients, calls the function below and then the optimizer. It
-is written once for every way of averaging: `naive_data_parallel_step` passes a strategy whose
-`finish` averages one by one. It also records when things happen, and can take a batch in parts:
+In the core, the package `microddp`, `take_step` forgets the gradients, calls `compute_gradients`
+and then the optimizer. How gradients are averaged is an object, the *strategy*; the naive one does
+nothing until its `finish`, which averages one by one. `compute_gradients` is the same for all of
+them. (Parts of a batch, `no_sync`, `autocast` and the scaler are for later chapters.)
 
 ```{literalinclude} ../../microddp/schedule.py
 :pyobject: compute_gradients
@@ -280,9 +282,10 @@ assert distance(core, ours) == 0.0
 # %% [markdown]
 """
 **Predict.** The first all-reduce starts when the last gradient is there. So a step should have
-three parts: computation, then communication, in which nothing is computed, then the optimizer. Now
-the ranks compute, too. So those that have no core or GPU of their own leave here, on hosts in a box
-as well. Of eleven steps, the one of median length is drawn:
+three parts: computation, then communication, in which nothing is computed, then the optimizer. From
+here on computing is timed, which takes a core or a GPU for each rank. Ranks without one leave, on
+hosts in a box as well. The model is wider, and in `float32`. Of eleven steps, the one of median
+length is drawn:
 """
 
 # %%
@@ -313,9 +316,10 @@ for r in range(few.world_size):
 
 # %% [markdown]
 """
-**Measure.** Here is the median of more steps, against one device that does the whole batch, in
-the same run. A "device" is what one rank has: its share of the cores, or its GPU. In every line of
-the table, all ranks work at the same time:
+**Measure.** Here is the median of eleven steps of each kind, against one device that does the whole
+batch, in the same run. A "device" is what one rank has: its share of the cores, or its GPU. In
+every line of the table, all ranks work at the same time. The last column is the median of the
+ratios, round by round:
 """
 
 # %%
@@ -336,30 +340,34 @@ rows = [(name, timing, first.ratio(timing).median) for name, timing in steps.ite
 headers = [f"step, {few.world_size} ranks timed", "median (quartiles)", "times as fast"]
 few.print(table(rows, headers))
 share = 1 - steps["one device, one shard"].ratio(steps["naive data parallel"]).median
-few.print(f"{share:.0%} of the data-parallel step is not computation")
+few.print(f"{share:.0%} of the data-parallel step is communication and waiting")
+if few.box:
+    bandwidth = 1 / few.box.seconds_per_byte
+    wire = estimate_communication_time(gradient_bytes(wide), few.world_size, bandwidth)
+    few.print(f"the links alone need {wire * 1e3:.0f} ms for the bytes")
 
 # %% [markdown]
 r"""
 **Explain.** The second line is what these ranks would reach if averaging cost nothing. It falls
-short of their number because the optimizer and the start of each operation do not shrink with the
-shard. The third is what they reach. If it is below 1.00, the ranks together are slower than one of
-them alone.
+short of their number because part of a step does not shrink with the shard: the optimizer, the
+start of each operation, and to read all weights and write all gradients. The third is what they
+reach. If it is below 1.00, the ranks together are slower than one of them alone.
 
-Three things make the difference. The bytes have to travel. Every gradient pays the start-up cost of
-an all-reduce, and half of them are biases of 2 KiB or less. And nothing is computed meanwhile.
-The batch here is small for the model, which makes it worse: computation shrinks with the shard,
-communication does not.
+Three things make the difference. The bytes have to travel, which on a slow link is most of it.
+Every gradient pays the start-up cost of an all-reduce, and half of them are biases of 2 KiB or
+less. And nothing is computed meanwhile. The batch here is small for the model, which makes it
+worse: computation shrinks with the shard, communication does not.
 
-In the picture nothing is sent while backward runs. Gradients of the last layers are ready long
-before those of the first, so their all-reduce could start then (chapter 04). And small messages
-could travel together (chapter 05).
+In the picture nothing is sent while backward runs. Gradients of the last layers are ready before
+those of the first, so their all-reduce could start then (chapter 04). And small messages could
+travel together (chapter 05). Neither makes the bytes fewer.
 
 ## What to take along
 
 - Replicate, shard, all-reduce the gradients, step. With equal shards, a mean loss and a model
   that treats samples one by one, this is the training of one device on the whole batch, up to
   rounding.
-- Nothing in the loop notices a wrong seed, a missing all-reduce or a shuffle of the rank's own.
+- Nothing in the loop checks for a wrong seed, a missing all-reduce or a shuffle of the rank's own.
   Check replicas once at the start, and compare with one device in a test.
 - The naive step starts to communicate only when backward has ended.
 
@@ -413,7 +421,7 @@ could travel together (chapter 05).
    $2(n-1)\left(k\,\alpha + \beta\,\frac{S}{n}\right)$. One tensor takes $k$ from 32 to 1, which
    removes 31 of 32 starts. It adds two copies. The bytes remain, and still nothing is computed
    meanwhile. With the model of "What it costs" and two gloo ranks on two cores (AMD EPYC, November
-   2026), the step became faster, but the larger part of the gap stayed.
+   2026), the step became faster, but most of what averaging adds stayed.
 
    On two ranks the weights are bitwise the same. On three they differ by rounding: the backend cuts
    the long tensor in other places, so some sums are formed in another order. To send gradients

@@ -110,8 +110,8 @@ def check_replicas(module: nn.Module, comms: Comms) -> None:
         if odd:
             raise RuntimeError(
                 f"rank {comms.rank}: parameter {name} ({describe(parameter)}) on {name_ranks(odd)} "
-                f"differs from the other ranks': expected equal values on all {comms.world_size} "
-                "ranks; start from one seed or call broadcast_parameters"
+                "differs from the most frequent version: expected equal values on all "
+                f"{comms.world_size} ranks; start from one seed or call broadcast_parameters"
             )
 
 

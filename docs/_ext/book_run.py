@@ -13,7 +13,7 @@ import torch
 from chapter_cards import head, read_chapter
 from gallery_launcher_job import Agent
 
-from microddp.hosts import Cluster, Link, calibration_table
+from microddp.hosts import Box, Cluster, Link, calibration_table
 
 # Enough for a ring to be a ring. What the chapters time, they time on as many ranks as have a core
 # or a GPU of their own, and say so.
@@ -75,21 +75,22 @@ class HostsInABox:
         match = re.fullmatch(r"(\d+) x (\w+)", text)
         if not match:
             raise ValueError(f"expected hosts as '4 x 1gbit', got {text!r}")
-        self.links = [Link.parse(match[2])] * (_wanted() or int(match[1]))
+        links = (Link.parse(match[2]),) * (_wanted() or int(match[1]))
+        self.box = Box(links, os.cpu_count() or 1)
         self.stack = ExitStack()
 
     def __str__(self) -> str:
-        return f"{len(self.links)} hosts in a box with links of {self.links[0]}"
+        return str(self.box)
 
     def __enter__(self) -> Sequence[Agent]:
         try:
-            cluster = self.stack.enter_context(Cluster(self.links))
+            cluster = self.stack.enter_context(Cluster(self.box.links))
         except RuntimeError as error:
-            return [Agent(len(self.links), environment={REFUSED: f"{self}: {error}"})]
+            return [Agent(len(self.box.links), environment={REFUSED: f"{self}: {error}"})]
         print(calibration_table(cluster))
         return [
             Agent(1, cluster.on(host), cluster.address(host), cluster.environment)
-            for host in range(len(self.links))
+            for host in range(len(self.box.links))
         ]
 
     def __exit__(self, *error: object) -> None:

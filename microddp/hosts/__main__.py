@@ -157,7 +157,7 @@ def _be_torchrun(arguments: Sequence[str]) -> int:
     try:
         torchrun.main(arguments)
     except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else 1
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
         traceback.print_exc()
         status = 1
