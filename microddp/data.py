@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.utils.data import TensorDataset
-
-TEST_SHARE = 0.2  # of the digits, kept for testing
 
 
 class SyntheticDataset(TensorDataset):
@@ -71,18 +70,21 @@ def load_digits(device: torch.device | str = "cpu") -> Digits:
     Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI machine
     learning repository, 1998 (its test set, 1797 images).
     """
-    from sklearn import datasets, model_selection
-
-    images, labels = datasets.load_digits(return_X_y=True)
-    parts = model_selection.train_test_split(
-        torch.tensor(images, dtype=torch.float32) / 16,  # intensities are integers up to 16
-        torch.tensor(labels, dtype=torch.int64),
-        test_size=TEST_SHARE,
-        random_state=0,
-        stratify=labels,
-    )
-    x_train, x_test, y_train, y_test = (part.to(device) for part in parts)
-    return Digits(TensorDataset(x_train, y_train), TensorDataset(x_test, y_test))
+    # Found, not imported: that would take each rank two seconds, and a file is all it needs.
+    package = importlib.util.find_spec("sklearn")
+    assert package is not None
+    assert package.origin is not None
+    file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    table = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.float32))
+    table = table[torch.randperm(len(table), generator=torch.Generator().manual_seed(0))]
+    # Every fifth of each digit is kept for testing.
+    tested = torch.zeros(len(table), dtype=torch.bool)
+    tested[table[:, -1].argsort(stable=True)[::5]] = True
+    parts = []
+    for rows in (table[~tested], table[tested]):
+        images = rows[:, :-1] / 16  # intensities are integers up to 16
+        parts.append(TensorDataset(images.to(device), rows[:, -1].long().to(device)))
+    return Digits(*parts)
 
 
 def load_mnist(device: torch.device | str = "cpu", folder: Path | None = None) -> Digits:

@@ -15,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,7 @@ import microddp
 WORLD_SIZES = (1, 2, 3, 4, 5)
 GRACE = 2.0  # seconds in which the other ranks may still report, after the first one failed
 SERVER = multiprocessing.get_context("forkserver")
-# What tests and optimizers would import in every rank, for seconds each.
-SERVER.set_forkserver_preload(
-    [
-        *("hypothesis", "psutil", "pytest", "sklearn.datasets", "sklearn.model_selection"),
-        *("torch._dynamo", "torch.profiler", "microddp.bench", "microddp.train"),
-    ]
-)
+SERVER.set_forkserver_preload(["preloaded"])
 
 
 class JobError(AssertionError):
@@ -96,6 +91,7 @@ def run(
     Raises:
         JobError: with the story of the rank that failed first.
     """
+    _start_server()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, pipes = [], []
     deadline = time.monotonic() + timeout
@@ -132,6 +128,14 @@ def run(
             f"{function.__name__} on {world_size} ranks: {first}\nThen:\n" + "\n".join(others)
         )
     return [report.result if report else code for report, code in zip(reports, codes, strict=True)]
+
+
+@functools.cache
+def _start_server() -> None:
+    """Start what ranks are forked from, with this folder to import from, as it is here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.path.dirname(__file__), prepend=os.pathsep)
+        forkserver.ensure_running()
 
 
 def gpus(count: int) -> dict[str, str]:

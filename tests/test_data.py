@@ -4,6 +4,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import sklearn.datasets
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,6 +60,17 @@ def test_digits_are_real_images_split_the_same_way_every_time():
         {tuple(row) for row in part.tensors[0].tolist()} for part in (digits.train, digits.test)
     )
     assert len(train | test) > 1790, "no image is in both parts, but for a few equal ones"
+
+
+def test_digits_are_scikit_learns():
+    ours, theirs = load_digits(), sklearn.datasets.load_digits()
+    pairs = [
+        (*image, label)
+        for part in (ours.train, ours.test)
+        for image, label in zip(*(tensor.tolist() for tensor in part.tensors), strict=True)
+    ]
+    expected = zip((theirs.data / 16).tolist(), theirs.target.tolist(), strict=True)
+    assert sorted(pairs) == sorted((*image, label) for image, label in expected)
 
 
 def fake_torchvision(monkeypatch, mnist):

@@ -44,6 +44,9 @@ class Rates:
     call: float
 
 
+MATRIX = {"cpu": 512, "cuda": 4096}  # rows and columns that keep a device of this kind busy
+
+
 def measure_rates(comms: Comms, dtype: torch.dtype = torch.float32) -> Rates:
     """Measure this machine's rates on all ranks at once. A collective.
 
@@ -51,7 +54,7 @@ def measure_rates(comms: Comms, dtype: torch.dtype = torch.float32) -> Rates:
         comms: the ranks.
         dtype: of the matrices that are multiplied.
     """
-    size = 4096 if comms.device.type == "cuda" else 512
+    size = MATRIX[comms.device.type]
     a, b, out = (torch.ones(size, size, dtype=dtype, device=comms.device) for _ in range(3))
     source, target = torch.zeros(2, 16 * MIB, device=comms.device)
     tiny, calls = torch.zeros(8, device=comms.device, requires_grad=True), 200
