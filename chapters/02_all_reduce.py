@@ -627,20 +627,20 @@ r"""
 
    </details>
 
-3. The core's ring cuts a chunk into pieces of `PIECE_BYTES`, and a piece goes all the way round
-   before the next one begins. A ring of 2 ranks reduces 64 MiB. How many messages does each rank
-   send if `PIECE_BYTES` in `microddp/allreduce/ring.py` is 16 KiB, 1.5 MiB, or 1 GiB? Predict which
+3. The core's ring cuts a chunk into pieces of `PIECE_BYTES`, and two pieces go all the way round
+   before the next two begin. A ring of 2 ranks reduces 64 MiB. How many messages does each rank
+   send if `PIECE_BYTES` in `microddp/allreduce/ring.py` is 16 KiB, 768 KiB, or 1 GiB? Predict which
    of them is slowest by far. Then change it and run
    `torchrun --nproc-per-node=2 -m microddp.bench allreduce --algorithm ring --size-mb 64`.
 
    <details class="solution"><summary>Solution</summary>
 
    A chunk is 32 MiB, and each of its pieces travels in 2 rounds. With 16 KiB that makes 2048 pieces
-   and 4096 messages. With 1.5 MiB it makes 22 pieces and 44 messages. A chunk is less than 1 GiB,
+   and 4096 messages. With 768 KiB it makes 43 pieces and 86 messages. A chunk is less than 1 GiB,
    so there it travels whole, in 2 messages. The bytes are the same each time.
 
-   The small pieces are slowest by far, because every message costs its alpha, and there are 93
-   times as many. Whole chunks save 42 alphas, but they do not fit into the cache: what arrives
+   The small pieces are slowest by far, because every message costs its alpha, and there are 48
+   times as many. Whole chunks save 84 alphas, but they do not fit into the cache: what arrives
    is no longer there when it is added and sent on. That costs much less than thousands of messages.
 
    </details>
