@@ -4,8 +4,8 @@ r"""
 
 Which other collectives are there, and what are they for? An all-reduce gives everybody the sum.
 Around it stand seven more, for waiting, copying, dealing out and collecting. This chapter draws
-who has what before and after each, uses them for the chores of a training job, and counts and times
-what they send. The last part stands on its own: the mistakes that leave a job hanging.
+who has what before and after those that move data, does the chores of a training job with them,
+and counts and times what they send. Appendices show the mistakes that leave a job hanging.
 """
 
 # %% tags=["imports"]
@@ -163,13 +163,13 @@ total = x.clone()
 comms.all_reduce(total)
 assert torch.equal(comms.all_gather(comms.reduce_scatter(x)).flatten(), total)
 assert torch.equal(comms.all_to_all(comms.all_to_all(x)), x)
-comms.print("reduce-scatter, all-gather = all-reduce; all-to-all twice = nothing")
+comms.print("reduce-scatter, all-gather = all-reduce; all-to-all twice = no change")
 
 # %% [markdown]
 r"""
 ## What they are for
 
-A training job needs most of them once. Here is one, from its start to its last number.
+A training job needs several of them. Here is one, from its start to its last number.
 
 **Broadcast: one model.** Each rank makes a model from a seed of its own. A broadcast replaces
 every rank's parameters by rank 0's. `DDP` would do the same in its constructor; with
@@ -194,8 +194,8 @@ model = DDP(module, comms, verify_replicas=True)
 
 # %% [markdown]
 """
-**Scatter: data that one rank has.** Only rank 0 needs to read the file. The number of images here
-is a prime, so it never divides: the first ranks get one image more.
+**Scatter: data that one rank has.** Only rank 0 would need to read the file. The number of images
+here is a prime, so it never divides: the first ranks get one image more.
 """
 
 # %%
@@ -339,7 +339,7 @@ comms.print(table(comms.all_gather_data(mine), ["grank", "lrank", *mesh.mesh_dim
 """
 Groups along two dimensions add up to all ranks. A sum within each row and then across the rows is
 the sum over everybody. That pays where the links within a machine are faster than those between; on
-hosts in a box all are alike. The second argument of `get` is a dimension that is not registered:
+hosts in a box all are alike. The second argument of `get` names a dimension, registered or not:
 """
 
 # %%
@@ -463,8 +463,8 @@ makes it from all-reduces, after which every rank throws all parts but one away.
 collective says who has what at the end, not what it costs to get there. The last line is the
 first half of chapter 02's ring, which sends half of that.
 
-Now the time. As in chapter 02, $\alpha$ and $\beta$ come from single exchanges of many sizes, and
-$\beta$ from the links where their speed is known:
+Now the time. As in chapter 02, $\alpha$ comes from single exchanges of many sizes, and so does
+$\beta$ where the links' speed is not known:
 """
 
 # %%
@@ -496,18 +496,20 @@ headers = [f"{human_bytes(4 * m * parts)}, {w}" for parts in timings for w in ("
 few.print(table(rows.values(), ["", *headers]))
 for parts, by_name in timings.items():
     costs = {name: COST[name][0] * (alpha + beta * COST[name][1] * 4 * m * parts) for name in COST}
+    del costs["barrier"]  # has no bytes
     quicker = sum(by_name[name].median < seconds for name, seconds in costs.items())
-    few.print(f"{human_bytes(4 * m * parts)}: {quicker} of {len(COST)} took less than predicted")
+    few.print(f"{human_bytes(4 * m * parts)}: {quicker} of {len(costs)} took less than predicted")
 
 # %% [markdown]
 r"""
 **Explain.** For small tensors the bytes do not count: what does is the start of each round. A round
 inside a collective may start faster than an exchange that is called on its own, which is where
-$\alpha$ comes from, or slower, with what PyTorch and gloo do around it. A scatter also says first
-what comes, because parts may differ in size. For large tensors the bytes are what counts. What
-exceeds the prediction there is the work of the cores: most of the collectives make a new tensor,
-copy what arrives into it, or add, and none of that is in the model. A reduce-scatter over gloo
-takes the time of the bytes it really sends.
+$\alpha$ comes from, or slower, with what PyTorch and gloo do around it. Scatter and gather also say
+first what comes, because parts may differ in size. For large tensors the bytes are what counts. Not
+in the model are copies and additions, and messages that share a link. gloo starts all messages of a
+broadcast's root at once, and of an all-to-all. Of four ranks, the one that passes a broadcast on
+has its data only after both of rank 0's messages: three rounds' time, not two. A reduce-scatter
+over gloo takes the time of the bytes it really sends, or more.
 
 ## What to take along
 
@@ -516,22 +518,22 @@ takes the time of the bytes it really sends.
 - For a metric, add up sums and counts. For predictions, know in which order the samples were dealt
   out. To stop, agree.
 - Every rank must make the same calls in the same order with the same shapes. A rank that does not
-  shows up as a time-out somewhere else, or as a wrong number.
+  shows up as a time-out somewhere else, or as a wrong number (first appendix).
 - Do not unpickle what a rank or a file sends, unless you would run its program.
 
 ## Appendix: when it hangs
 
-From here on it is about mistakes. Each is a few lines that many have written, and the ranks that
+This appendix is about mistakes. Each is a few lines that many have written, and the ranks that
 stayed run them all.
 
 ## Where it breaks: only rank 0 enters
 
-Collectives are paired by their order. Whoever enters one waits for those whose data it needs: in an
-all-reduce for everybody, in a broadcast for one rank. If they do not come, it waits until the
-time-out. A group in which a collective was given up is of no use
-afterwards, so `outcomes` makes each mistake in a group of its own, with a time-out of one second.
-It returns how each rank fared: its error, or "went on". (With NCCL the time-out ends the process,
-so there the mistakes are not made.)
+Collectives are paired by their order. Whoever enters one waits for those it receives from, in an
+all-reduce for everybody, and may wait for those it sends to. If they do not come, it waits until
+the time-out. A group in which a collective was given up is of no use afterwards, so `outcomes`
+makes each mistake in a group of its own, with a time-out of one second. It returns how each rank
+fared: its error, or "went on". (With NCCL the time-out ends the process, so there the mistakes are
+not made.)
 """
 
 # %%
@@ -670,9 +672,9 @@ for mistake, odd in (MISTAKES[0], MISTAKES[2]):
 
 # %% [markdown]
 """
-With two ranks nobody can tell who is odd; with more it is the minority. The comparison cannot see
-swapped sums of one shape, for all ranks say the same. Nor can it name a rank that stays away: it
-waits for that rank, too. PyTorch has such a comparison for its own calls,
+Odd is who is not with the most; where no majority agrees, nobody can tell. The comparison cannot
+see swapped sums of one shape, for all ranks say the same. Nor can it name a rank that stays away:
+it waits for that rank, too. PyTorch has such a comparison for its own calls,
 `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
 
 The fix is one order and one shape by construction: a list instead of a set, and shapes that are
@@ -729,8 +731,8 @@ few.print(table(rows, headers))
 
 # %% [markdown]
 """
-**Explain.** With gradients, rank 0 has broadcast its buffers once more than the others, and
-everybody's next collective meets the wrong one. Under `no_grad` and without a barrier nothing
+**Explain.** With gradients, rank 0 has broadcast its buffers for one forward more than the others,
+and everybody's next collective meets the wrong one. Under `no_grad` and without a barrier nothing
 hangs, by luck: after a forward without gradients the wrapper skips its next broadcast, because
 nothing was trained in between. So rank 0 sends its buffers in the evaluation and not in the
 training step, and the others receive them in the training step. The numbers of collectives happen

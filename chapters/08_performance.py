@@ -61,9 +61,10 @@ if n == 1:
 r"""
 ## Taking a step apart
 
-A collective can be under way while the rank computes, or while the rank waits for it. Only the
-second costs time. So three things are wanted of each step: what the phases take *without* the
-waiting inside them, how long communication was *exposed*, and how long it was *hidden*.
+A collective can be under way while the rank computes, or while the rank waits for it. The second
+always costs time, the first only where processors move the bytes. So three things are wanted of
+each step: what the phases take *without* the waiting inside them, how long communication was
+*exposed*, and how long it was *hidden*.
 
 **Predict.** If gradients are averaged one by one after backward, all of it is exposed. If hooks
 start it during backward, some is hidden; the last message never is, because it waits for the last
@@ -93,10 +94,10 @@ def take_apart(spans):
 
 # %% [markdown]
 """
-**Measure.** Steps of one model, first naive and then with buckets. Both are the same step, of
-another *strategy*: that is the book's word for how gradients are averaged, and
-`microddp.schedule.STRATEGIES` is the table of them. Its own
-{func}`~microddp.performance.analyzer.break_down` follows the same rule, and adds the phases:
+**Measure.** Steps of one model, first naive and then with buckets. They differ in *strategy* only,
+the book's word for how gradients are averaged; `microddp.schedule.STRATEGIES` is the table of them.
+Its own {func}`~microddp.performance.analyzer.break_down` follows the same rule, and adds the
+phases:
 """
 
 # %%
@@ -135,8 +136,8 @@ few.print(table(rows, ["ms, rank 0's median step", "step", "exposed", "hidden"])
 """
 {class}`~microddp.performance.analyzer.DDPPerformanceAnalyzer` times steps of any strategy,
 PyTorch's DDP included: there it watches when gradients come and when the group has sent something.
-Here are all of them, in turns: "none" does not average, "ddp" is the book's wrapper, whose table is
-printed, and "torch" PyTorch's:
+Here are all of them, in turns, which is fairer than one after the other. "none" does not average,
+"ddp" is the book's wrapper, whose table is printed, and "torch" PyTorch's:
 """
 
 # %%
@@ -175,13 +176,12 @@ few.print(table(rows, ["ms more than naive", "backward", "exposed"], floats=("",
 """
 **Explain.** On a GPU hidden communication is almost free: as chapter 04 said, NCCL takes only a few
 of its many processors. Over gloo the host's processor moves the bytes. Where every core computes,
-as much of a hidden message as the cores do, and not the link, is taken from backward. What hooks
-save in the last column they may lose in the one before it; over loopback they lose nearly all of
-it. Buckets also have fewer messages to start, which saves waiting without hiding any.
+what the cores do for a message, the hooks included, is taken from backward. So what hooks save in
+the last column they may lose in the one before it. Buckets also have fewer messages to start, which
+saves waiting without hiding any.
 
-A clock should not slow what it measures. The analyzer takes about the same time in every step, so
-it weighs less in a long one. Here are steps on four times the samples, timed from outside, with
-and without the analyzer inside:
+A clock should not slow what it measures. A change within the quartiles is none. Here are steps on
+four times the samples, timed from outside, with and without the analyzer inside:
 """
 
 # %%
@@ -203,7 +203,7 @@ calls = {
 }
 clocked = measure(calls, few, repeat=30)
 added = clocked["watched"].ratio(clocked["plain"]).median - 1
-few.print(f"the analyzer adds {added:+.1%} to a step of {clocked['plain']}")
+few.print(f"with the analyzer, a step of {clocked['plain']} changes by {added:+.1%}")
 
 # %% [markdown]
 r"""
@@ -269,10 +269,11 @@ few.print("links of known speed: " + (", ".join(map(str, by_speed)) or "none her
 
 # %% [markdown]
 r"""
-**Explain.** The slower the link, the nearer are the two predictions, and the less there is to hide.
-A share above both means that averaging cost time that neither the wire nor this model has: the
-start of each message, and cores that carry messages and do not compute meanwhile. On the fastest
-links that can be most of it, because the kernel may let more pass than the cores can bring.
+**Explain.** On slow links the two predictions are near each other: what backward can hide is little
+beside what has to travel. A share above both means that averaging cost time that neither the wire
+nor this model has: the start of each message, and cores that carry messages and do not compute
+meanwhile. On the fastest links that can be most of it, because the kernel may let more pass than
+the cores can bring.
 
 ## Against the size of the model
 
@@ -287,9 +288,9 @@ model uses each parameter more often, or if what weighed was the start-up of mes
 not grow.
 
 **Measure.** The rule's device computes faster than this one, or less for each byte. So the links
-are set to a speed that gives the smallest model the rule's 60 %, with nothing hidden. That is the
-same ratio of computing to bytes, and from there on the rule and the prediction are on their own.
-For each MiB of gradients the table has the computing, too:
+are set to a speed that gives the smallest model about the rule's 60 %, with nothing hidden. That is
+the same ratio of computing to bytes, and from there on the rule and the prediction are on their
+own. For each MiB of gradients the table has the computing, too:
 """
 
 # %%
@@ -326,8 +327,8 @@ if by_speed:
 **Explain.** The prediction follows the ratio of computing to bytes, and not the size: where the
 computing for each MiB grows, as larger layers leave the caches or are used more often, the share
 falls, and where it stays, the share stays. So a larger model is easier only if it computes more
-with each parameter. A measured share below the prediction shows what backward hides; one that is
-equal or higher, that start-ups and busy cores take as much or more. The rule names neither the
+with each parameter. A measured share well below the prediction shows what backward hides, one well
+above it start-ups and busy cores; a few percentage points are noise. The rule names neither the
 device nor the batch, and both move the result: for a device that computes ten times faster, the
 wait is ten times as long beside the computing. Where the speed of the links is not known, the
 prediction takes 10 Gbit/s.
@@ -354,8 +355,8 @@ def make_steps(group, samples):
 
 # %%
 curves = {}
-for kind, count in {"strong": 384 * n, "weak": 384}.items():
-    scaling = measure_scaling(make_steps, few, count, weak=kind == "weak", repeat=7)
+for kind in ("strong", "weak"):
+    scaling = measure_scaling(make_steps, few, 384, weak=kind == "weak", repeat=7)
     few.print(f"{kind} scaling\n{scaling}\n")
     counts = [point.ranks for point in scaling.points]
     curves[kind] = (counts, [scaling.speedup(point) for point in scaling.points])
@@ -374,8 +375,8 @@ figures.lines(
 # %% [markdown]
 r"""
 **Explain.** Between a curve and its "computing alone" lies what communication costs. A speed-up
-below 1 means that the ranks together are slower than one of them by itself. Which link and which
-batch would change that is worked out below, in "When is it worth it?"
+below 1 means that the ranks together are slower than one of them by itself. From which batch on
+they are faster is worked out below, in "When is it worth it?"
 
 ## What changes the share
 
@@ -384,7 +385,7 @@ batch would change that is worked out below, in "When is it worth it?"
 - *Bucket size*: small buckets pay more start-ups, and a single large one hides little (chapter 05).
 - *Accumulation*: K micro-batches with one average send the bytes once in K backward passes. The
   added time stays and the step grows, so a share $s$ becomes about $s / (s + K (1 - s))$.
-- *Batch size*: likewise, with more work in the same passes.
+- *Batch size*: in the same direction, with more work in the same passes.
 - *Precision*: `autocast` changes the time to compute, but gradients stay in 32 bits, as the
   parameters are. A communication hook that sends bf16 (16 bits) halves the bytes.
 """
@@ -454,11 +455,13 @@ few.print(table(rows, ["micro-batches", "measured", "predicted"], floats=".0%"))
 # %% [markdown]
 r"""
 **Explain.** The step that accumulates is another step, with other weights after it: it sees K times
-the samples for each update. Autocast helps where the processor has instructions for bf16 and hurts
-where it converts instead. So its share can go either way while the bytes stay. Three of the bars
-are one and the same step (buckets of 1 MiB, accumulation of 1, batch of 64): what they differ by is
-noise. Shares of different bucket sizes have that noise in their computing, too, so compare their
-times. Half the bytes need two conversions. They pay where the link takes longer than the processor.
+the samples for each update. What averaging adds need not stay the same, and a batch of four times
+the samples need not take four times as long, so neither share falls quite as the formula says.
+Autocast helps where the processor has instructions for bf16 and hurts where it converts instead. So
+its share can go either way while the bytes stay. Three of the bars are one and the same step
+(buckets of 1 MiB, accumulation of 1, batch of 64): what they differ by is noise. Shares of
+different bucket sizes have that noise in their computing, too, so compare their times. Half the
+bytes need two conversions. They pay where the link takes longer than the processor.
 
 ## Predicted from its parts
 
@@ -612,8 +615,8 @@ r"""
 **Explain.** The predictions leave out what ranks do to each other. One that is late makes all wait,
 and threads that want the same core take turns by the scheduler's choice. Both make a real step
 longer than the predicted one: then the error is negative. And each part is measured at another
-moment than the step, so an error can be positive, too. A gap that is larger on the faster link is
-not the link's.
+moment than the step, so an error can be positive, too. The same gap is a larger share of the
+shorter step, which is the one on the faster link.
 
 ## When is it worth it?
 
@@ -630,11 +633,12 @@ For large models the start-up L does not matter and P cancels out: the bandwidth
 depends on the device, on n and on b alone. For small ones the start-up is more than all there is to
 save, whatever the bandwidth.
 
-This machine's R and $\alpha$ are measured. An H100 enters with its maker's figure, 989 TFLOP/s in
-dense bf16 ([NVIDIA, H100 data sheet](https://www.nvidia.com/en-us/data-center/h100/), SXM, 2024).
-Large trainings reach about 40 % of it ([Llama 3](https://arxiv.org/abs/2407.21783), table 4: 38 to
-43 %, 2024). Its start-up is taken to be the time of an all-reduce of 1 MiB, at 40 GB/s bus
-bandwidth on 8 H200 ([ML engineering](https://github.com/stas00/ml-engineering), network, 2025).
+This machine's R is measured, and L is its $\alpha$ times the rounds. An H100 enters with its
+maker's figure, 989 TFLOP/s in dense bf16 ([NVIDIA, H100 data
+sheet](https://www.nvidia.com/en-us/data-center/h100/), SXM, 2024). Large trainings reach about 40 %
+of it ([Llama 3](https://arxiv.org/abs/2407.21783), table 4: 38 to 43 %, 2024). Its start-up is
+taken to be the time of an all-reduce of 1 MiB, at 40 GB/s bus bandwidth on 8 H200 ([ML
+engineering](https://github.com/stas00/ml-engineering), network, 2025).
 """
 
 # %%
@@ -664,6 +668,10 @@ if n > 1 and cost.beta > 0:
 need_here, need_h100 = (break_even(1e9, *device) / 1e9 for device in (HERE, H100))
 few.print(f"1e9 parameters need {need_here:.3g} GB/s here, and {need_h100:.3g} GB/s on H100s")
 assert need_here < need_h100
+if n > 1:
+    least = 4 * rates.flops / (3 * n * speed_of(few))
+    few.print(f"{n} ranks are faster here, nothing hidden, from {least:.0f} samples a rank on")
+    few.print(f"(above, they had {384 // n} with strong scaling, and 384 with weak)")
 
 # %% tags=["plumbing"]
 ends = (1e4, 1e11)
@@ -690,7 +698,8 @@ What limits a step? {func}`~microddp.performance.roofline.find_bottleneck` count
 arithmetic and bytes. At this machine's rates each operation would take some time to be computed
 (*compute*), some to move its bytes (*memory*), and some to be started at all (*host*). The longest
 of the three is what limits it. Communication is added as it was measured. The percentages are of
-the time that the rates explain, which "together" compares with the whole step. Here are three
+the time that the rates explain, which "together" compares with the whole step; a step that is
+shorter than that ran above the measured rates. Here are three
 models made to be limited by one thing each, and then the model of this chapter:
 """
 
@@ -772,7 +781,8 @@ ranks: the one that waits least is the *straggler*, which the others wait for.
 Before you buy a network, in this order:
 
 1. Warm up, let the ranks meet before each measurement, repeat; report a median with its spread.
-2. Time the step without averaging, on as many ranks at once. What remains is all that can be won.
+2. Time the step without averaging, on as many ranks at once. What the whole step takes beyond that
+   is all that can be won.
 3. Look at every rank. If one works longest, that is the problem, and no network will help.
 4. Split communication into exposed and hidden. Only the exposed part costs, unless processors move
    the bytes.
@@ -782,8 +792,8 @@ Before you buy a network, in this order:
 
 ## Appendix: the profiler
 
-PyTorch's profiler records every operation, at the price of slowing it. So it is the tool for *what*
-takes the time, after a clock has said *how much* there is to find. The book's
+PyTorch's profiler records every operation, at a price that short steps show. So it is the tool for
+*what* takes the time, after a clock has said *how much* there is to find. The book's
 {func}`~microddp.performance.profiler.profile_steps` sums it up, and writes a trace for each rank
 that [Perfetto](https://ui.perfetto.dev) opens:
 """
@@ -796,10 +806,10 @@ with tempfile.TemporaryDirectory() as folder:
 
 # %% [markdown]
 r"""
-The first table is by kind of operation, as means over the ranks. Over gloo its shares are of the
-step's time, and may add up to more than 100 %, since all-reduces run beside the rest. The second
-table takes the step of each rank apart. What is under way in none of its columns is *idle*; on a
-CPU the host is the device, so "host busy" repeats "computing".
+The first table is by kind of operation, as means over steps and ranks. Over gloo its shares are of
+the step's time, and may add up to more than 100 %, since all-reduces run beside the rest. The
+second table takes the step of each rank apart. Time in which none of these is under way is *idle*;
+on a CPU the host is the device, so "host busy" repeats "computing".
 
 ## Exercises
 

@@ -22,7 +22,7 @@ from microddp.report import MIB
 from microddp.timing import measure
 
 ADVICE = {
-    "compute": "a lower precision, or a device that multiplies faster",
+    "compute": "a precision with faster instructions here, or a device that multiplies faster",
     "memory": "fused operations, a lower precision, or a larger batch for the same weights",
     "communication": "a larger batch or gradient accumulation, overlap, or fewer bytes",
     "host": "a larger batch, fused operations, or torch.compile",
