@@ -72,7 +72,7 @@ for nbytes in (2**k for k in range(10, 24)):
     calls[nbytes] = partial(reduce_next, nbytes // 4, starts)
 
 # %%
-timings = measure(calls, few, repeat=21)
+timings = measure(calls, few, repeat=11)
 alpha, beta = fit_alpha_beta(list(timings), [t.median for t in timings.values()])
 few.print(f"alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte")
 if few.box:  # each rank sends 2 (n-1)/n of the bytes, over a link of known speed
@@ -643,7 +643,7 @@ for name, as_view in {"views": True, "copies": False}.items():
     replica = copy.deepcopy(deep)
     kinds[name] = BucketedDDPHooks(replica, few, 2.0, gradient_as_bucket_view=as_view)
     calls[name] = partial(step, replica, kinds[name])
-times = measure(calls, few, repeat=7)
+times = measure(calls, few, repeat=5)
 rows = [(name, held(hooks) / total, times[name]) for name, hooks in kinds.items()]
 few.print(table(rows, ["", "memory / gradients", "step, median (quartiles)"]))
 assert held(kinds["views"]) == total
@@ -679,7 +679,7 @@ places = {
     "small first": plan(parameters, small, cap),
     "small last": [[len(parameters) - 1 - i for i in b[::-1]] for b in forwards[::-1]],
 }
-measured = measure({k: bucketed_step(p, few) for k, p in places.items()}, few, repeat=7)
+measured = measure({k: bucketed_step(p, few) for k, p in places.items()}, few, repeat=5)
 
 # %% tags=["plumbing"]
 marked = mark_least([*map(str, measured.values())], [t.median for t in measured.values()])

@@ -422,7 +422,7 @@ for name, options in VARIANTS.items():
     calls[name, "alone"], calls[name, "together"] = variant(**options)
 
 # %%
-times = measure(calls, few, repeat=7)
+times = measure(calls, few, repeat=5)
 overheads = {
     name: Overhead(gradient_bytes(model), times[name, "alone"], times[name, "together"])
     for name in VARIANTS
@@ -503,7 +503,7 @@ def predict(net, compute, cost, cap):
 
 
 # %%
-cost = measure_all_reduce(few)
+cost = measure_all_reduce(few, repeat=5)
 few.print(
     f"all-reduce: alpha {human_seconds(cost.alpha)}, beta {cost.beta * 1e9:.3f} ns/byte, "
     f"{cost.cores:.2f} cores of each rank busy"

@@ -201,7 +201,7 @@ def time_batches():
         "all-reduce": lambda: few.all_reduce(flat),
         "N": partial(step, ddp, adamw(ddp), shards[:1]),
     }
-    return measure(calls, few, warmup=3, repeat=9)
+    return measure(calls, few, repeat=7)
 
 
 # %%
@@ -265,9 +265,8 @@ all-reduces run beside the rest:
 
 # %%
 def profile(model, micro_batches, **options):
-    optimizer = adamw(model)
-    step(model, optimizer, micro_batches, **options)  # makes the optimizer's state
-    return profile_steps(partial(step, model, optimizer, micro_batches, **options), few)
+    one_step = partial(step, model, adamw(model), micro_batches, **options)
+    return profile_steps(one_step, few, warmup=1, steps=2)  # the first makes the optimizer's state
 
 
 replica = DDP(copy.deepcopy(case.model), few)
