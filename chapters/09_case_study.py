@@ -266,7 +266,7 @@ all-reduces run beside the rest:
 # %%
 def profile(model, micro_batches, **options):
     one_step = partial(step, model, adamw(model), micro_batches, **options)
-    return profile_steps(one_step, few, warmup=1, steps=2)  # the first makes the optimizer's state
+    return profile_steps(one_step, few, steps=2)  # after one that makes the optimizer's state
 
 
 replica = DDP(copy.deepcopy(case.model), few)
