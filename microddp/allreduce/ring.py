@@ -58,7 +58,7 @@ def ring_all_reduce(tensor: torch.Tensor, comms: Comms, op: str = "sum") -> None
     """All-reduce in place around a ring: reduce-scatter, then all-gather, without a pause between.
 
     A rank sends 2 (n-1)/n S bytes (and up to one element more per round where n does not divide
-    the size), to its right-hand neighbour only. Scratch: two pieces, never more than a chunk.
+    the size), to its right-hand neighbour only. Scratch: two pieces, or a chunk if it is one piece.
     Arguments and errors are those of :func:`~microddp.allreduce.whole_tensor.naive_all_reduce`.
 
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
