@@ -136,8 +136,8 @@ few.print(table(rows, ["ms, rank 0's median step", "step", "exposed", "hidden"])
 """
 {class}`~microddp.performance.analyzer.DDPPerformanceAnalyzer` times steps of any strategy,
 PyTorch's DDP included: there it watches when gradients come and when the group has sent something.
-Here are all of them, in turns, which is fairer than one after the other. "none" does not average,
-"ddp" is the book's wrapper, whose table is printed, and "torch" PyTorch's:
+Here are all of them, in turns, which is fairer. "none" does not average, "ddp" is the book's
+wrapper, whose table is printed, and "torch" PyTorch's:
 """
 
 # %%
@@ -180,8 +180,8 @@ what the cores do for a message, the hooks included, is taken from backward. So 
 the last column they may lose in the one before it. Buckets also have fewer messages to start, which
 saves waiting without hiding any.
 
-A clock should not slow what it measures. A change within the quartiles is none. Here are steps on
-four times the samples, timed from outside, with and without the analyzer inside:
+A clock should not slow what it measures. Here are steps on four times the samples, with and without
+the analyzer; a change within the quartiles is none:
 """
 
 # %%
@@ -272,8 +272,7 @@ r"""
 **Explain.** On slow links the two predictions are near each other: what backward can hide is little
 beside what has to travel. A share above both means that averaging cost time that neither the wire
 nor this model has: the start of each message, and cores that carry messages and do not compute
-meanwhile. On the fastest links that can be most of it, because the kernel may let more pass than
-the cores can bring.
+meanwhile. On the fastest links that can be most of it.
 
 ## Against the size of the model
 
@@ -289,8 +288,7 @@ not grow.
 
 **Measure.** The rule's device computes faster than this one, or less for each byte. So the links
 are set to a speed that gives the smallest model about the rule's 60 %, with nothing hidden. That is
-the same ratio of computing to bytes, and from there on the rule and the prediction are on their
-own. For each MiB of gradients the table has the computing, too:
+the same ratio of computing to bytes. For each MiB of gradients the table has the computing, too:
 """
 
 # %%
@@ -455,13 +453,13 @@ few.print(table(rows, ["micro-batches", "measured", "predicted"], floats=".0%"))
 # %% [markdown]
 r"""
 **Explain.** The step that accumulates is another step, with other weights after it: it sees K times
-the samples for each update. What averaging adds need not stay the same, and a batch of four times
-the samples need not take four times as long, so neither share falls quite as the formula says.
-Autocast helps where the processor has instructions for bf16 and hurts where it converts instead. So
-its share can go either way while the bytes stay. Three of the bars are one and the same step
-(buckets of 1 MiB, accumulation of 1, batch of 64): what they differ by is noise. Shares of
-different bucket sizes have that noise in their computing, too, so compare their times. Half the
-bytes need two conversions. They pay where the link takes longer than the processor.
+the samples for each update. What averaging adds need not stay the same, nor need four times the
+samples take four times as long, so a share may fall otherwise than the formula says. Autocast helps
+where the processor has instructions for bf16 and hurts where it converts instead. So its share can
+go either way while the bytes stay. Three of the bars are one and the same step (buckets of 1 MiB,
+accumulation of 1, batch of 64): what they differ by is noise. Shares of different bucket sizes have
+that noise in their computing, too, so compare their times. Half the bytes pay where the link takes
+longer than the two conversions.
 
 ## Predicted from its parts
 
@@ -529,9 +527,8 @@ r"""
 **Measure.** A model that only explains what it was fitted to explains little. So alpha and beta are
 those of the links above, and the steps are timed on two others. Of beta, a link's time for
 $\frac{2(n-1)}{n}$ bytes is the wire's, and known for each speed. What was fitted beyond that is the
-cores', and stays. (A machine whose links cannot be changed is predicted as it is.) Four
-models are predicted and then timed in {class}`~microddp.ddp.wrapper.DistributedDataParallel`, in
-turns:
+cores', and stays. Four models are predicted and then timed in
+{class}`~microddp.ddp.wrapper.DistributedDataParallel`, in turns:
 """
 
 
@@ -616,7 +613,7 @@ r"""
 and threads that want the same core take turns by the scheduler's choice. Both make a real step
 longer than the predicted one: then the error is negative. And each part is measured at another
 moment than the step, so an error can be positive, too. The same gap is a larger share of the
-shorter step, which is the one on the faster link.
+shorter step.
 
 ## When is it worth it?
 
