@@ -176,8 +176,8 @@ figures.lines(
 r"""
 **Explain.** In `float64` the losses agree to $10^{-9}$ and better, and so do the weights. Both are
 asserted above: where they do not hold, this page cannot be built. In `float32` each rounding is
-$2^{29}$ times as large, and so is the distance, or more, since training can amplify a difference
-(chapter 01):
+$2^{29}$ times as large, and so is the distance, or more. For an input of a ReLU that is next to 0
+can be above it in one model and below it in the other, and training amplifies the difference:
 """
 
 # %%
