@@ -192,7 +192,7 @@ def matrix(by_rank):
 
 figures.traffic(
     {name: matrix(by_rank) for name, by_rank in sent.items()},
-    title="Naive fills one row and one column, direct all squares, the ring one in each row",
+    title="Naive fills a row and a column, direct all but the diagonal, the ring one in each row",
 )
 
 # %% [markdown]
