@@ -89,7 +89,12 @@ class HostsInABox:
             return [Agent(len(self.box.links), environment={REFUSED: f"{self}: {error}"})]
         print(calibration_table(cluster))
         return [
-            Agent(1, cluster.on(host), cluster.address(host), cluster.environment)
+            Agent(
+                1,
+                address=cluster.address(host),
+                environment=cluster.environment,
+                within=("microddp.hosts.namespaces.enter", *cluster.processes(host)),
+            )
             for host in range(len(self.box.links))
         ]
 

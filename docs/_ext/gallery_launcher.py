@@ -46,6 +46,7 @@ class Options:
     timeout: float = 1800  # seconds for one example, from its start to its end
     log_dir: str = "gallery_logs"  # relative to the folder of conf.py
     depends: Sequence[str] = ()  # globs, likewise; if such a file changes, all run again
+    imports: Sequence[str] | None = None  # modules; ranks are forked from a process that has them
     preload: Sequence[str] = ()  # import paths of callables that rank 0 calls first
     facts: str | None = None  # import path: (example's globals, its path) -> Markdown
 
@@ -106,6 +107,7 @@ class Launcher:
             chapter=str(source),
             # An empty entry means the current folder: the build's, not the job's.
             sys_path=[str(source.parent), *map(os.path.abspath, sys.path)],
+            imports=None if self.options.imports is None else list(self.options.imports),
             preload=list(self.options.preload),
             facts=self.options.facts,
             call=_pickle(call),

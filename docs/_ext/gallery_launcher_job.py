@@ -1,16 +1,10 @@
-"""A torchrun job, seen from the build and from torchrun.
+"""A torchrun job, as the build sees it: started, waited for, stopped, explained.
 
-A job has an agent on each host it runs on, most often one. `run_job` starts each as this file,
-`gallery_launcher_job.py FOLDER NUMBER`, in a program of its own, behind the host's prefix. That
-program is torchrun with the arguments that `agentNUMBER.json` in the folder gives, and does two
-things more. It stops its ranks when its standard input closes, a pipe that only the build holds
-open (through the prefix, as `ssh` does), so that no rank outlives the build. And if a rank fails,
-it leaves `exitsNUMBER.json` in the folder: `[rank, status]` for each rank that did not end well,
-the first one noticed first; a negative status is a signal.
+A job has an agent on each host it runs on, most often one. `gallery_launcher_agent.py` is the
+program that runs them: one for each agent that has a prefix, and one for all that have none.
 """
 
 import json
-import logging
 import os
 import pickle
 import shlex
@@ -24,13 +18,14 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
 from gallery_launcher_rank import Job
 
+_AGENT_PROGRAM = Path(__file__).with_name("gallery_launcher_agent.py")
 _RANK_PROGRAM = Path(__file__).with_name("gallery_launcher_rank.py")
 # Set in every process of a job, to a value of that job's own.
 _MARK = "GALLERY_LAUNCHER_JOB"
@@ -66,6 +61,24 @@ class Agent:
     prefix: Sequence[str] = ()  # what starts a command on the host, as ("ssh", "node1")
     address: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
+    # The import path of what brings a process of this machine onto the host, and its arguments. One
+    # more is added: what to call there. It returns the status that this one returns.
+    within: Sequence[str | int] = ()
+
+
+@dataclass(frozen=True)
+class _Program:
+    """What runs the agents of these numbers."""
+
+    numbers: Sequence[int]
+    process: "subprocess.Popen[str]"
+
+    def statuses(self, folder: Path) -> list[int | None]:
+        """The status of each agent, as the program left it, or as the program ended."""
+        program = self.process.poll()  # first: what it leaves is there when it ends
+        files = [folder / f"ended{number}" for number in self.numbers]
+        left = [file.read_text() if file.exists() else "" for file in files]
+        return [int(status) if status else program for status in left]
 
 
 def run_job(
@@ -83,19 +96,20 @@ def run_job(
     folder.mkdir(parents=True)
     (folder / "job.pkl").write_bytes(pickle.dumps(tuple(job)))
     mark = uuid.uuid4().hex
-    programs: list[subprocess.Popen[str]] = []
+    programs: list[_Program] = []
     relays: list[threading.Thread] = []
     deadline = time.monotonic() + timeout
     try:
         meeting = _meeting_place(agents)
-        for number, agent in enumerate(agents):
-            programs.append(_start(job, folder, number, agent, mark, meeting))
-            relay = threading.Thread(target=_relay, args=(programs[-1].stdout, say), daemon=True)
+        for numbers in _on_one_machine_together(agents):
+            program = _start(job, folder, {n: agents[n] for n in numbers}, mark, meeting)
+            programs.append(_Program(numbers, program))
+            relay = threading.Thread(target=_relay, args=(program.stdout, say), daemon=True)
             relay.start()
             relays.append(relay)
-        statuses = _wait(programs, deadline)
+        statuses = _wait(programs, folder, deadline)
     except OSError as error:  # a prefix that is no program
-        raise JobFailed(f"The agent of host {len(programs)} did not start: {error}") from error
+        raise JobFailed(f"The agent of host {numbers[0]} did not start: {error}") from error
     finally:
         _stop(programs, folder, mark)
         for relay in relays:
@@ -122,25 +136,42 @@ def _meeting_place(agents: Sequence[Agent]) -> list[str]:
     return [f"--nnodes={len(agents)}", *where]
 
 
+def _on_one_machine_together(agents: Sequence[Agent]) -> list[list[int]]:
+    """The numbers of the agents that share a program: all without a prefix, and each with one."""
+    here = [number for number, agent in enumerate(agents) if not agent.prefix]
+    elsewhere = [[number] for number, agent in enumerate(agents) if agent.prefix]
+    return [here, *elsewhere] if here else elsewhere
+
+
 def _start(
-    job: Job, folder: Path, number: int, agent: Agent, mark: str, meeting: Sequence[str]
+    job: Job, folder: Path, agents: Mapping[int, Agent], mark: str, meeting: Sequence[str]
 ) -> "subprocess.Popen[str]":
     # Unless told otherwise, torchrun numbers the ranks of each host from 0.
-    prefix = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank${rank}]:"}
-    own = {_MARK: mark, "MPLBACKEND": "Agg", **prefix, **agent.environment}
-    arguments = [
-        *(*meeting, f"--node-rank={number}", f"--nproc-per-node={agent.ranks}", "--role=rank"),
-        *(f"--log-dir={folder / f'agent{number}'}", "--tee=3"),
-        *(f"--shutdown-timeout={_SECONDS_FOR_RANKS}", str(_RANK_PROGRAM), str(folder)),
-    ]
-    order = {"cwd": str(Path(job.chapter).parent), "environment": own, "arguments": arguments}
-    (folder / f"agent{number}.json").write_text(json.dumps(order))
-    command = [sys.executable, "-u", __file__, str(folder), str(number)]
-    if agent.prefix and Path(agent.prefix[0]).name == "ssh":  # whose other end is a shell
+    line_prefix = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank${rank}]:"}
+    environment = {_MARK: mark, "MPLBACKEND": "Agg", **line_prefix}
+    orders = []
+    for number, agent in agents.items():
+        arguments = [
+            *(*meeting, f"--node-rank={number}", f"--nproc-per-node={agent.ranks}", "--role=rank"),
+            *(f"--log-dir={folder / f'agent{number}'}", "--tee=3"),
+            *(f"--shutdown-timeout={_SECONDS_FOR_RANKS}", str(_RANK_PROGRAM), str(folder)),
+        ]
+        orders.append({"number": number, "arguments": arguments, **asdict(agent)})
+    program = {
+        "cwd": str(Path(job.chapter).parent),
+        "sys_path": job.sys_path,
+        "imports": job.imports,
+        "environment": environment,
+        "agents": orders,
+    }
+    first, prefix = orders[0]["number"], orders[0]["prefix"]
+    (folder / f"program{first}.json").write_text(json.dumps(program))
+    command = [sys.executable, "-u", str(_AGENT_PROGRAM), str(folder), str(first)]
+    if prefix and Path(prefix[0]).name == "ssh":  # whose other end is a shell
         command = [shlex.quote(word) for word in command]
     return subprocess.Popen(
-        [*agent.prefix, *command],
-        env={**os.environ, **own},
+        [*prefix, *command],
+        env={**os.environ, **environment},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -150,21 +181,26 @@ def _start(
     )
 
 
-def _wait(programs: "Sequence[subprocess.Popen[str]]", deadline: float) -> list[int] | None:
+def _wait(programs: Sequence[_Program], folder: Path, deadline: float) -> list[int] | None:
     """The statuses of the agents that ended, all of them if all is well; none if it took too long.
 
     When one has failed the others get a while to notice, and to say what they saw.
     """
     last = deadline
     while time.monotonic() < last:
-        statuses = [program.poll() for program in programs]
+        statuses = _statuses(programs, folder)
         if None not in statuses:
             break
         if last == deadline and any(statuses):
             last = min(deadline, time.monotonic() + _SECONDS_FOR_OTHER_AGENTS)
         time.sleep(0.02)
-    ended = [status for program in programs if (status := program.poll()) is not None]
-    return ended if len(ended) == len(programs) or any(ended) else None
+    statuses = _statuses(programs, folder)
+    ended = [status for status in statuses if status is not None]
+    return ended if len(ended) == len(statuses) or any(ended) else None
+
+
+def _statuses(programs: Sequence[_Program], folder: Path) -> list[int | None]:
+    return [status for program in programs for status in program.statuses(folder)]
 
 
 def _relay(output: IO[str], say: Callable[[str], None]) -> None:
@@ -172,31 +208,31 @@ def _relay(output: IO[str], say: Callable[[str], None]) -> None:
         say(line.rstrip("\n"))
 
 
-def _stop(programs: "Sequence[subprocess.Popen[str]]", folder: Path, mark: str) -> None:
+def _stop(programs: Sequence[_Program], folder: Path, mark: str) -> None:
     """End whatever still runs of a job, also what its ranks started and left behind."""
+    processes = [program.process for program in programs]
     try:
-        for program in programs:
-            program.terminate()
+        for process in processes:
+            process.terminate()
         end = time.monotonic() + _SECONDS_FOR_TORCHRUN
-        told = len(programs) * [False]
-        while time.monotonic() < end and not all(told):
-            for number, program in enumerate(programs):
-                if program.poll() is not None:
+        told = [folder / f"ended{number}" for program in programs for number in program.numbers]
+        while time.monotonic() < end and not all(file.exists() for file in told):
+            for process in processes:
+                if process.poll() is not None:
                     # What a prefix started may outlive it, and notices this.
-                    program.stdin.close()  # type: ignore[union-attr]
-                told[number] = (folder / f"ended{number}").exists()
-            if all(program.poll() is not None for program in programs):
+                    process.stdin.close()  # type: ignore[union-attr]
+            if all(process.poll() is not None for process in processes):
                 end = min(end, time.monotonic() + _SECONDS_AFTER_PREFIX)
             time.sleep(0.02)
     finally:
-        for process in psutil.process_iter():
+        for left in psutil.process_iter():
             with suppress(psutil.Error):  # ended meanwhile, or somebody else's
-                if process.environ().get(_MARK) == mark:
-                    process.kill()
-        for program in programs:
-            program.kill()
-            program.wait()
-            program.stdin.close()  # type: ignore[union-attr]
+                if left.environ().get(_MARK) == mark:
+                    left.kill()
+        for process in processes:
+            process.kill()
+            process.wait()
+            process.stdin.close()  # type: ignore[union-attr]
 
 
 def _explain_failure(folder: Path, statuses: Sequence[int]) -> str:
@@ -229,6 +265,11 @@ def _describe_exit(code: int) -> str:
 def _explain_timeout(job: Job, folder: Path, ranks: int, timeout: float) -> str:
     lines = [f"The job was stopped after its time-out, {timeout:g} s. Where its ranks were:"]
     for rank in range(ranks):
+        report = folder / f"rank{rank}.json"
+        if report.exists():  # it was told to stop later than others, and saw that they had gone
+            failure = _Failure(**json.loads(report.read_text()))
+            lines += ["", f"Rank {rank}, which others left:", failure.text.rstrip()]
+            continue
         stack = folder / f"rank{rank}.stack"
         frames = stack.read_text().splitlines()[1:] if stack.exists() else []
         # Below the chapter's own frames are only those that started it.
@@ -238,50 +279,3 @@ def _explain_timeout(job: Job, folder: Path, ranks: int, timeout: float) -> str:
         if not frames:
             lines[-1] = f"Rank {rank} had ended, or not begun."
     return "\n".join(lines)
-
-
-def _stop_when_the_build_ends() -> None:
-    build = os.dup(0)
-    # The ranks inherit standard input; theirs is to be empty.
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-
-    def watch() -> None:
-        os.read(build, 1)
-        os.kill(os.getpid(), signal.SIGTERM)  # on which torchrun stops its ranks
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def main(folder: Path, number: int) -> int:
-    """Be torchrun; return 0 if every rank ended well, and leave `endedNUMBER` in any case."""
-    _stop_when_the_build_ends()
-    order = json.loads((folder / f"agent{number}.json").read_text())
-    os.chdir(order["cwd"])
-    os.environ.update(order["environment"])
-    # The build has no use for torch: only this program imports it.
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    # Its advice on OMP_NUM_THREADS would come with every chapter, and the failure that it logs
-    # as the first is the first by whole seconds only.
-    logging.disable(logging.ERROR)
-    try:
-        run.main(order["arguments"])
-    except ChildFailedError as error:
-        exits = [(rank, failure.exitcode) for rank, failure in error.failures.items()]
-        (folder / f"exits{number}.json").write_text(json.dumps(exits))
-        return 1
-    except SignalException:
-        return 1
-    finally:
-        (folder / f"ended{number}").touch()
-    return 0
-
-
-if __name__ == "__main__":
-    status = main(Path(sys.argv[1]), int(sys.argv[2]))
-    sys.stdout.flush()
-    os._exit(status)  # to take torch apart would keep a core busy for half a second

@@ -1,4 +1,4 @@
-"""One rank of a job: `gallery_launcher_rank.py FOLDER`, started by torchrun.
+"""One rank of a job: `gallery_launcher_rank.py FOLDER`, started by torchrun, or forked for it.
 
 Rank 0 runs sphinx-gallery on the chapter and leaves its result in the folder; the others run
 the chapter from top to bottom. What ended a rank before its time is left there too:
@@ -34,6 +34,7 @@ class Job(NamedTuple):
 
     chapter: str
     sys_path: list[str]
+    imports: list[str] | None
     preload: list[str]
     facts: str | None
     call: bytes  # the pickled arguments of generate_file_rst, read by rank 0 only
@@ -146,6 +147,7 @@ def main(folder: Path) -> None:
         else:
             _run_script(job)
     except BaseException as error:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # nobody is to be stopped half told
         failure = {
             "rank": rank,
             "time": time.time(),
@@ -153,6 +155,7 @@ def main(folder: Path) -> None:
             "text": _traceback(error, job.chapter),
         }
         (folder / f"rank{rank}.json").write_text(json.dumps(failure))
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         sys.stdout.flush()
         sys.stderr.flush()
         if failure["secondary"]:

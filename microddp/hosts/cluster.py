@@ -57,8 +57,12 @@ class Cluster:
         The program so started stays outside, passes signals on, ends as the command does, and the
         command ends with it.
         """
-        into = ["enter", str(self._first), str(self._hosts[host])]
+        into = ["enter", *map(str, self.processes(host))]
         return [sys.executable, namespaces.__file__, *into]
+
+    def processes(self, host: int) -> tuple[int, int]:
+        """The first process on all hosts and the first on this one: by them a host is entered."""
+        return self._first, self._hosts[host]
 
     def stand_in(self, host: int, run: Callable[[], int]) -> NoReturn:
         """Let a child of this process stand outside for ``run``, which is called on a host.
@@ -68,7 +72,7 @@ class Cluster:
         """
         assert self._keeper.stdin is not None
         self._keeper.stdin.close()  # only the parent keeps the hosts
-        namespaces.end(namespaces.enter(self._first, self._hosts[host], run))
+        namespaces.end(namespaces.enter(*self.processes(host), run))
 
     def address(self, host: int) -> str:
         """Where the others reach a host."""

@@ -163,7 +163,7 @@ class Book:
             extensions=str(EXTENSIONS),
             root=str(self.root),
             added=list(added),
-            launcher=launcher or {},
+            launcher={"imports": [], **(launcher or {})},
             gallery=gallery or {},
         )
         self.write("conf.py", conf)

@@ -329,13 +329,17 @@ def test_two_books_at_once(tmp_path: Path) -> None:
         assert "[rank4]:sum tensor(5.)" in build.output
 
 
-def test_each_rank_sees_what_torchrun_would_show_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("imports", [None, ["once"]])
+def test_each_rank_sees_what_torchrun_would_show_it(
+    tmp_path: Path, imports: list[str] | None
+) -> None:
     """The chapter's folder, arguments, name and input; facts come from rank 0's run."""
     book = Book(tmp_path / "book")
     book.configure(
         *LAUNCHER,
         launcher={
             "ranks": "machine.ranks",
+            "imports": imports,
             "preload": PRELOAD,
             "facts": "machine.facts",
             "depends": ["machine.py"],
@@ -346,16 +350,19 @@ def test_each_rank_sees_what_torchrun_would_show_it(tmp_path: Path) -> None:
         "def ranks(): return 2\n"
         "def facts(names, path): return f\"{path.name} on {names['world']} *ranks*.\"\n",
     )
+    book.write("once.py", f"open({str(tmp_path / 'imports')!r}, 'a').write('.')")
     book.write("chapters/beside.py.txt", "read from the chapter's folder")
     book.chapter(
         "looks",
         """
-        import os, pathlib, sys, warnings
+        import multiprocessing, os, pathlib, sys, warnings
+        import once
         world = os.environ["WORLD_SIZE"]
         print(pathlib.Path("beside.py.txt").read_text())
         print(__name__, pathlib.Path(sys.argv[0]).name, len(sys.argv), os.environ["MPLBACKEND"])
         print("OMP", os.environ["OMP_NUM_THREADS"], "input", sys.stdin.read() == "")
         print("sphinx", "sphinx" in sys.modules)
+        print(multiprocessing.current_process().name, multiprocessing.parent_process())
         warnings.warn("look out")
         """,
     )
@@ -365,6 +372,7 @@ def test_each_rank_sees_what_torchrun_would_show_it(tmp_path: Path) -> None:
         "read from the chapter's folder",
         "__main__ looks.py 1 Agg",
         "OMP 1 input True",
+        "MainProcess None",
         "UserWarning: look out",
     ]
     page = html.unescape(book.page("looks"))
@@ -372,6 +380,7 @@ def test_each_rank_sees_what_torchrun_would_show_it(tmp_path: Path) -> None:
         assert build.output.count(line) == 2  # one on each rank
         assert line in page
     assert "[rank1]:sphinx False" in build.output
+    assert (tmp_path / "imports").read_text() == (".." if imports is None else ".")
     assert "<p>looks.py on 2 <em>ranks</em>.</p>" in book.page("looks")
     assert in_order(page, ["<h1>looks", "looks.py on 2", "This chapter is called"])
 

@@ -36,9 +36,9 @@ FAULTS = {
         """,
         [
             "time-out, TIMEOUT s",
-            "Rank 0, most",
+            "Rank 0, ",  # most recent call first; or which others left, if they were stopped first
             'deadlocks.py", line',
-            "Rank 1, most",
+            "Rank 1, ",
             'deadlocks.py", line',
         ],
     ),
