@@ -1,5 +1,7 @@
 """Every chapter runs to its end, whatever the number of ranks; its assertions are the test."""
 
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -9,13 +11,15 @@ import jupytext
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from pretended.job import run_chapter
+from ranks import run
 from shorter import CHAPTERS, shortened
 
 FOLDER = CHAPTERS["00"].parent
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
 
-def run(*command, **environment):
+def output_of(*command, **environment):
     done = subprocess.run(
         [*map(str, command)],
         cwd=FOLDER,
@@ -29,21 +33,37 @@ def run(*command, **environment):
     return done.stdout
 
 
-# Three ranks: neither a power of two nor a divisor of every size, and more than the usual cores.
-# Not the last two chapters: what they time for most of a minute has tests of its own, and the book
-# runs them.
-@pytest.mark.parametrize("number", ["02", "03", "04", "05", "06", "07"])
-def test_runs_under_torchrun(number, tmp_path):
-    script = tmp_path / CHAPTERS[number].name
-    script.write_text(shortened(number))
-    output = run(*TORCHRUN, "--nproc-per-node=3", script, MICRODDP_FIGURES=str(tmp_path))
+def test_runs_under_torchrun(tmp_path):
+    script = tmp_path / CHAPTERS["05"].name
+    script.write_text(shortened("05"))
+    output = output_of(*TORCHRUN, "--nproc-per-node=3", script, MICRODDP_FIGURES=str(tmp_path))
     assert "gloo, 3 ranks on " in output
     assert output.count("torch 2.") == 1, "only one rank may print"
     assert list(tmp_path.glob(f"{script.stem}-*.png")), "figures are kept where they are asked for"
 
 
+def what_a_rank_prints(number):
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        run_chapter(CHAPTERS[number], shortened(number))
+    return output.getvalue()
+
+
+# Three ranks: neither a power of two nor a divisor of every size, and more than the usual cores.
+# Not the last two chapters: what they time for most of a minute has tests of its own, and the book
+# runs them.
+@pytest.mark.parametrize("number", ["02", "03", "04", "06", "07"])
+def test_runs_on_three_ranks(number, tmp_path):
+    environment = {"MICRODDP_TIMEOUT": "60", "MICRODDP_FIGURES": str(tmp_path)}
+    first, *others = run(
+        what_a_rank_prints, 3, number, join=False, timeout=200, environment=environment
+    )
+    assert "gloo, 3 ranks on " in first
+    assert others == ["", ""]
+    assert list(tmp_path.glob("*.png"))
+
+
 def test_runs_under_plain_python():
-    output = run(sys.executable, CHAPTERS["02"])
+    output = output_of(sys.executable, CHAPTERS["02"])
     assert "microddp: one rank. For more: torchrun --nproc-per-node=4 02_all_reduce.py" in output
     assert "gloo, 1 rank on " in output
 
