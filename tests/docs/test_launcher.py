@@ -9,6 +9,7 @@ from textwrap import dedent
 
 import pytest
 from gallery_book import JOIN, LAUNCHER, PRELOAD, Book, Build
+from ranks import gpus
 
 SECONDS_AFTER_FAULT = 15
 
@@ -383,6 +384,17 @@ def test_each_rank_sees_what_torchrun_would_show_it(
     assert (tmp_path / "imports").read_text() == (".." if imports is None else ".")
     assert "<p>looks.py on 2 <em>ranks</em>.</p>" in book.page("looks")
     assert in_order(page, ["<h1>looks", "looks.py on 2", "This chapter is called"])
+
+
+@pytest.mark.gpu(1)
+def test_ranks_that_are_forked_can_use_a_gpu(tmp_path: Path) -> None:
+    """CUDA does not outlive a fork: what is imported before must not have begun to use it."""
+    book = Book(tmp_path / "book")
+    book.configure(*LAUNCHER, launcher={"imports": ["microddp.figures"], "preload": PRELOAD})
+    book.chapter("adds", "import torch\nprint('sum', torch.ones(3, device='cuda').sum().item())")
+    build = book.build("-W", **gpus(1))
+    assert build.process.returncode == 0, build.output
+    assert "sum 3.0" in book.page("adds")
 
 
 def test_warnings_of_the_gallery_are_the_builds(tmp_path: Path) -> None:
