@@ -145,11 +145,11 @@ def _be_an_agent(folder: Path, order: dict[str, Any], forks: bool) -> int:
 
 def _start(folder: Path, order: dict[str, Any], forks: bool) -> int:
     """Fork an agent, onto its host; returns the process."""
-    be_an_agent = partial(_status_of, partial(_be_an_agent, folder, order, forks))
-    if not order["within"]:
-        return _fork(be_an_agent)
-    enter, *place = order["within"]
-    return _fork(partial(import_object(enter), *place, be_an_agent))
+    be_an_agent = partial(_be_an_agent, folder, order, forks)
+    if order["within"]:
+        enter, *place = order["within"]
+        be_an_agent = partial(import_object(enter), *place, partial(_status_of, be_an_agent))
+    return _fork(be_an_agent)
 
 
 def _take_the_pipe_from_the_build() -> int:

@@ -49,6 +49,11 @@ class _Failure:
     rank: int
     text: str
 
+    @classmethod
+    def told_by(cls, report: Path) -> "_Failure":
+        """What a rank left about the exception that ended it."""
+        return cls(**json.loads(report.read_text()))
+
 
 @dataclass(frozen=True)
 class Agent:
@@ -237,7 +242,7 @@ def _stop(programs: Sequence[_Program], folder: Path, mark: str) -> None:
 
 def _explain_failure(folder: Path, statuses: Sequence[int]) -> str:
     reports = sorted(folder.glob("rank*.json"))
-    failures = [_Failure(**json.loads(report.read_text())) for report in reports]
+    failures = [_Failure.told_by(report) for report in reports]
     told = {failure.rank for failure in failures}
     for exits in sorted(folder.glob("exits*.json")):
         for place, (rank, code) in enumerate(json.loads(exits.read_text())):
@@ -267,8 +272,8 @@ def _explain_timeout(job: Job, folder: Path, ranks: int, timeout: float) -> str:
     for rank in range(ranks):
         report = folder / f"rank{rank}.json"
         if report.exists():  # it was told to stop later than others, and saw that they had gone
-            failure = _Failure(**json.loads(report.read_text()))
-            lines += ["", f"Rank {rank}, which others left:", failure.text.rstrip()]
+            told = _Failure.told_by(report).text.rstrip()
+            lines += ["", f"Rank {rank}, which others left:", told]
             continue
         stack = folder / f"rank{rank}.stack"
         frames = stack.read_text().splitlines()[1:] if stack.exists() else []

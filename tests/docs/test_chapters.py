@@ -59,7 +59,7 @@ def test_runs_on_three_ranks(number, tmp_path):
     )
     assert "gloo, 3 ranks on " in first
     assert others == ["", ""]
-    assert list(tmp_path.glob("*.png"))
+    assert list(tmp_path.glob(f"{CHAPTERS[number].stem}-*.png"))
 
 
 def test_runs_under_plain_python():

@@ -1,6 +1,7 @@
 """The launcher across hosts: in a box, and behind prefixes as ssh would be."""
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -36,7 +37,7 @@ FAULTS = {
         """,
         [
             "time-out, TIMEOUT s",
-            "Rank 0, ",  # most recent call first; or which others left, if they were stopped first
+            "Rank 0, ",
             'deadlocks.py", line',
             "Rank 1, ",
             'deadlocks.py", line',
@@ -102,6 +103,13 @@ class TestFaults:
         for name, (_, expected) in FAULTS.items():
             expected = [part.replace("TIMEOUT", str(timeout)) for part in expected]
             assert in_order(report(build, name), expected), report(build, name)
+        # A rank that is told to stop a moment later than another sees that one go.
+        where = re.findall(
+            r"^Rank (\d), (?:most recent call first|which others left):$",
+            report(build, "deadlocks"),
+            re.MULTILINE,
+        )
+        assert where == ["0", "1"]
 
     def test_soon(self, faulty: tuple[Book, Build], timeout: int) -> None:
         made, build = faulty
