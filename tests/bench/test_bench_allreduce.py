@@ -9,24 +9,34 @@ import torch
 from ranks import on_ranks
 
 from microddp.allreduce import ALGORITHMS
+from microddp.bench.__main__ import main
 from microddp.bench.allreduce import Row, check_sum, conclusions
 
 BENCH = ("-m", "microddp.bench", "allreduce")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-def run(*command, status=0):
+def run(*command):
     done = subprocess.run(
         [*map(str, command)], capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode == status, done.stderr
-    return done
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def refused(*arguments, complaint, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    printed = capsys.readouterr()
+    assert complaint in printed.err.splitlines()[-1]
+    assert not printed.out, "nothing was measured"
 
 
 def test_reports_every_algorithm_against_the_backend(tmp_path):
     report, plot = tmp_path / "report.json", tmp_path / "plot.png"
     options = ("--size-mb", "1", "--check", "--iters", "3", "--json", report, "--plot", plot)
-    printed = run(*TORCHRUN, *BENCH, *options).stdout
+    printed = run(*TORCHRUN, *BENCH, *options)
     assert "gloo, 2 ranks on " in printed
     assert "Every result was the exact sum." in printed
     rows = json.loads(report.read_text())["rows"]
@@ -68,10 +78,8 @@ def test_conclusions_are_means_for_small_and_for_large_tensors():
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_refuses_bad_options_in_a_line(options, complaint):
-    done = run(sys.executable, *BENCH, *options, status=2)
-    assert complaint in done.stderr.splitlines()[-1]
-    assert not done.stdout, "nothing was measured"
+def test_refuses_bad_options_in_a_line(options, complaint, capsys):
+    refused("allreduce", *options, complaint=complaint, capsys=capsys)
 
 
 @on_ranks(3)

@@ -14,7 +14,7 @@ import pytest
 from boxes import left, needs_hosts
 
 from microddp.hosts import Box, Cluster, Link, calibrate, human_bits
-from microddp.hosts.__main__ import links
+from microddp.hosts.__main__ import links, main
 
 HERE = Path(__file__).parent
 # In a user namespace of its own, as an ordinary user or as root, with a limit on what it may have.
@@ -90,10 +90,11 @@ class TestLinks:
             (["--hosts", "0"], "argument --hosts"),
         ],
     )
-    def test_the_command_says_what_it_cannot_read(self, arguments, message):
-        done = hosts(*arguments)
-        assert done.returncode == 2
-        assert message in done.stderr.splitlines()[-1]
+    def test_the_command_says_what_it_cannot_read(self, arguments, message, capsys):
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        assert end.value.code == 2
+        assert message in capsys.readouterr().err.splitlines()[-1]
 
     def test_the_box_tells_its_programs(self, monkeypatch):
         box = Box((Link(1e9), Link(1e8, 0.001)), cores=2)
@@ -394,10 +395,10 @@ def test_nothing_is_left_whatever_is_killed(tmp_path, victim, number, status):
     with job:
         while job.stdout.readline() not in ("sitting\n", ""):
             pass
-        main = psutil.Process(job.pid)
-        stand_ins = [each for each in main.children() if "namespaces.py" not in each.cmdline()[1]]
+        parent = psutil.Process(job.pid)
+        stand_ins = [each for each in parent.children() if "namespaces.py" not in each.cmdline()[1]]
         found = {
-            "microddp.hosts": [main],
+            "microddp.hosts": [parent],
             "namespaces.py keep": find(mark, "namespaces.py keep"),
             "stand-in": stand_ins,
             "agent": stand_ins[0].children(),
