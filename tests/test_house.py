@@ -14,7 +14,7 @@ FLOORS = (
     ("hosts",),
     ("comms",),
     ("allreduce", "timing", "model", "data"),
-    ("replicas", "workloads", "hooks"),
+    ("replicas", "workloads", "hooks", "compression"),
     ("bucketing",),
     ("ddp",),
     ("schedule",),

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 
-from microddp.allreduce.comm_hook import all_reduce_hook
+from microddp.allreduce.comm_hook import all_reduce_hook, on_thread
 from microddp.allreduce.cost import (
     AllReduceCost,
     Cost,

@@ -18,9 +18,7 @@ def all_reduce_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """A communication hook that averages with one of :mod:`microddp.allreduce`'s algorithms.
 
-    The algorithm runs on a thread of its own, one bucket after the other, while backward goes on;
-    on a GPU also on a stream of its own, which waits for what was computed before the hook was
-    called.
+    The algorithm runs on a thread of its own while backward goes on: see :func:`on_thread`.
 
     Args:
         state: the ranks, and for example :func:`~microddp.allreduce.ring.ring_all_reduce`.
@@ -30,22 +28,36 @@ def all_reduce_hook(
         >>> model.register_comm_hook((comms, ring_all_reduce), all_reduce_hook)
     """
     comms, algorithm = state
-    buffer = bucket.buffer()
+    return on_thread(lambda buffer: algorithm(buffer, comms, "mean"), bucket.buffer())
+
+
+def on_thread(
+    reduce: Callable[[torch.Tensor], object], buffer: torch.Tensor
+) -> torch.futures.Future[torch.Tensor]:
+    """What a communication hook returns: a buffer, once a thread has reduced it in place.
+
+    One thread for all, so that buckets travel in the order in which they were sent. On a GPU it has
+    a stream of its own, which waits for what was computed before this call.
+
+    Args:
+        reduce: called with the buffer. What it raises is raised again where the bucket is waited
+            for, as a ``RuntimeError``.
+        buffer: of the bucket.
+    """
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
         devices=[buffer.device] if buffer.is_cuda else None
     )
     computed = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None
 
-    def reduce() -> None:
+    def run() -> None:
         try:
             with _after(computed, buffer.device):
-                algorithm(buffer, comms, "mean")
+                reduce(buffer)
                 future.set_result(buffer)
-        except BaseException as error:  # raised again where the bucket is waited for
-            # Whatever it is: else the bucket would be waited for, for ever.
+        except BaseException as error:  # whatever it is: else it would be waited for, for ever
             future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))  # type: ignore[arg-type]
 
-    _transport().submit(reduce)
+    _transport().submit(run)
     return future
 
 
@@ -68,5 +80,4 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 @functools.cache
 def _transport() -> ThreadPoolExecutor:
-    """One thread, so that buckets travel in the order in which they were sent."""
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="all-reduce")

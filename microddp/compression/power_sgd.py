@@ -1,0 +1,130 @@
+"""Two thin factors instead of a matrix, found by one step of a power iteration each time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from microddp.allreduce import ring_all_reduce
+from microddp.comms import Comms
+from microddp.compression.compressor import Compressor, reduced_bytes
+
+
+class PowerSGD(Compressor):
+    """Sends a gradient of ``rows x columns`` as two factors, of at most ``rank`` columns each.
+
+    The mean M is approximated by P Q': P is M Q with the Q of the step before, made orthonormal,
+    and the new Q is M' P. Both are linear in M, so they can be added up on the way. What would not
+    become smaller travels as it is, along with the first factors. What a rank keeps back is its own
+    gradient less the approximation of the mean.
+
+    Args:
+        rank: of the approximations.
+        seed: of the first factors.
+
+    Source: Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compression for
+    distributed optimization", NeurIPS 2019, algorithms 1 and 2.
+    """
+
+    def __init__(self, rank: int, seed: int = 0) -> None:
+        self.rank = rank
+        self.generator = torch.Generator().manual_seed(seed)
+        self.factors: dict[torch.Tensor, torch.Tensor] = {}  # Q, by parameter
+
+    def average(
+        self,
+        gradient: torch.Tensor,
+        mean: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        comms: Comms,
+    ) -> None:
+        """See :meth:`~microddp.compression.compressor.Compressor.average`."""
+        sizes = [parameter.numel() for parameter in parameters]
+        parts = list(
+            zip(parameters, torch.split(gradient, sizes), torch.split(mean, sizes), strict=True)
+        )
+        low = [part for part in parts if self._columns(part[0].shape)]
+        whole = [part for part in parts if not self._columns(part[0].shape)]
+        matrices = [mine.view(len(parameter), -1) for parameter, mine, _ in low]
+
+        firsts = [m @ self._factor(p, m) for (p, *_), m in zip(low, matrices, strict=True)]
+        together = _side_by_side([*firsts, *(mine for _, mine, _ in whole)])
+        ring_all_reduce(together, comms, "mean")
+        *firsts, rest = _apart(together, [first.shape for first in firsts])
+        for (_, mine, averaged), part in zip(
+            whole, torch.split(rest, [mine.numel() for _, mine, _ in whole]), strict=True
+        ):
+            averaged.copy_(part)
+            mine.zero_()
+        if not low:
+            return
+
+        bases = [torch.linalg.qr(first).Q for first in firsts]
+        seconds = [m.T @ basis for m, basis in zip(matrices, bases, strict=True)]
+        together = _side_by_side(seconds)
+        ring_all_reduce(together, comms, "mean")
+        *seconds, _ = _apart(together, [second.shape for second in seconds])
+        for (p, _, averaged), m, basis, second in zip(low, matrices, bases, seconds, strict=True):
+            torch.mm(basis, second.T, out=averaged.view(m.shape))
+            m.sub_(averaged.view(m.shape))
+            self.factors[p] = second
+        if not together.isfinite().all():  # on all ranks
+            for p, *_ in low:
+                del self.factors[p]
+
+    def _columns(self, shape: torch.Size) -> int:
+        """The factors' columns; 0 if they would be no smaller than what they stand for."""
+        if len(shape) < 2 or not shape.numel():
+            return 0
+        rows, columns = shape[0], shape.numel() // shape[0]
+        rank = min(rows, columns, self.rank)
+        return rank if rank * (rows + columns) < rows * columns else 0
+
+    def _factor(self, parameter: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        """The parameter's second factor, orthonormal."""
+        if parameter not in self.factors:
+            shape = (matrix.shape[1], self._columns(parameter.shape))
+            drawn = torch.randn(shape, generator=self.generator, dtype=torch.float64)
+            self.factors[parameter] = drawn.to(matrix)
+        basis: torch.Tensor = torch.linalg.qr(self.factors[parameter]).Q
+        return basis
+
+    def sent_bytes(self, shapes: Sequence[torch.Size], itemsize: int, world_size: int) -> float:
+        """See :meth:`~microddp.compression.compressor.Compressor.sent_bytes`."""
+        values = 0
+        for shape in shapes:
+            columns = self._columns(shape)
+            values += columns * (shape[0] + shape[1:].numel()) if columns else shape.numel()
+        return reduced_bytes(values * itemsize, world_size)
+
+    def state_dict(self, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
+        """The factors by name, and the state of the generator."""
+        factors = {names[parameter]: factor.clone() for parameter, factor in self.factors.items()}
+        return {"factors": factors, "generator": self.generator.get_state()}
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Go on with the factors of another one."""
+        self.generator.set_state(state["generator"])
+        self.factors = {
+            parameters[name]: factor.to(parameters[name].device, copy=True)
+            for name, factor in state["factors"].items()
+        }
+
+
+def _side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _apart(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    """Views of these shapes, one after the other, and of what is left."""
+    ends = [0, *itertools.accumulate(shape.numel() for shape in shapes)]
+    views = [
+        flat[begin:end].view(shape)
+        for (begin, end), shape in zip(itertools.pairwise(ends), shapes, strict=True)
+    ]
+    return [*views, flat[ends[-1] :]]

@@ -1,0 +1,239 @@
+"""Each compressor against its own definition: what is sent, kept back and counted."""
+
+import math
+
+import pytest
+import torch
+from ranks import on_ranks
+
+from microddp.comms import MessageCounter
+from microddp.compression import Compression, compressor
+from microddp.compression.quantised import BLOCK, pack, unpack
+from microddp.compression.sparse import SAMPLE, largest
+from microddp.replicas import broadcast_tensors
+
+ALL = ("top-k:0.1", "top-k:7", "random-k:0.1", "int8", "sign", "power:2", "fp16", "bf16")
+SHAPES = ((40, 30), (40,), (), (3, 2, 5, 5), (1, 17))  # 1,408 values: a block, and some more
+
+
+def parameters(shapes=SHAPES, dtype=torch.float32):
+    return [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
+
+
+def gradients(comms, step, shapes=SHAPES, dtype=torch.float32):
+    """Side by side, and different on every rank."""
+    generator = torch.Generator().manual_seed(100 * step + comms.rank)
+    parts = [
+        torch.randn(shape, generator=generator).flatten() * 10.0**-i
+        for i, shape in enumerate(shapes)
+    ]
+    return torch.cat(parts).to(dtype)
+
+
+def by_definition(name, values, world_size):
+    """What a rank sends of ``values``, in plain words; ``None`` if it takes all ranks to say."""
+    kind, _, number = name.partition(":")
+    if kind == "top-k":
+        kept = math.ceil(float(number) * len(values)) if "." in number else int(number)
+        least = values.abs().sort(descending=True).values[kept - 1]
+        return torch.where(values.abs() >= least, values, 0)
+    blocks = values.split(BLOCK)
+    if kind == "int8":
+        scales = [block.abs().max() / 127 for block in blocks]
+        return torch.cat([(b / s).round() * s for b, s in zip(blocks, scales, strict=True)])
+    if kind == "sign":
+        return torch.cat([b.sign() * b.abs().mean() for b in blocks])
+    if kind in ("fp16", "bf16"):
+        dtype = torch.float16 if kind == "fp16" else torch.bfloat16
+        return (values / world_size).to(dtype).to(values.dtype) * world_size
+    return None
+
+
+@on_ranks(1, 2, 3)
+def test_what_is_sent_and_what_is_kept_back_make_the_gradient(comms):
+    for name in ALL:
+        state, params = Compression(compressor(name), comms), parameters()
+        for step in range(4):
+            kept = torch.cat([state.residuals[p] for p in params]) if step else 0
+            flat = gradients(comms, step)
+            whole = flat + kept
+            state.average(params, flat)
+            residual = torch.cat([state.residuals[p] for p in params])
+            assert len(set(map(tuple, comms.all_gather(flat).tolist()))) == 1, name
+            sent = by_definition(name, whole, comms.world_size)
+            if sent is None:  # some values whole; of the others none, or the mean's approximation
+                sent = torch.where(residual == 0, whole, 0 if "random" in name else flat)
+            if name not in ("sign", "power:2"):
+                assert torch.equal(sent + residual, whole), (name, step)
+            # For these a small value and a large one do not add up to the bit.
+            torch.testing.assert_close(sent + residual, whole, rtol=1e-6, atol=1e-6, msg=name)
+            if name != "power:2":
+                expected = comms.all_gather(sent).mean(dim=0)
+                near = {"fp16": 4e-3, "bf16": 4e-2}.get(name, 1e-6)  # sums are rounded on the way
+                torch.testing.assert_close(flat, expected, rtol=near, atol=near, msg=name)
+        assert residual.abs().max() > 0, name
+
+
+@on_ranks(1, 2, 3)
+def test_the_means_of_all_steps_and_what_is_kept_back_make_the_gradients(comms):
+    for name in ALL:
+        state, params = Compression(compressor(name), comms), parameters(dtype=torch.float64)
+        total, expected = 0, 0
+        for step in range(5):
+            flat = gradients(comms, step, dtype=torch.float64)
+            expected = expected + comms.all_gather(flat).mean(dim=0)
+            state.average(params, flat)
+            total = total + flat
+        left = torch.cat([state.residuals[p] for p in params])
+        total = total + comms.all_gather(left).mean(dim=0)
+        exact = name not in ("fp16", "bf16")  # whose sums over ranks are rounded on the way
+        torch.testing.assert_close(
+            total, expected, rtol=1e-12 if exact else 0.05, atol=1e-12 if exact else 0.05, msg=name
+        )
+
+
+@on_ranks(2, 3)
+def test_what_fits_arrives_whole(comms):
+    params = parameters()
+    whole = gradients(comms, 0)
+    numbers = torch.randint(-126, 127, whole.shape, generator=torch.Generator().manual_seed(0))
+    numbers[::BLOCK] = 127
+    halves = (numbers % 32).float() * comms.world_size
+    full = parameters(((12, 5),))
+    for name, values, of in (
+        ("top-k:1.0", whole, params),
+        ("random-k:1.0", whole, params),
+        ("int8", numbers.float() * 0.5, params),
+        ("power:5", gradients(comms, 0, ((12, 5),)), full),
+        ("fp16", halves, params),
+        ("bf16", halves, params),
+        ("sign", torch.where(numbers > 0, 0.25, -0.25), params),
+    ):
+        state, flat = Compression(compressor(name), comms), values.clone()
+        state.average(of, flat)
+        expected = comms.all_gather(values).mean(dim=0)
+        torch.testing.assert_close(flat, expected, rtol=1e-6, atol=1e-7, msg=name)
+        assert not any(residual.any() for residual in state.residuals.values()), name
+
+
+@on_ranks(2, 3)
+def test_a_mean_of_low_rank_is_found_at_once(comms):
+    params = parameters(((30, 20),), torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    left = torch.randn(30, 2, generator=generator, dtype=torch.float64)
+    right = torch.randn(2, 20, generator=generator, dtype=torch.float64) + comms.rank
+    broadcast_tensors([left], comms)
+    matrix = left @ right
+    flat = matrix.flatten()
+    Compression(compressor("power:2"), comms).average(params, flat)
+    torch.testing.assert_close(flat, comms.all_gather(matrix).mean(dim=0).flatten())
+
+
+@on_ranks(2, 3, 4)
+def test_bytes_are_those_of_the_formula(comms):
+    n = comms.world_size
+    for name in ALL:
+        state, params = Compression(compressor(name), comms), parameters()
+        with MessageCounter(comms) as counter:
+            state.average(params, gradients(comms, 0))
+        sent = sum(message.nbytes for messages in counter.gather() for message in messages)
+        assert sent == pytest.approx(n * state.sent_bytes(params), rel=1e-12), name
+
+
+def test_gathering_grows_with_the_ranks_and_adding_up_does_not():
+    shapes = [p.shape for p in parameters()]
+    for name in ALL:
+        of = compressor(name).sent_bytes
+        grows = of(shapes, 4, 64) / of(shapes, 4, 8)
+        gathered = name.startswith("top-k") or name in ("int8", "sign")
+        assert grows == pytest.approx(9 if gathered else 63 / 64 / (7 / 8)), name
+
+
+@on_ranks(2)
+def test_a_gradient_that_is_not_finite_is_everybodys_and_soon_forgotten(comms):
+    for name in ALL:
+        for bad in (math.inf, -math.inf, math.nan):
+            state, params = Compression(compressor(name), comms), parameters()
+            for step in range(5):
+                flat = gradients(comms, step)
+                if step == 2 and comms.rank == 1:
+                    flat[1000] = bad
+                state.average(params, flat)
+                finite = flat.isfinite().all().item()
+                assert comms.all_gather_data(finite) == [step != 2] * 2, (name, bad, step)
+                if step == 2:
+                    assert not any(r.any() for r in state.residuals.values()), name
+            assert all(r.isfinite().all() for r in state.residuals.values()), name
+
+
+@on_ranks(2)
+def test_what_16_bits_cannot_hold_is_sent_later(comms):
+    """Two ranks whose sum, or whose values, exceed the largest of them."""
+    params = parameters(((4,),))
+    flat = torch.full((4,), 5e4)
+    Compression(compressor("fp16"), comms).average(params, flat)
+    assert flat.tolist() == [torch.tensor(5e4).half().item()] * 4
+    flat, state = torch.full((4,), 3e5), Compression(compressor("fp16"), comms)
+    arrived = 0
+    for _ in range(6):
+        state.average(params, flat)
+        assert flat.isfinite().all()
+        arrived = arrived + flat
+        flat = torch.zeros(4)
+    torch.testing.assert_close(arrived, torch.full((4,), 3e5), rtol=1e-3, atol=0)
+
+
+@on_ranks(2)
+def test_zeros_are_sent_as_zeros_and_do_no_harm(comms):
+    for name in ALL:
+        state, params = Compression(compressor(name), comms), parameters()
+        flat = torch.zeros_like(gradients(comms, 0))
+        state.average(params, flat)
+        assert not flat.any(), name
+        flat = gradients(comms, 0)
+        state.average(params, flat)
+        assert flat.any(), name
+
+
+@on_ranks(2)
+def test_what_cannot_be_compressed_is_refused(comms):
+    state = Compression(compressor("int8"), comms)
+    for flat in (torch.zeros(4, dtype=torch.complex64), torch.zeros(4).to_sparse()):
+        with pytest.raises(RuntimeError, match=f"rank {comms.rank}: compression expected dense"):
+            state.average(parameters(((4,),)), flat)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_largest_are_the_largest(seed):
+    torch.manual_seed(seed)
+    sorted_so_that_the_sample_misleads = torch.zeros(4 * SAMPLE)
+    sorted_so_that_the_sample_misleads[1::4] = torch.rand(SAMPLE)
+    for values in (
+        torch.randn(10),
+        torch.randn(4 * SAMPLE + 3),
+        torch.randn(4 * SAMPLE).exp(),
+        torch.ones(2 * SAMPLE),
+        sorted_so_that_the_sample_misleads,
+    ):
+        for number in (1, len(values) // 100 + 1, len(values) // 2, len(values)):
+            places = largest(values, number)
+            assert len(set(places.tolist())) == number
+            expected = values.abs().sort(descending=True).values[:number]
+            assert torch.equal(values[places].abs().sort(descending=True).values, expected)
+
+
+@pytest.mark.parametrize("length", [1, 8, 9, 1000])
+def test_signs_take_a_bit_each(length):
+    values = torch.randn(length)
+    packed = pack(values)
+    assert packed.shape == (math.ceil(length / 8),)
+    assert torch.equal(unpack(packed, values), torch.where(values < 0, -1.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "top-k", "top-k:", "top-k:0", "top-k:1.5", "top-k:-3", "power:0.5", "zip"],
+)
+def test_other_names_are_refused(name):
+    with pytest.raises(ValueError, match=rf"expected one of top-k:K, .*, bf16, .* got '{name}'"):
+        compressor(name)
