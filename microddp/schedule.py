@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from microddp.bucketing import BucketedDDPHooks, bucket_caps, plan_in_order
 from microddp.comms import Comms
+from microddp.compression import Compression, hook
 from microddp.ddp import DDP
 from microddp.hooks import AllReduceHooks
 from microddp.timing import NOT_RECORDED, Recorder, TorchDDPWatch
@@ -112,6 +113,7 @@ class Strategy:
         averages: whether anything is sent at all.
         overlaps: whether gradients are sent while backward goes on.
         buckets: whether they travel together.
+        compression: what is kept back of them, where less than the gradients is sent.
         timeline: records phases, collectives, and the wait for them.
     """
 
@@ -123,7 +125,25 @@ class Strategy:
         del bucket_cap_mb
         self.module = model
         self.comms = comms
+        self.compression: Compression | None = None
         self.timeline: Recorder = NOT_RECORDED
+
+    def compress(self, name: str) -> None:
+        """Send less than the gradients from now on. A collective.
+
+        Args:
+            name: as for :func:`microddp.compression.compressor`.
+
+        Raises:
+            ValueError: there is none of that name, or no wrapper that would take its hook.
+        """
+        if not isinstance(self.module, (DDP, TorchDDP)):
+            raise ValueError(
+                f"rank {self.comms.rank}: expected a wrapper to compress what it sends, got "
+                f"{type(self).__name__}"
+            )
+        self.compression, function = hook(name, self.comms)
+        self.module.register_comm_hook(self.compression, function)
 
     def record(self, timeline: Recorder) -> None:
         """Record phases, collectives, and the wait for them, from now on."""

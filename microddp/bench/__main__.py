@@ -11,6 +11,7 @@ from microddp.allreduce import ALGORITHMS
 from microddp.bench.allreduce import DTYPES, bench_allreduce
 from microddp.bench.ddp import bench_ddp, models
 from microddp.comms import init
+from microddp.compression import NAMES, compressor
 from microddp.report import output_file, positive
 
 
@@ -58,7 +59,23 @@ def _add_ddp_options(parser: argparse.ArgumentParser) -> None:
         metavar="MB",
         help="sizes of a bucket in MiB (default: 1 25)",
     )
+    parser.add_argument(
+        "--compress",
+        nargs="+",
+        default=[],
+        type=_compressor,
+        metavar="NAME",
+        help=f"also microddp's DDP with compressed gradients: {NAMES}",
+    )
     _add_run_options(parser)
+
+
+def _compressor(name: str) -> str:
+    try:
+        compressor(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return name
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:

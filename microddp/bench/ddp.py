@@ -18,10 +18,11 @@ from tqdm import tqdm
 
 from microddp.bench.rows import report
 from microddp.comms import Comms
+from microddp.compression import reduced_bytes
 from microddp.ddp import DDP
 from microddp.model import FullMLP, ModelConfig, SimpleCNN, Transformer
 from microddp.report import MIB
-from microddp.schedule import STRATEGIES, Loss, take_step
+from microddp.schedule import STRATEGIES, Loss, Strategy, take_step
 from microddp.timing import Timing, measure
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -43,8 +44,9 @@ class Row:
         ratio: median over the rounds of its time by that of PyTorch's DDP in the same round, like
             for like, and its quartiles ``ratio_low`` and ``ratio_high``.
         exposed_ms: by how much the median exceeds that without synchronisation.
-        collectives: all-reduces of a step.
+        collectives: all-reduces of a step; compressed gradients travel without.
         nbytes: bytes they reduce.
+        sent_bytes: what a rank sends of them, by formula: a ring's, or the compressor's.
     """
 
     model: str
@@ -59,6 +61,7 @@ class Row:
     exposed_ms: float
     collectives: int
     nbytes: int
+    sent_bytes: float
 
 
 def models(device: torch.device) -> dict[str, Callable[[], tuple[nn.Module, Loss, Batch]]]:
@@ -93,9 +96,17 @@ def models(device: torch.device) -> dict[str, Callable[[], tuple[nn.Module, Loss
 
 
 def steps_of(
-    model: nn.Module, loss_fn: Loss, batch: Batch, comms: Comms, bucket_cap_mb: float
-) -> dict[str, Callable[[], object]]:
-    """A step of each strategy, by name, each with a replica and an optimizer of its own."""
+    model: nn.Module,
+    loss_fn: Loss,
+    batch: Batch,
+    comms: Comms,
+    bucket_cap_mb: float,
+    compress: Sequence[str] = (),
+) -> dict[str, partial[torch.Tensor]]:
+    """A step of each strategy, by name, each with a replica and an optimizer of its own.
+
+    Those that ``compress`` names are microddp's DDP with these compressors.
+    """
     strategies = {
         name: make(copy.deepcopy(model), comms, bucket_cap_mb) for name, make in STRATEGIES.items()
     }
@@ -107,6 +118,10 @@ def steps_of(
         OURS + COPIES: STRATEGIES[OURS](ours, comms),
         THEIRS + COPIES: STRATEGIES[THEIRS](theirs, comms),
     }
+    for compressor in compress:
+        strategy = STRATEGIES[OURS](copy.deepcopy(model), comms, bucket_cap_mb)
+        strategy.compress(compressor)
+        strategies[f"{OURS}, {compressor}"] = strategy
     return {
         name: partial(
             take_step,
@@ -132,6 +147,16 @@ def collectives(step: Callable[[], object]) -> tuple[int, int]:
     return len(reduced), 4 * sum(sizes)
 
 
+def sent_bytes(step: partial[torch.Tensor], nbytes: int, comms: Comms) -> float:
+    """What a rank sends in a step, by formula, if its all-reduces are of ``nbytes``."""
+    strategy: Strategy = step.args[0]
+    if strategy.compression is None:
+        return reduced_bytes(nbytes, comms.world_size)
+    assert isinstance(strategy.module, DDP)
+    buckets = strategy.module.reducer.buckets
+    return sum(strategy.compression.sent_bytes(bucket.parameters()) for bucket in buckets)
+
+
 def bench_ddp(options: argparse.Namespace, comms: Comms) -> None:
     """Time every schedule for every model and bucket size, taking turns within one run."""
     comms.print(comms.describe())
@@ -147,7 +172,7 @@ def bench_ddp(options: argparse.Namespace, comms: Comms) -> None:
             model, loss_fn, batch = available[name]()
             for cap in options.bucket_cap_mb:
                 bar.set_description(f"{name}, {cap:g} MiB")
-                steps = steps_of(model, loss_fn, batch, comms, cap)
+                steps = steps_of(model, loss_fn, batch, comms, cap, options.compress)
                 timings = measure(
                     steps,
                     comms,
@@ -156,7 +181,8 @@ def bench_ddp(options: argparse.Namespace, comms: Comms) -> None:
                     progress=bar.update,
                 )
                 counted = {name: collectives(step) for name, step in steps.items()}
-                rows += compare(name, cap, timings, counted)
+                sent = {n: sent_bytes(step, counted[n][1], comms) for n, step in steps.items()}
+                rows += compare(name, cap, timings, counted, sent)
     if comms.rank == 0:
         _report(rows, options, comms)
 
@@ -166,6 +192,7 @@ def compare(
     bucket_cap_mb: float,
     timings: Mapping[str, Timing],
     counted: Mapping[str, tuple[int, int]],
+    sent: Mapping[str, float],
 ) -> list[Row]:
     """The rows of one model at one bucket size."""
     rows = []
@@ -187,6 +214,7 @@ def compare(
                 exposed_ms=(timing.median - timings[FREE].median) * 1e3,
                 collectives=number,
                 nbytes=nbytes,
+                sent_bytes=sent[strategy],
             )
         )
     return rows
@@ -206,6 +234,7 @@ def _report(rows: Sequence[Row], options: argparse.Namespace, comms: Comms) -> N
             "exposed ms": f"{row.exposed_ms:.3g}",
             "all-reduces": row.collectives,
             "MiB": f"{row.nbytes / MIB:.3g}",
+            "MiB sent": f"{row.sent_bytes / MIB:.3g}",
         }
         for row in rows
     ]

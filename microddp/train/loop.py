@@ -113,9 +113,13 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(comms.device.type, enabled=half)
         self.history: list[EpochResult] = []
         self.profiled: list[Span] = []
+        self.kept_back: dict[str, Any] | None = None  # of the gradients of steps before this run
         if config.resume:
             self._resume()
         self.strategy = STRATEGIES[config.schedule](self.model, comms, config.bucket_cap_mb)
+        if config.compress != "none":
+            self.strategy.compress(config.compress)
+            self.kept_back = self.kept_back or self._kept_back()
         self.check = os.environ.get("MICRODDP_DEBUG", "0") == "1"
 
     @property
@@ -150,13 +154,20 @@ class Trainer:
         Both DDPs plan their buckets anew after their first backward, and where a gradient lies in
         a bucket decides in which order three or more ranks add it up. So the first step after a
         resumption must not be the first backward, or it would round as no other step does. Nor
-        may it draw the random numbers of the steps that follow.
+        may it draw the random numbers of the steps that follow, or change what is kept back.
         """
         gpus = [self.comms.device] if self.comms.device.type == "cuda" else []
         with torch.random.fork_rng(gpus):
             batch = next(self.batches.epoch(0))
             compute_gradients(self.strategy, self.task.loss, batch, **self._precision())
         self.optimizer.zero_grad()
+        if self.strategy.compression and self.kept_back:
+            self.strategy.compression.load_state_dict(self.kept_back, self.model)
+
+    def _kept_back(self) -> dict[str, Any] | None:
+        """What was not sent yet. A collective."""
+        compression = self.strategy.compression
+        return compression.state_dict(self.model) if compression else None
 
     def _epoch(self, epoch: int) -> EpochResult:
         began = time.perf_counter()
@@ -217,6 +228,7 @@ class Trainer:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
+            "kept_back": self._kept_back(),
             "history": [asdict(result) for result in self.history],
             "generator": torch.get_rng_state(),
             "cuda_generator": torch.cuda.get_rng_state(self.comms.device) if cuda else None,
@@ -238,6 +250,7 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
+        self.kept_back = state.get("kept_back")
         self.history = [
             EpochResult(**result | {"step": StepTimes(**result["step"])})
             for result in state["history"]

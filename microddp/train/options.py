@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from microddp.compression import compressor
 from microddp.schedule import STRATEGIES
 
 CHOICES = {
@@ -19,7 +20,7 @@ CHOICES = {
 }
 RESULT_OPTIONS = (
     *("model", "data", "channels", "hidden", "depth", "width"),
-    *("batch_size", "precision", "lr", "seed"),
+    *("batch_size", "precision", "compress", "lr", "seed"),
 )
 
 
@@ -31,6 +32,8 @@ class TrainingConfig:
         schedule: how gradients are averaged: ``"naive"``, one by one after backward; ``"hooks"``,
             one by one during backward; ``"bucketed"``, in buckets; ``"ddp"``, by
             :class:`~microddp.ddp.wrapper.DistributedDataParallel`; ``"torch"``, by PyTorch's DDP.
+        compress: what is sent instead of the gradients, with error feedback, by ``"ddp"`` and
+            ``"torch"``: a name of :func:`microddp.compression.compressor`, or ``"none"``.
         model: ``"mlp"``, ``"cnn"`` or ``"transformer"``. The cnn normalises over groups of
             channels, not over the batch, of which each rank sees only its shard.
         data: ``"synthetic"``, ``"digits"`` or ``"mnist"``. The transformer reads an image as the
@@ -58,6 +61,7 @@ class TrainingConfig:
     """
 
     schedule: str = "ddp"
+    compress: str = "none"
     model: str = "cnn"
     data: str = "digits"
     channels: tuple[int, ...] = (32, 64, 128)
@@ -82,6 +86,8 @@ class TrainingConfig:
                 raise ValueError(
                     f"{_flag(name)}: expected one of {', '.join(choices)}, got {value}"
                 )
+        if self.compress != "none":
+            self._check_compression()
         for name in ("hidden", "depth", "width", "epochs", "batch_size", "accumulate"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{_flag(name)}: expected at least 1, got {value}")
@@ -100,6 +106,18 @@ class TrainingConfig:
             raise ValueError(f"--checkpoint: expected a folder, got the file {self.checkpoint}")
         if self.resume and self.checkpoint is None:
             raise ValueError("--resume: expected --checkpoint DIR with it")
+
+    def _check_compression(self) -> None:
+        try:
+            compressor(self.compress)
+        except ValueError as error:
+            raise ValueError(f"--compress: {error}") from error
+        if self.schedule not in ("ddp", "torch"):
+            raise ValueError(
+                f"--compress: expected --schedule ddp or torch with it, got {self.schedule}"
+            )
+        if self.precision == "fp16":  # what was kept back is in units of the last step's loss scale
+            raise ValueError("--compress: expected --precision fp32 or bf16 with it, got fp16")
 
     def result_options(self) -> dict[str, Any]:
         """The options that decide what is learned; the others change no more than rounding."""
@@ -128,6 +146,7 @@ def parse(arguments: Sequence[str] | None) -> TrainingConfig:
         parser.add_argument(_flag(name), default=default, help=text + said, **more)
 
     add("schedule", "how gradients are averaged")
+    add("compress", "what is sent instead of gradients, as top-k:0.01", metavar="NAME")
     add("model", "the cnn has group norm: batch norm would see each rank's shard only")
     add("data", "for the transformer, a sequence of pixels, or of synthetic tokens")
     add("channels", "of the cnn's convolutions", type=int, nargs="+", metavar="N")

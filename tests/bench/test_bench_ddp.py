@@ -17,6 +17,7 @@ BENCH = ("-m", "microddp.bench", "ddp")
 def test_reports_every_strategy_against_torch(tmp_path):
     report = tmp_path / "report.json"
     options = ("--models", "MLP 128", "--bucket-cap-mb", "1", "--iters", "3", "--json", report)
+    options += ("--compress", "int8", "power:2")
     printed = run(*TORCHRUN, *BENCH, *options)
     assert "gloo, 2 ranks on " in printed
     assert "ddp takes " in printed
@@ -30,7 +31,12 @@ def test_reports_every_strategy_against_torch(tmp_path):
     assert rows["naive"]["collectives"] == rows["hooks"]["collectives"] == 32
     for name in ("bucketed", OURS, OURS + COPIES, THEIRS + COPIES):
         assert rows[name]["collectives"] == reference["collectives"] == 1
+    compressed = {name: rows.pop(f"{OURS}, {name}") for name in ("int8", "power:2")}
+    assert {row["collectives"] for row in compressed.values()} == {0}, "from one rank to another"
+    assert compressed["int8"]["sent_bytes"] == pytest.approx(gradients / 4, rel=0.01)
+    assert 0 < compressed["power:2"]["sent_bytes"] < gradients / 20
     assert {row["nbytes"] for name, row in rows.items() if name != FREE} == {gradients}
+    assert {row["sent_bytes"] for name, row in rows.items() if name != FREE} == {gradients}
     free = rows[FREE]["median_ms"]
     assert rows[THEIRS + COPIES]["ratio"] != 1 or rows[THEIRS + COPIES]["ratio_low"] != 1
     for row in rows.values():
@@ -43,6 +49,7 @@ def test_reports_every_strategy_against_torch(tmp_path):
     [
         (("--models", "ResNet"), "invalid choice"),
         (("--bucket-cap-mb", "0"), "expected a positive number"),
+        (("--compress", "zip"), "expected one of top-k:K"),
     ],
 )
 def test_refuses_what_it_cannot_do(options, complaint, capsys):
@@ -70,9 +77,10 @@ def test_ratios_are_of_rounds_and_exposed_time_is_what_exceeds_no_synchronisatio
         OURS + COPIES: Timing((3.0, 4.0, 4.0)),
         OURS: Timing((3.0, 4.0, 4.0)),
     }
-    rows = compare("toy", 25.0, timings, dict.fromkeys(timings, (3, MIB)))
+    counted, sent = dict.fromkeys(timings, (3, MIB)), dict.fromkeys(timings, 1.5 * MIB)
+    rows = compare("toy", 25.0, timings, counted, sent)
     copies, ours = rows[-2:]
     assert copies.ratio == 0.5, "like for like"
     assert (ours.ratio, ours.ratio_low, ours.ratio_high) == (1.0, 0.5, 1.5)
     assert (ours.median_ms, ours.exposed_ms) == (4000.0, 3000.0)
-    assert (ours.collectives, ours.nbytes) == (3, MIB)
+    assert (ours.collectives, ours.nbytes, ours.sent_bytes) == (3, MIB, 1.5 * MIB)

@@ -180,15 +180,17 @@ def test_all_ranks_skip_a_step_that_overflows_on_one(comms):
 
 
 def resumed_in_parts(comms, folder):
-    for name in CHOICES["schedule"]:
-        # Small buckets: where a gradient lies decides how three ranks round.
-        config = small(schedule=name, precision="fp16", bucket_cap_mb=0.005, accumulate=2)
-        config = dataclasses.replace(config, epochs=2)
+    ways = [{"schedule": name, "precision": "fp16"} for name in CHOICES["schedule"]]
+    ways += [{"compress": name} for name in ("top-k:0.1", "random-k:0.1", "int8", "power:2")]
+    ways += [{"compress": "sign", "schedule": "torch"}, {"compress": "bf16", "precision": "bf16"}]
+    for number, way in enumerate(ways):
+        # Small buckets: where a gradient lies decides how ranks round, and what is sent of it.
+        config = small(bucket_cap_mb=0.005, accumulate=2, epochs=2, **way)
         whole = train(config, comms)
-        config = dataclasses.replace(config, checkpoint=Path(folder, name), resume=True)
+        resuming = dataclasses.replace(config, checkpoint=Path(folder, str(number)), resume=True)
         for epochs in (1, 2, 2):
-            result = train(dataclasses.replace(config, epochs=epochs), comms)
-        assert torch.equal(flat(whole.model.parameters()), flat(result.model.parameters())), name
+            result = train(dataclasses.replace(resuming, epochs=epochs), comms)
+        assert torch.equal(flat(whole.model.parameters()), flat(result.model.parameters())), way
         assert [e.loss for e in whole.epochs] == [e.loss for e in result.epochs]
         assert whole.steps == result.steps == 2 * STEPS
 
@@ -199,6 +201,30 @@ def test_a_run_in_parts_is_bitwise_the_run_as_a_whole(tmp_path):
 
 def first_epoch(comms, folder):
     train(small(checkpoint=Path(folder)), comms)
+
+
+def first_epoch_of_three(comms, folder):
+    train(small(compress="top-k:0.1", checkpoint=Path(folder)), comms)
+
+
+def second_epoch_of_two(comms, folder):
+    """What three ranks had kept back is sent by two."""
+    kept = torch.load(Path(folder, "checkpoint.pt"), weights_only=True)["kept_back"]["residuals"]
+    config = small(compress="top-k:0.1", epochs=2, resume=True, checkpoint=Path(folder))
+    trainer = Trainer(config, comms)
+    trainer._rehearse()
+    names = {p: name for name, p in trainer.model.named_parameters()}
+    residuals = trainer.strategy.compression.residuals
+    assert residuals.keys() == names.keys()
+    for parameter, residual in residuals.items():
+        assert torch.equal(residual, kept[names[parameter]].mean(dim=0))
+    trainer.run()
+    check_replicas(trainer.model, comms)
+
+
+def test_what_was_kept_back_is_sent_by_other_ranks(tmp_path):
+    run(first_epoch_of_three, 3, str(tmp_path))
+    run(second_epoch_of_two, 2, str(tmp_path))
 
 
 def second_epoch(comms, folder):
@@ -220,26 +246,28 @@ def test_other_ranks_and_schedules_may_resume_and_other_seeds_may_not(tmp_path):
     run(second_epoch, 1, str(tmp_path))
 
 
-def killed_in_a_random_step(comms, folder, step):
+def killed_in_a_random_step(comms, folder, compress, step):
     def kill(now, _):
         if now == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    train(small(epochs=3, checkpoint=Path(folder)), comms, kill)
+    train(small(epochs=3, compress=compress, checkpoint=Path(folder)), comms, kill)
 
 
-def resumed_and_whole(comms, folder):
-    whole = train(small(epochs=3), comms)
-    result = train(small(epochs=3, checkpoint=Path(folder), resume=True), comms)
+def resumed_and_whole(comms, folder, compress):
+    config = small(epochs=3, compress=compress)
+    whole = train(config, comms)
+    result = train(dataclasses.replace(config, checkpoint=Path(folder), resume=True), comms)
     assert torch.equal(flat(whole.model.parameters()), flat(result.model.parameters()))
 
 
-def test_killed_on_all_ranks_in_a_random_step_and_resumed_it_is_the_same_run(tmp_path):
+@pytest.mark.parametrize("compress", ["none", "top-k:0.01", "power:2"])
+def test_killed_on_all_ranks_in_a_random_step_and_resumed_it_is_the_same_run(compress, tmp_path):
     step = random.randrange(1, 3 * STEPS + 1)
     print("killed after step", step)
-    codes = run(killed_in_a_random_step, 2, str(tmp_path), step, dies=[0, 1])
+    codes = run(killed_in_a_random_step, 2, str(tmp_path), compress, step, dies=[0, 1])
     assert codes == [-signal.SIGKILL] * 2
-    run(resumed_and_whole, 2, str(tmp_path))
+    run(resumed_and_whole, 2, str(tmp_path), compress)
 
 
 def with_dropout(config, comms):
@@ -382,6 +410,15 @@ def test_a_mean_step_is_over_steps_and_ranks():
         ("--channels 8 0", r"--channels: expected numbers of at least 1, got \(8, 0\)"),
         ("--bucket-cap-mb nan", "--bucket-cap-mb: expected a positive number, got nan"),
         ("--lr -1", "--lr: expected a positive number, got -1.0"),
+        ("--compress zip", "--compress: expected one of top-k:K, .* got 'zip'"),
+        (
+            "--compress int8 --schedule naive",
+            "--compress: expected --schedule ddp or torch .* naive",
+        ),
+        (
+            "--compress int8 --precision fp16",
+            "--compress: expected --precision fp32 or bf16 .* fp16",
+        ),
         ("--seed -1", "--seed: expected a number in 0..2147483647, got -1"),
         ("--json no/such/folder/file", "--json: expected a file in a folder that exists"),
         ("--resume", "--resume: expected --checkpoint DIR with it"),
