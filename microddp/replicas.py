@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch._utils import _unflatten_dense_tensors
 
-from microddp.comms import Comms, Pending, describe, name_ranks, odd_ranks
+from microddp.comms import Comms, Pending, describe, name_ranks, name_usual, odd_ranks
 
 BROADCAST_BYTES = 64 << 20  # bounds the copy that a broadcast of many tensors needs
 
@@ -98,7 +98,7 @@ def check_replicas(module: nn.Module, comms: Comms) -> None:
 
     Raises:
         RuntimeError: names the first parameter that differs, and the ranks that differ from the
-            most frequent version; or as :func:`check_structure`.
+            most frequent version, or from one of several; or as :func:`check_structure`.
     """
     # First, since ranks with other parameters would send other numbers of hashes.
     check_structure(module, comms)
@@ -110,7 +110,7 @@ def check_replicas(module: nn.Module, comms: Comms) -> None:
         if odd:
             raise RuntimeError(
                 f"rank {comms.rank}: parameter {name} ({describe(parameter)}) on {name_ranks(odd)} "
-                "differs from the most frequent version: expected equal values on all "
+                f"differs from {name_usual(column)}: expected equal values on all "
                 f"{comms.world_size} ranks; start from one seed or call broadcast_parameters"
             )
 

@@ -1,6 +1,6 @@
 """Ranks that talk: joining a job, messages, collectives, and what ranks agree on."""
 
-from microddp.comms.agreement import describe, name_ranks, odd_ranks
+from microddp.comms.agreement import describe, name_ranks, name_usual, odd_ranks
 from microddp.comms.collectives import Comms
 from microddp.comms.counter import Message, MessageCounter
 from microddp.comms.job import init

@@ -27,6 +27,19 @@ def odd_ranks(values: Sequence[Any]) -> tuple[Any, list[int]]:
     return usual, [rank for rank, value in enumerate(values) if value != usual]
 
 
+def name_usual(values: Sequence[Any]) -> str:
+    """The value that :func:`odd_ranks` calls usual, in words: of ranks that are not more, a rank's.
+
+    Example:
+        >>> name_usual(["a", "b"])
+        "rank 0's, of several equally frequent"
+    """
+    (usual, most), *others = Counter(values).most_common(2)
+    if others and others[0][1] == most:
+        return f"rank {values.index(usual)}'s, of several equally frequent"
+    return "the most frequent"
+
+
 def name_ranks(ranks: Iterable[int]) -> str:
     """Ranks in words: ``"rank 2"``, ``"ranks 1, 3"``."""
     numbers = [str(rank) for rank in ranks]
@@ -69,13 +82,17 @@ class Headers:
         """Raise on every rank unless all pass the same text. A collective.
 
         Raises:
-            RuntimeError: names the ranks that differ from the most frequent text.
+            RuntimeError: names the ranks that differ from the most frequent text, or, where there
+                is none, from that of the first rank.
         """
         said = self.exchange(call)
         usual, odd = odd_ranks(said)
         if odd:
             calls = "; ".join(f"rank {rank} calls {said[rank]}" for rank in odd)
-            raise RuntimeError(f"rank {self.rank}: the ranks disagree: {calls}; expected {usual}")
+            raise RuntimeError(
+                f"rank {self.rank}: the ranks disagree: {calls}; expected {usual}, "
+                f"{name_usual(said)}"
+            )
 
     def _encode(self, text: str) -> torch.Tensor:
         data = bytearray(text.encode()[:HEADER_BYTES].ljust(HEADER_BYTES))

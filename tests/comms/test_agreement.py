@@ -4,7 +4,7 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from microddp.comms import describe, name_ranks, odd_ranks
+from microddp.comms import describe, name_ranks, name_usual, odd_ranks
 from microddp.comms.agreement import HEADER_BYTES, Headers
 
 
@@ -73,5 +73,29 @@ def test_agree_names_the_odd_ranks_on_every_rank(comms):
         headers(comms).agree("something else" if comms.rank == odd else "the usual")
     assert str(caught.value) == (
         f"rank {comms.rank}: the ranks disagree: rank {odd} calls something else; "
-        "expected the usual"
+        "expected the usual, the most frequent"
     )
+
+
+@on_ranks(2)
+def test_of_two_ranks_neither_is_the_odd_one(comms):
+    with pytest.raises(RuntimeError) as caught:
+        headers(comms).agree(f"call of {comms.rank}")
+    assert str(caught.value) == (
+        f"rank {comms.rank}: the ranks disagree: rank 1 calls call of 1; "
+        "expected call of 0, rank 0's, of several equally frequent"
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "odd", "usual"),
+    [
+        ("aaa", [], "the most frequent"),
+        ("aba", [1], "the most frequent"),
+        ("abcd", [1, 2, 3], "rank 0's, of several equally frequent"),
+        ("abbcc", [0, 3, 4], "rank 1's, of several equally frequent"),
+    ],
+)
+def test_who_is_odd_and_of_what(values, odd, usual):
+    assert odd_ranks(list(values))[1] == odd
+    assert name_usual(list(values)) == usual
