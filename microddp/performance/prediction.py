@@ -25,13 +25,15 @@ from microddp.report import MIB
 from microddp.schedule import STRATEGIES, Loss, Strategy, take_step
 from microddp.timing import Timeline, measure, slowest_rank, timed_together
 
-SWEEP = tuple(MIB >> 4 << shift for shift in range(0, 11, 2))  # 64 KiB to 64 MiB
+SWEEP = tuple(1 << shift for shift in range(10, 25, 2))  # 1 KiB to 16 MiB
 
 
 def measure_all_reduce(
     comms: Comms, sizes: Sequence[int] = SWEEP, repeat: int = 10
 ) -> AllReduceCost:
     """Fit the cost of the backend's all-reduce to measurements. A collective.
+
+    On links of known speed, beta is what they take for the bytes that an all-reduce has to send.
 
     Args:
         comms: the ranks.
@@ -50,7 +52,9 @@ def measure_all_reduce(
 
     calls = {str(size): lambda t=tensor: all_reduce(t) for size, tensor in tensors.items()}
     times = measure(calls, comms, repeat=repeat)
-    alpha, beta = fit_alpha_beta(sizes, [times[str(size)].median for size in sizes])
+    n = comms.world_size
+    wire = 2 * (n - 1) / n * comms.box.seconds_per_byte if comms.box and n > 1 else None
+    alpha, beta = fit_alpha_beta(sizes, [times[str(size)].median for size in sizes], wire)
     cores = torch.tensor([busy / wall if comms.backend == "gloo" else 0.0], device=comms.device)
     comms.all_reduce_mean(cores)
     return AllReduceCost(alpha, beta, float(cores))
