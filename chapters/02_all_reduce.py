@@ -328,8 +328,8 @@ if few.world_size == 1:
 
 # %% [markdown]
 """
-So this section and the next time the first four ranks, while the others sleep and are told the
-result:
+So this section and the next time the first four ranks at most, while the others sleep and are told
+the result:
 """
 
 # %%
@@ -416,7 +416,7 @@ itself: in a row, messages start sooner.
 small tensors $\alpha$ decides, so fewer rounds should win. For large ones $\beta$ decides: the
 ring's rounds are shortest, and it should win by a factor that grows with the number of ranks.
 
-**Measure.** The core's four ways and the backend's take turns, so that whatever disturbs the
+**Measure.** The book's four ways and the backend's take turns, so that whatever disturbs the
 machine meets all of them:
 """
 
@@ -454,11 +454,15 @@ for nbytes, backend in timings["backend"].items():
     ratios = [timings[name][nbytes].ratio(backend).median for name in ALGORITHMS]
     marked = mark_least([f"{ratio:.2f}" for ratio in ratios], ratios)
     bus = bus_bandwidth(nbytes, timings["ring"][nbytes].median, four) / 1e9
-    errors = [models[name](nbytes) / timings[name][nbytes].median for name in ("naive", "ring")]
-    rows.append((human_bytes(nbytes), backend, *marked, bus, *errors))
+    rows.append((human_bytes(nbytes), backend, *marked, bus))
 few.print("our four in units of the backend's time; * the least median of them")
-headers = ["size", "backend", *ALGORITHMS, "ring GB/s", "predicted / naive", "predicted / ring"]
-few.print(table(rows, headers))
+few.print(table(rows, ["size", "backend", *ALGORITHMS, "ring GB/s"]))
+rows = [
+    (human_bytes(m), *(models[name](m) / timings[name][m].median for name in ALGORITHMS))
+    for m in timings["backend"]
+]
+few.print("predicted / measured")
+few.print(table(rows, ["size", *ALGORITHMS], floats=("", *[".2f"] * len(ALGORITHMS))))
 for nbytes in (min(timings["ring"]), max(timings["ring"])):
     ours = {name: timings[name][nbytes] for name in ALGORITHMS}
     least = min(ours.values(), key=lambda timing: timing.median)
@@ -472,12 +476,13 @@ have carried in a second, and can be compared between algorithms and numbers of 
 definition is that of nccl-tests, Nvidia's benchmark of collectives
 ([PERFORMANCE.md](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md)).
 
-**Explain.** The model is flat where alpha decides, and a straight line where beta does. The last
-columns say how far it is off. Below 1.00 it leaves something out: the additions, the pieces of a
-chunk, each with an alpha of its own, and whatever the cores do that carry the messages. Above 1.00
-it counts too much. Rounds in a row need not wait for all ranks, as a single exchange that is timed
-does; in naive's first rounds, three ranks send at the same time, so it need not lose to ways with
-fewer rounds. And a shaped link lets small chunks pass.
+**Explain.** The model is flat where alpha decides, and a straight line where beta does. The second
+table says how far it is off. Below 1.00 it leaves something out: the additions, which in the direct
+way and in doubling are of whole tensors while nothing travels; the pieces of a chunk, each with an
+alpha of its own; and whatever the cores do that carry the messages. Above 1.00 it counts too much.
+Rounds in a row need not wait for all ranks, as a single exchange that is timed does; in naive's
+first rounds all ranks but rank 0 send at the same time, so it need not lose to ways with fewer
+rounds. And a shaped link lets small chunks pass.
 
 How much the ring gains depends on the links. Naive's bytes pass through rank 0's link one way, then
 the other, $2(n-1)S$ one after the other. The ring sends and receives at once, each way
@@ -490,7 +495,7 @@ sum of all bytes that counts, and that is the same for both.
 **Predict.** Naive's time should grow as $n-1$. The ring's bytes grow as $2(n-1)/n$: less and less,
 and never to twice those of two ranks. On top come the alphas of its rounds.
 
-**Measure.** 4 MiB, among the first 2, 3, 4, 6 and 8 ranks:
+**Measure.** 4 MiB, among the first 2, 3, 4, 6 and 8 ranks, where there are so many:
 """
 
 # %%
@@ -517,15 +522,18 @@ if counts:  # with one rank there is none
 
 # %% [markdown]
 r"""
-Were the ranks to share what carries the messages, as without hosts of their own, the bytes say that
-both lines would rise alike.
+**Explain.** What took longer than predicted, no link explains. Where there are more ranks than
+cores, a message may also wait until whoever takes it has a core, in every round. Were the ranks to
+share what carries the messages, as without hosts of their own, the bytes say that both lines would
+rise alike.
 
 ## What to take along
 
 - A ring all-reduce is a reduce-scatter followed by an all-gather. With three or more ranks, its
   busiest rank sends less than that of any other way here. Recursive doubling and the direct way
   need fewer rounds. Alpha and beta say roughly from which size on the ring is faster.
-- On gloo, in Linux's default class, small messages measure the scheduler as much as the network.
+- On gloo, in Linux's default class, small messages can measure the scheduler as much as the
+  network.
 - The sum must be formed in one order on all ranks.
 
 ## Appendix: the pauses
@@ -576,10 +584,10 @@ if paused:  # not on GPUs
 
 # %% [markdown]
 """
-Many of the long calls under the default class are turns of the scheduler. gloo has a background
-thread that reads the sockets. When data arrive, it wakes up and *tries* to lock the connection. If
-the main thread holds the lock, because it is in the middle of sending, the background thread does
-not sleep: it tries again and again (`Pair::handleEvents` in [gloo's TCP
+Where the default class has more long calls, the difference is turns of the scheduler. gloo has a
+background thread that reads the sockets. When data arrive, it wakes up and *tries* to lock the
+connection. If the main thread holds the lock, because it is in the middle of sending, the
+background thread does not sleep: it tries again and again (`Pair::handleEvents` in [gloo's TCP
 transport](https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/pair.cc)). That is harmless
 as long as both threads have a core. But on waking it may have pushed the main thread off its core.
 Then it waits for a thread that cannot run, until the scheduler's next tick: a 250th of a second
@@ -627,7 +635,7 @@ r"""
 
    </details>
 
-3. The core's ring cuts a chunk into pieces of `PIECE_BYTES`, and two pieces go all the way round
+3. The book's ring cuts a chunk into pieces of `PIECE_BYTES`, and two pieces go all the way round
    before the next two begin. A ring of 2 ranks reduces 64 MiB. How many messages does each rank
    send if `PIECE_BYTES` in `microddp/allreduce/ring.py` is 16 KiB, 768 KiB, or 1 GiB? Predict which
    of them is slowest by far. Then change it and run

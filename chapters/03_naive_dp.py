@@ -176,8 +176,8 @@ figures.lines(
 r"""
 **Explain.** In `float64` the losses agree to $10^{-9}$ and better, and so do the weights. Both are
 asserted above: where they do not hold, this page cannot be built. In `float32` each rounding is
-$2^{29}$ times as large, and so is the distance, or more. For an input of a ReLU that is next to 0
-can be above it in one model and below it in the other, and training amplifies the difference:
+$2^{29}$ times as large, and so, about, is the distance, unless training amplifies it: an input of a
+ReLU that is next to 0 can be above it in one model and below it in the other. Then it is far more:
 """
 
 # %%
@@ -219,7 +219,8 @@ if n > 1:  # else there is nobody to be apart from
 
 Sharding takes for granted that the ranks cut up the *same* order of samples. If each rank
 shuffles with its own seed, it takes its shard of an order that no other rank has. Count how often
-the ranks' shards together contain each sample:
+the ranks' shards together contain each sample. (The loop above drops the last ones, which do not
+fill a batch.)
 """
 
 

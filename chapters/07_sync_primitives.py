@@ -211,7 +211,7 @@ assert sum(sizes) == len(images)
 # %% [markdown]
 """
 **All-reduce of a flag: stop together.** A rank looks at the loss on *its* images to decide
-whether it has trained long enough. The ranks decide differently, and one that leaves its loop
+whether it has trained long enough. The ranks need not decide alike, and one that leaves its loop
 alone leaves the others waiting. So each says 0 or 1, and the maximum counts: all stop as soon as
 one wants to. (With the minimum, they stop as soon as all want to.)
 """
@@ -463,7 +463,7 @@ makes it from all-reduces, after which every rank throws all parts but one away.
 collective says who has what at the end, not what it costs to get there. The last line is the
 first half of chapter 02's ring, which sends half of that.
 
-Now the time. As in chapter 02, $\alpha$ comes from single exchanges of many sizes, and so does
+Now the time. As in chapter 02, $\alpha$ comes from single exchanges, and so does
 $\beta$ where the links' speed is not known:
 """
 
@@ -498,18 +498,22 @@ for parts, by_name in timings.items():
     costs = {name: COST[name][0] * (alpha + beta * COST[name][1] * 4 * m * parts) for name in COST}
     del costs["barrier"]  # has no bytes
     quicker = sum(by_name[name].median < seconds for name, seconds in costs.items())
-    few.print(f"{human_bytes(4 * m * parts)}: {quicker} of {len(costs)} took less than predicted")
+    few.print(f"{human_bytes(4 * m * parts)}: {quicker} of the {len(costs)} with bytes took less")
 
 # %% [markdown]
 r"""
 **Explain.** For small tensors the bytes do not count: what does is the start of each round. A round
 inside a collective may start faster than an exchange that is called on its own, which is where
 $\alpha$ comes from, or slower, with what PyTorch and gloo do around it. Scatter and gather also say
-first what comes, because parts may differ in size. For large tensors the bytes are what counts. Not
-in the model are copies and additions, and messages that share a link. gloo starts all messages of a
-broadcast's root at once, and of an all-to-all. Of four ranks, the one that passes a broadcast on
-has its data only after both of rank 0's messages: three rounds' time, not two. A reduce-scatter
-over gloo takes the time of the bytes it really sends, or more.
+first what comes, because parts may differ in size, which doubles their messages. For large tensors
+the bytes are what counts; a barrier has none, so its two times show the noise. Not in the model are
+copies and additions, and messages that share a link. gloo starts all messages of a broadcast's root
+at once: of four ranks, the one that passes a broadcast on has its data only after both of rank 0's
+messages, which is three rounds' time, not two. It starts all of an all-to-all at once, too. Where
+several senders meet at one receiver's link, they slow each other down: the direct way of chapter 02
+took 2.8 times what a ring's bytes take when it sent that way, and 2.2 since it goes by rounds (16
+MiB on four hosts at 1 Gbit/s, 2 cores of an AMD EPYC, November 2026). A reduce-scatter over gloo
+takes about the time of the bytes that it really sends.
 
 ## What to take along
 
@@ -661,7 +665,8 @@ nothing ("undefined behavior, including hangs, crashes, or data corruption", [NC
 guide](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/collectives.html)).
 
 With `MICRODDP_DEBUG=1` in the environment, all ranks first tell each other what they are about to
-do. On a difference all of them raise, at once, and name the odd one:
+do. On a difference all of them raise, at once, and name who is not with the most, or, where there
+is no most, who differs from the first:
 """
 
 # %%
@@ -672,7 +677,7 @@ for mistake, odd in (MISTAKES[0], MISTAKES[2]):
 
 # %% [markdown]
 """
-Odd is who is not with the most; where no majority agrees, nobody can tell. The comparison cannot
+Where no majority agrees, nobody can tell who is right. The comparison cannot
 see swapped sums of one shape, for all ranks say the same. Nor can it name a rank that stays away:
 it waits for that rank, too. PyTorch has such a comparison for its own calls,
 `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
@@ -765,7 +770,7 @@ assert [ending != "went on" for ending in endings] == [STUCK] + [False] * (n - 1
 """
 The barrier belongs to all ranks, so it stands outside of the `if`. Then everybody may read
 (on several machines, if they share the folder). A saved model is a *pickle*, a program that runs
-when it is read; `weights_only=True` lets it make tensors and nothing else:
+when it is read; `weights_only=True` lets it make tensors, plain containers, and little else:
 """
 
 # %%

@@ -159,11 +159,10 @@ assert n == 1 or summaries["naive"].ranks[0].hidden == 0
 # %% tags=["plumbing"]
 PARTS = ("forward", "backward", "exposed", "optimizer")
 bars = {name: {p: getattr(s.ranks[0], p) for p in PARTS} for name, s in summaries.items()}
-fastest = min(list(ways)[1:], key=lambda name: summaries[name].ranks[0].total)
 waits = {name: summary.ranks[0].exposed for name, summary in summaries.items()}
 figures.stacked_bars(
     bars,
-    title=f"'{fastest}' waits {waits[fastest] / max(waits['naive'], 1e-9):.0%} as long as 'naive'",
+    title=f"'ddp' waits {waits['ddp'] / max(waits['naive'], 1e-9):.0%} as long as 'naive'",
     xlabel="time of a step on rank 0 (medians)",
 )
 rows = []
@@ -272,7 +271,7 @@ r"""
 **Explain.** On slow links the two predictions are near each other: what backward can hide is little
 beside what has to travel. A share above both means that averaging cost time that neither the wire
 nor this model has: the start of each message, and cores that carry messages and do not compute
-meanwhile. On the fastest links that can be most of it.
+meanwhile. The faster the link, the more that weighs. One below both is noise, of three steps each.
 
 ## Against the size of the model
 
@@ -324,7 +323,8 @@ if by_speed:
 """
 **Explain.** The prediction follows the ratio of computing to bytes, and not the size: where the
 computing for each MiB grows, as larger layers leave the caches or are used more often, the share
-falls, and where it stays, the share stays. So a larger model is easier only if it computes more
+falls; where it shrinks, the share rises. Were each parameter used equally often, and equally fast,
+that column would be the same in all rows. So a larger model is easier only if it computes more
 with each parameter. A measured share well below the prediction shows what backward hides, one well
 above it start-ups and busy cores; a few percentage points are noise. The rule names neither the
 device nor the batch, and both move the result: for a device that computes ten times faster, the
@@ -443,7 +443,9 @@ figures.stacked_bars(
     formatter=lambda share, _: f"{share:.0%}",
 )
 caps = [name for name in VARIANTS if name.startswith("buckets")]
-few.print(f"shortest step: {min(caps, key=lambda name: overheads[name].together.median)}")
+best = min(caps, key=lambda name: overheads[name].together.median)
+told = all(overheads[best].together.clearly_below(overheads[c].together) for c in caps if c != best)
+few.print(f"shortest step: {best}{'' if told else ', not clearly below the others'}")
 same = [shares[name] for name in ("buckets of 1 MiB", "accumulation of 1", "batch of 64")]
 few.print(f"one and the same step, timed three times: {min(same):.1%} to {max(same):.1%}")
 rows = [(K, shares[f"accumulation of {K}"], once / (once + K * (1 - once))) for K in (2, 4, 8)]
@@ -456,10 +458,10 @@ r"""
 the samples for each update. What averaging adds need not stay the same, nor need four times the
 samples take four times as long, so a share may fall otherwise than the formula says. Autocast helps
 where the processor has instructions for bf16 and hurts where it converts instead. So its share can
-go either way while the bytes stay. Three of the bars are one and the same step (buckets of 1 MiB,
-accumulation of 1, batch of 64): what they differ by is noise. Shares of different bucket sizes have
-that noise in their computing, too, so compare their times. Half the bytes pay where the link takes
-longer than the two conversions.
+go either way while the bytes stay. Three of the bars are one and the same step: what they differ by
+is noise. Shares of different bucket sizes have that noise in their computing, too, so compare their
+times, as the first line below the figure does. Half the bytes pay where the link takes longer than
+the two conversions.
 
 ## Predicted from its parts
 
@@ -525,9 +527,9 @@ for cap in (0.1, 1.0, 25.0):
 # %% [markdown]
 r"""
 **Measure.** A model that only explains what it was fitted to explains little. So alpha and beta are
-those of the links above, and the steps are timed on two others. Of beta, a link's time for
-$\frac{2(n-1)}{n}$ bytes is the wire's, and known for each speed. What was fitted beyond that is the
-cores', and stays. Four models are predicted and then timed in
+those of the links above, and the steps are timed on two others. Beta is a link's time for
+$\frac{2(n-1)}{n}$ bytes, and known for each speed. Alpha comes from messages of up to 16 KiB, and
+stays, as does what the cores do for a byte. Four models are predicted and then timed in
 {class}`~microddp.ddp.wrapper.DistributedDataParallel`, in turns:
 """
 
@@ -551,19 +553,11 @@ CASES["transformer"] = (decoder, (tokens, tokens.roll(-1, 1)), flat_cross_entrop
 
 
 # %%
-def wire():
-    """Seconds that a link takes for a byte of an all-reduce."""
-    return 2 * (n - 1) / n / speed_of(few)
-
-
-beyond = max(0.0, cost.beta - wire())
-
-
 def on_this_link(cost):
     """The cores spend as much on a byte as before, while it travels for longer or shorter."""
     if few.box is None:
         return cost
-    beta = wire() + beyond
+    beta = 2 * (n - 1) / n / speed_of(few)
     return replace(cost, beta=beta, cores=cost.cores * cost.beta / beta)
 
 
@@ -575,7 +569,7 @@ def both(net, data, loss_fn, cap=1.0):
 
 
 # %%
-rows, errors = [], {}
+rows, errors, inside = [], {}, 0
 speeds = ("500mbit", "2gbit") if few.box else ("as it is",)
 for speed, (name, (net, data, loss_fn)) in itertools.product(speeds, CASES.items()):
     if few.box:
@@ -591,6 +585,8 @@ for speed, (name, (net, data, loss_fn)) in itertools.product(speeds, CASES.items
     link = human_bits(8 * speed_of(few)) if few.box else "this machine's"
     missed = [seconds / measured.median - 1 for seconds in both_medians]
     errors.setdefault(link, []).append(missed)
+    low, high = measured.spread
+    inside += low <= both_medians[1] <= high
     rows.append((name, link, *map(human_seconds, both_medians), measured, *missed))
 
 # %% tags=["plumbing"]
@@ -601,6 +597,7 @@ few.print(table(rows, headers, floats=("", "", "", "", "", "+.0%", "+.0%")))
 flat = [missed for of_link in errors.values() for missed in of_link]
 middle = [statistics.median(map(abs, column)) for column in zip(*flat, strict=True)]
 few.print(f"median error {middle[0]:.0%}, of the book's {middle[1]:.0%}")
+few.print(f"within the quartiles of what was measured: {inside} of the book's {len(flat)}")
 for link, of_link in errors.items():
     signed = statistics.median(error for _, error in of_link)
     longer = sum(error < 0 for _, error in of_link)
@@ -612,8 +609,8 @@ r"""
 **Explain.** The predictions leave out what ranks do to each other. One that is late makes all wait,
 and threads that want the same core take turns by the scheduler's choice. Both make a real step
 longer than the predicted one: then the error is negative. And each part is measured at another
-moment than the step, so an error can be positive, too. The same gap is a larger share of the
-shorter step.
+moment than the step, so an error can be positive, too. One within the quartiles is no error that
+this run can see.
 
 ## When is it worth it?
 
@@ -627,11 +624,11 @@ $$L + \frac{2(n-1)}{n}\,\frac{4P}{B} \;<\; (n-1)\,\frac{6Pb}{R}
 B \;>\; \frac{8P\,(n-1)/n}{6Pb\,(n-1)/R - L} .$$
 
 For large models the start-up L does not matter and P cancels out: the bandwidth that is needed
-depends on the device, on n and on b alone. For small ones the start-up is more than all there is to
-save, whatever the bandwidth.
+depends on the device, on n and on b alone. For small ones the start-up can be more than all there
+is to save, whatever the bandwidth.
 
-This machine's R is measured, and L is its $\alpha$ times the rounds. An H100 enters with its
-maker's figure, 989 TFLOP/s in dense bf16 ([NVIDIA, H100 data
+This machine's R is that of the fastest of several large products, and L is its $\alpha$ times the
+rounds. An H100 enters with its maker's figure, 989 TFLOP/s in dense bf16 ([NVIDIA, H100 data
 sheet](https://www.nvidia.com/en-us/data-center/h100/), SXM, 2024). Large trainings reach about 40 %
 of it ([Llama 3](https://arxiv.org/abs/2407.21783), table 4: 38 to 43 %, 2024). Its start-up is
 taken to be the time of an all-reduce of 1 MiB, at 40 GB/s bus bandwidth on 8 H200 ([ML
@@ -696,7 +693,7 @@ arithmetic and bytes. At this machine's rates each operation would take some tim
 (*compute*), some to move its bytes (*memory*), and some to be started at all (*host*). The longest
 of the three is what limits it. Communication is added as it was measured. The percentages are of
 the time that the rates explain, which "together" compares with the whole step; a step that is
-shorter than that ran above the measured rates. Here are three
+shorter than that ran above the measured rates, out of a cache, say. Here are three
 models made to be limited by one thing each, and then the model of this chapter:
 """
 
@@ -771,7 +768,8 @@ assert n == 1 or first > last
 r"""
 Rank 0 sees nothing but communication that takes long, and no network would change what the late
 rank explains of it. Exposed time is waiting, for the network *or* for another rank. Look at all
-ranks: the one that waits least is the *straggler*, which the others wait for.
+ranks: where some wait much less than the others, they are the *stragglers*, which the others wait
+for.
 
 ## What to take along
 
@@ -780,7 +778,8 @@ Before you buy a network, in this order:
 1. Warm up, let the ranks meet before each measurement, repeat; report a median with its spread.
 2. Time the step without averaging, on as many ranks at once. What the whole step takes beyond that
    is all that can be won.
-3. Look at every rank. If one works longest, that is the problem, and no network will help.
+3. Look at every rank. If one works much longer, and the others wait about that long, it is the
+   problem, and no network will help.
 4. Split communication into exposed and hidden. Only the exposed part costs, unless processors move
    the bytes.
 5. If start-ups weigh, use larger buckets; if bytes weigh, accumulate, enlarge the batch, or send
@@ -789,8 +788,8 @@ Before you buy a network, in this order:
 
 ## Appendix: the profiler
 
-PyTorch's profiler records every operation, at a price that short steps show. So it is the tool for
-*what* takes the time, after a clock has said *how much* there is to find. The book's
+PyTorch's profiler records every operation, at a price. So it is the tool for *what* takes the time,
+after a clock has said *how much* there is to find. The book's
 {func}`~microddp.performance.profiler.profile_steps` sums it up, and writes a trace for each rank
 that [Perfetto](https://ui.perfetto.dev) opens:
 """
