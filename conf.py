@@ -34,7 +34,8 @@ suppress_warnings = ["sphinx_gallery.space_in_filename"]  # a clone may lie in a
 nitpick_ignore_regex = [
     # There is no inventory of other projects' names, because a build needs no network. PyTorch's is
     # made up from a list, of what its documentation explains.
-    (r"py:.*", r"(numpy|np|matplotlib|collections|contextlib|pathlib|argparse|typing|types)\..*"),
+    (r"py:.*", r"(numpy|np|matplotlib|collections|contextlib|functools)\..*"),
+    (r"py:.*", r"(pathlib|argparse|typing|types)\..*"),
     (r"py:.*", r"torch\.(autograd\.profiler_util|distributed\.distributed_c10d)\..*"),
     (r"py:.*", r"(Callable|Iterator|Mapping|Sequence|Path|optional|P|P\.\w+|Figure|Axes)"),
 ]
