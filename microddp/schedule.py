@@ -20,6 +20,7 @@ from microddp.comms import Comms
 from microddp.compression import Compression, hook
 from microddp.ddp import DDP
 from microddp.hooks import AllReduceHooks
+from microddp.local_sgd import LocalSteps
 from microddp.timing import NOT_RECORDED, Recorder, TorchDDPWatch
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -64,6 +65,7 @@ def take_step(
         else:  # the gradients are averages, so all ranks see the same overflow and skip together
             scaler.step(optimizer)
             scaler.update()
+    strategy.after_step()
     return loss
 
 
@@ -100,7 +102,8 @@ class Strategy:
     """How the gradients of one model become averages over the ranks: here, not at all.
 
     A step runs each forward pass through ``module``, all but the last within :meth:`no_sync`, calls
-    ``backward()`` on each loss, and then :meth:`finish`.
+    ``backward()`` on each loss, then :meth:`finish`, and after the optimizer's step
+    :meth:`after_step`.
 
     Args:
         model: this rank's replica.
@@ -155,6 +158,12 @@ class Strategy:
 
     def finish(self) -> None:
         """Return when all gradients are averaged."""
+
+    def after_step(self) -> None:
+        """Return when the weights may be used for the next step."""
+
+    def meet(self) -> None:
+        """Return when all ranks have the same weights. A collective."""
 
     def remove(self) -> None:
         """Leave the model as it was."""
@@ -293,6 +302,33 @@ class WrappedByTorch(Strategy):
     def finish(self) -> None:
         if self._watch:
             self._watch.finish()
+
+
+class Local(Strategy):
+    """Not at all: each rank trains by itself, and at times the weights are averaged.
+
+    Args:
+        model: this rank's replica.
+        comms: the ranks that share the weights.
+        local: brings them together; in its warm-up gradients are averaged, one by one.
+    """
+
+    averages = True
+
+    def __init__(self, model: nn.Module, comms: Comms, local: LocalSteps) -> None:
+        super().__init__(model, comms)
+        self.local = local
+
+    def finish(self) -> None:
+        if self.local.warming_up:
+            average_gradients(self.module, self.comms, self.timeline)
+
+    def after_step(self) -> None:
+        with self.timeline.span("wait for weights", lane="wait"):
+            self.local.after_step()
+
+    def meet(self) -> None:
+        self.local.meet()
 
 
 STRATEGIES: dict[str, type[Strategy]] = {

@@ -15,7 +15,7 @@ FLOORS = (
     ("comms",),
     ("allreduce", "timing", "model", "data"),
     ("replicas", "workloads", "hooks", "compression"),
-    ("bucketing",),
+    ("bucketing", "local_sgd"),
     ("ddp",),
     ("schedule",),
     ("performance", "figures"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +79,45 @@ def load_checkpoint(folder: Path, comms: Comms) -> dict[str, Any] | None:
     return state
 
 
+def gather_states(state: Mapping[str, Any], comms: Comms) -> list[torch.Tensor] | None:
+    """The states of all ranks, which differ, for rank 0 to save. A collective.
+
+    Returns:
+        On rank 0 their bytes, in rank order; elsewhere ``None``.
+    """
+    file = io.BytesIO()
+    torch.save(dict(state), file)
+    mine = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8).to(comms.device)
+    sizes = comms.all_gather_data(len(mine))
+    everyone = comms.gather(mine)
+    return (
+        None if everyone is None else [part.clone() for part in torch.split(everyone.cpu(), sizes)]
+    )
+
+
+def own_state(states: Sequence[torch.Tensor], comms: Comms) -> dict[str, Any]:
+    """This rank's of the states that :func:`gather_states` brought together.
+
+    Raises:
+        ValueError: they are of another number of ranks.
+    """
+    if len(states) != comms.world_size:
+        raise ValueError(
+            f"rank {comms.rank}: expected a checkpoint of {comms.world_size} ranks, since each "
+            f"has an optimizer of its own, got one of {len(states)}"
+        )
+    return _load(states[comms.rank].numpy().tobytes())
+
+
 def _read(data: bytes) -> dict[str, Any]:
     # torch.load does not compare checksums.
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         if damaged := archive.testzip():
             raise ValueError(f"{damaged} is damaged")
+    return _load(data)
+
+
+def _load(data: bytes) -> dict[str, Any]:
     state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if not isinstance(state, dict):
         raise ValueError(f"expected a dictionary, got a {type(state).__name__}")

@@ -15,12 +15,13 @@ from tqdm import tqdm
 
 from microddp.comms import Comms
 from microddp.data import ShardedBatches
+from microddp.local_sgd import LocalSteps, Outer
 from microddp.performance import StepTimes, break_down
 from microddp.replicas import check_replicas
 from microddp.report import human_seconds
-from microddp.schedule import STRATEGIES, compute_gradients, take_step
+from microddp.schedule import STRATEGIES, Local, Strategy, compute_gradients, take_step
 from microddp.timing import NOT_RECORDED, Span, Timeline, save_chrome_trace
-from microddp.train.checkpoint import load_checkpoint, save_checkpoint
+from microddp.train.checkpoint import gather_states, load_checkpoint, own_state, save_checkpoint
 from microddp.train.options import TrainingConfig
 from microddp.train.task import evaluate, make_task
 
@@ -113,14 +114,32 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(comms.device.type, enabled=half)
         self.history: list[EpochResult] = []
         self.profiled: list[Span] = []
-        self.kept_back: dict[str, Any] | None = None  # of the gradients of steps before this run
+        # Of the steps before this run: what was not sent of gradients, how averaged weights move.
+        self.kept_back: dict[str, Any] | None = None
+        self.local_steps: dict[str, Any] | None = None
         if config.resume:
             self._resume()
-        self.strategy = STRATEGIES[config.schedule](self.model, comms, config.bucket_cap_mb)
+        self.strategy = self._make_strategy()
         if config.compress != "none":
             self.strategy.compress(config.compress)
             self.kept_back = self.kept_back or self._kept_back()
         self.check = os.environ.get("MICRODDP_DEBUG", "0") == "1"
+
+    def _make_strategy(self) -> Strategy:
+        config = self.config
+        if not config.average_every:
+            return STRATEGIES[config.schedule](self.model, self.comms, config.bucket_cap_mb)
+        local = LocalSteps(
+            self.model,
+            self.comms,
+            config.average_every,
+            outer=Outer.parse(config.outer),
+            fragments=config.fragments,
+            warm_up=config.warm_up,
+        )
+        if self.local_steps:
+            local.load_state_dict(self.local_steps)
+        return Local(self.model, self.comms, local)
 
     @property
     def steps(self) -> int:
@@ -188,6 +207,7 @@ class Trainer:
                 total += self._step(step, batch)
                 bar.update()
         self.strategy.record(NOT_RECORDED)
+        self.strategy.meet()
         self.comms.all_reduce_mean(total)
         seconds = time.perf_counter() - began
         spans = timeline.gather()
@@ -205,7 +225,7 @@ class Trainer:
         loss = take_step(self.strategy, self.task.loss, self.optimizer, batch, **self._precision())
         if self.on_step:
             self.on_step(step, self.model)
-        if self.check:
+        if self.check and not self.config.average_every:
             try:
                 check_replicas(self.model, self.comms)
             except RuntimeError as error:
@@ -227,12 +247,20 @@ class Trainer:
             "options": self.config.result_options(),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            **self._local_state(),
             "scaler": self.scaler.state_dict(),
             "kept_back": self._kept_back(),
             "history": [asdict(result) for result in self.history],
             "generator": torch.get_rng_state(),
             "cuda_generator": torch.cuda.get_rng_state(self.comms.device) if cuda else None,
         }
+
+    def _local_state(self) -> dict[str, object]:
+        """What ranks that train by themselves have beside their weights. A collective."""
+        if not isinstance(self.strategy, Local):
+            return {}
+        optimizers = gather_states(self.optimizer.state_dict(), self.comms)
+        return {"local_steps": self.strategy.local.state_dict(), "optimizers": optimizers}
 
     def _resume(self) -> None:
         folder = self.config.checkpoint
@@ -248,7 +276,11 @@ class Trainer:
                     f"{folder} was trained with {there}, expected the same, got {value}"
                 )
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        optimizer = state["optimizer"]
+        if self.config.average_every:
+            self.local_steps = state["local_steps"]
+            optimizer = own_state(state["optimizers"], self.comms)
+        self.optimizer.load_state_dict(optimizer)
         self.scaler.load_state_dict(state["scaler"])
         self.kept_back = state.get("kept_back")
         self.history = [

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from microddp.compression import compressor
+from microddp.local_sgd import Outer
 from microddp.schedule import STRATEGIES
 
 CHOICES = {
@@ -21,6 +22,7 @@ CHOICES = {
 RESULT_OPTIONS = (
     *("model", "data", "channels", "hidden", "depth", "width"),
     *("batch_size", "precision", "compress", "lr", "seed"),
+    *("average_every", "outer", "fragments", "warm_up"),
 )
 
 
@@ -34,6 +36,11 @@ class TrainingConfig:
             :class:`~microddp.ddp.wrapper.DistributedDataParallel`; ``"torch"``, by PyTorch's DDP.
         compress: what is sent instead of the gradients, with error feedback, by ``"ddp"`` and
             ``"torch"``: a name of :func:`microddp.compression.compressor`, or ``"none"``.
+        average_every: steps between averages of the weights, instead of averaging gradients; 0:
+            gradients, as ``schedule`` says.
+        outer: how the shared weights move then: see :meth:`microddp.local_sgd.Outer.parse`.
+        fragments: parts of the weights that are averaged in turns.
+        warm_up: steps before that, in which gradients are averaged.
         model: ``"mlp"``, ``"cnn"`` or ``"transformer"``. The cnn normalises over groups of
             channels, not over the batch, of which each rank sees only its shard.
         data: ``"synthetic"``, ``"digits"`` or ``"mnist"``. The transformer reads an image as the
@@ -62,6 +69,10 @@ class TrainingConfig:
 
     schedule: str = "ddp"
     compress: str = "none"
+    average_every: int = 0
+    outer: str = "mean"
+    fragments: int = 1
+    warm_up: int = 0
     model: str = "cnn"
     data: str = "digits"
     channels: tuple[int, ...] = (32, 64, 128)
@@ -88,6 +99,7 @@ class TrainingConfig:
                 )
         if self.compress != "none":
             self._check_compression()
+        self._check_local_steps()
         for name in ("hidden", "depth", "width", "epochs", "batch_size", "accumulate"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{_flag(name)}: expected at least 1, got {value}")
@@ -119,6 +131,30 @@ class TrainingConfig:
         if self.precision == "fp16":  # what was kept back is in units of the last step's loss scale
             raise ValueError("--compress: expected --precision fp32 or bf16 with it, got fp16")
 
+    def _check_local_steps(self) -> None:
+        try:
+            Outer.parse(self.outer)
+        except ValueError as error:
+            raise ValueError(f"--outer: {error}") from error
+        if self.average_every < 0 or self.warm_up < 0:
+            raise ValueError(
+                "--average-every, --warm-up: expected 0 or more steps, got "
+                f"{self.average_every} and {self.warm_up}"
+            )
+        changed = [
+            name
+            for name in ("outer", "fragments", "warm_up")
+            if getattr(self, name) != getattr(TrainingConfig, name)
+        ]
+        if changed and not self.average_every:
+            raise ValueError(f"{_flag(changed[0])}: expected --average-every with it")
+        if self.average_every and (self.compress != "none" or self.precision == "fp16"):
+            # With a loss scale, a rank alone would skip a step that overflows.
+            raise ValueError(
+                "--average-every: expected no --compress and --precision fp32 or bf16 with it, "
+                f"got {self.compress} and {self.precision}"
+            )
+
     def result_options(self) -> dict[str, Any]:
         """The options that decide what is learned; the others change no more than rounding."""
         return {name: getattr(self, name) for name in RESULT_OPTIONS}
@@ -147,6 +183,10 @@ def parse(arguments: Sequence[str] | None) -> TrainingConfig:
 
     add("schedule", "how gradients are averaged")
     add("compress", "what is sent instead of gradients, as top-k:0.01", metavar="NAME")
+    add("average_every", "steps between averages of weights; 0: of gradients", metavar="H")
+    add("outer", "mean, or as nesterov:0.7,0.9: how averaged weights move", metavar="NAME")
+    add("fragments", "parts of the weights, averaged in turns", metavar="N")
+    add("warm_up", "steps before that, in which gradients are averaged", metavar="N")
     add("model", "the cnn has group norm: batch norm would see each rank's shard only")
     add("data", "for the transformer, a sequence of pixels, or of synthetic tokens")
     add("channels", "of the cnn's convolutions", type=int, nargs="+", metavar="N")

@@ -227,6 +227,22 @@ def test_what_was_kept_back_is_sent_by_other_ranks(tmp_path):
     run(second_epoch_of_two, 2, str(tmp_path))
 
 
+def epoch_apart(comms, folder):
+    train(small(average_every=2, checkpoint=Path(folder)), comms)
+
+
+def resumed_by_fewer(comms, folder):
+    config = small(average_every=2, epochs=2, resume=True, checkpoint=Path(folder))
+    message = "expected a checkpoint of 1 ranks, .* got one of 2"
+    with pytest.raises(ValueError, match=message):
+        train(config, comms)
+
+
+def test_ranks_that_train_by_themselves_go_on_as_many(tmp_path):
+    run(epoch_apart, 2, str(tmp_path))
+    run(resumed_by_fewer, 1, str(tmp_path))
+
+
 def second_epoch(comms, folder):
     options = {"resume": True, "checkpoint": Path(folder)}
     resumed = trained(comms, small(epochs=2, schedule="naive", accumulate=2, **options))
@@ -246,28 +262,38 @@ def test_other_ranks_and_schedules_may_resume_and_other_seeds_may_not(tmp_path):
     run(second_epoch, 1, str(tmp_path))
 
 
-def killed_in_a_random_step(comms, folder, compress, step):
+# What differs by rank or is kept from step to step, beside the usual.
+WAYS = (
+    {},
+    {"compress": "top-k:0.01"},
+    {"compress": "power:2"},
+    {"average_every": 3, "outer": "nesterov:0.7,0.9"},
+    {"average_every": 4, "fragments": 2, "warm_up": 2},
+)
+
+
+def killed_in_a_random_step(comms, folder, way, step):
     def kill(now, _):
         if now == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    train(small(epochs=3, compress=compress, checkpoint=Path(folder)), comms, kill)
+    train(small(epochs=3, checkpoint=Path(folder), **way), comms, kill)
 
 
-def resumed_and_whole(comms, folder, compress):
-    config = small(epochs=3, compress=compress)
+def resumed_and_whole(comms, folder, way):
+    config = small(epochs=3, **way)
     whole = train(config, comms)
     result = train(dataclasses.replace(config, checkpoint=Path(folder), resume=True), comms)
     assert torch.equal(flat(whole.model.parameters()), flat(result.model.parameters()))
 
 
-@pytest.mark.parametrize("compress", ["none", "top-k:0.01", "power:2"])
-def test_killed_on_all_ranks_in_a_random_step_and_resumed_it_is_the_same_run(compress, tmp_path):
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: " ".join(way) or "usual")
+def test_killed_on_all_ranks_in_a_random_step_and_resumed_it_is_the_same_run(way, tmp_path):
     step = random.randrange(1, 3 * STEPS + 1)
     print("killed after step", step)
-    codes = run(killed_in_a_random_step, 2, str(tmp_path), compress, step, dies=[0, 1])
+    codes = run(killed_in_a_random_step, 2, str(tmp_path), way, step, dies=[0, 1])
     assert codes == [-signal.SIGKILL] * 2
-    run(resumed_and_whole, 2, str(tmp_path), compress)
+    run(resumed_and_whole, 2, str(tmp_path), way)
 
 
 def with_dropout(config, comms):
@@ -419,6 +445,14 @@ def test_a_mean_step_is_over_steps_and_ranks():
             "--compress int8 --precision fp16",
             "--compress: expected --precision fp32 or bf16 .* fp16",
         ),
+        (
+            "--outer sgd --average-every 2",
+            "--outer: expected mean, or nesterov:LR,MOMENTUM .* 'sgd'",
+        ),
+        ("--average-every -1", "--average-every, --warm-up: expected 0 or more steps, got -1"),
+        ("--fragments 2", "--fragments: expected --average-every with it"),
+        ("--average-every 2 --compress int8", "--average-every: expected no --compress .* int8"),
+        ("--average-every 2 --precision fp16", "--average-every: expected .* fp32 or bf16 .* fp16"),
         ("--seed -1", "--seed: expected a number in 0..2147483647, got -1"),
         ("--json no/such/folder/file", "--json: expected a file in a folder that exists"),
         ("--resume", "--resume: expected --checkpoint DIR with it"),
