@@ -402,10 +402,10 @@ assert n == 1 or min(rows[3][2:]) > 1e-3
 
 # %% [markdown]
 """
-**Explain.** Longer steps lead to places with other gradients, so the undivided loss does not miss
-by K - 1 times the way exactly. With the late flag, K - 1 of K micro-batches in a step are the
-rank's own. Ranks that part are found by comparing replicas; the other wrong runs keep them equal,
-and only a comparison with one device tells.
+**Explain.** Longer steps lead to places with other gradients, so the undivided loss misses by
+another number than K - 1. With the late flag, K - 1 of K micro-batches in a step are the rank's
+own. Ranks that part are found by comparing replicas; the other wrong runs keep them equal, and only
+a comparison with one device tells.
 
 The flag set too late is a real mistake. In build-nanogpt it cost nothing as long as a step had one
 micro-batch. With four, the validation loss after 1000 steps was 4.88, and 4.15 once the flag was
@@ -702,7 +702,7 @@ few.print(f"median time of a step; ranks timed: {few.world_size}; ours / theirs,
 few.print(table(rows, ["width", *calls, "ours / torch, views", "ours / torch"]))
 figures.lines(
     {name: (WIDTHS, [measured[d][name].median * 1e3 for d in WIDTHS]) for name in calls},
-    title=f"Width {dim}: our step takes {ratios[0].median:.2f} times PyTorch's with views",
+    title=f"Width {dim}: our step takes {written[0]} times PyTorch's with views",
     xlabel="width of the model",
     ylabel="time of a step, ms",
 )
@@ -712,8 +712,8 @@ figures.lines(
 **Explain.** Both wrappers send the same bytes in the same messages, so most of what they add to the
 step without averaging, they add alike. PyTorch's default copies the averages back into the
 gradients, one more pass over them. What could be left between the two with views is Python, which
-brings each gradient into its bucket between two operations of backward. Where the quartiles lie on
-both sides of 1, the run does not show it.
+brings each gradient into its bucket between two operations of backward. Only where the quartiles
+lie on one side of 1 does the run tell two steps apart.
 
 ## What to take along
 
@@ -741,13 +741,13 @@ for whose, only in ("PyTorch's", theirs_takes - ours_takes), ("ours", ours_takes
 What PyTorch's arguments are for:
 
 - `device_ids` moves inputs to the device, which here is the loop's work. `output_device` and `dim`
-  are for a module that spans several devices; here a module is on one.
-- `mixed_precision` keeps parameters in `float32` and computes in less. Autocast does that without
-  the wrapper's help.
+  are left from the time when one process scattered inputs to several.
+- `mixed_precision` keeps parameters in `float32` and computes in less, as autocast does, and can
+  send gradients in less, which takes a hook here.
 - `delay_all_reduce_named_params` and `param_to_hook_all_reduce` average some gradients later, after
   the others. `device_mesh` serves models that are split as well as copied.
-- `bucket_cap_mb_list`, `batched_grad_copy` and `skip_all_reduce_unused_params` tune large jobs.
-  `forward_sync_buffers` is a newer name for `broadcast_buffers`, `init_sync=False` skips the
+- `bucket_cap_mb_list`, `batched_grad_copy` and `skip_all_reduce_unused_params` tune special cases.
+  `forward_sync_buffers` is `broadcast_buffers` for forward only, `init_sync=False` skips the
   constructor's checks and broadcasts, and `check_reduction` does nothing any more.
 
 Two things have no argument. `torch.compile` cuts its graphs at PyTorch's buckets, so that

@@ -442,6 +442,8 @@ figures.stacked_bars(
     xlabel="share of the step (its time)",
     formatter=lambda share, _: f"{share:.0%}",
 )
+
+# %% tags=["plumbing"]
 caps = [name for name in VARIANTS if name.startswith("buckets")]
 best = min(caps, key=lambda name: overheads[name].together.median)
 told = all(overheads[best].together.clearly_below(overheads[c].together) for c in caps if c != best)
@@ -569,7 +571,7 @@ def both(net, data, loss_fn, cap=1.0):
 
 
 # %%
-rows, errors, inside = [], {}, 0
+rows, errors = [], {}
 speeds = ("500mbit", "2gbit") if few.box else ("as it is",)
 for speed, (name, (net, data, loss_fn)) in itertools.product(speeds, CASES.items()):
     if few.box:
@@ -585,8 +587,6 @@ for speed, (name, (net, data, loss_fn)) in itertools.product(speeds, CASES.items
     link = human_bits(8 * speed_of(few)) if few.box else "this machine's"
     missed = [seconds / measured.median - 1 for seconds in both_medians]
     errors.setdefault(link, []).append(missed)
-    low, high = measured.spread
-    inside += low <= both_medians[1] <= high
     rows.append((name, link, *map(human_seconds, both_medians), measured, *missed))
 
 # %% tags=["plumbing"]
@@ -597,6 +597,10 @@ few.print(table(rows, headers, floats=("", "", "", "", "", "+.0%", "+.0%")))
 flat = [missed for of_link in errors.values() for missed in of_link]
 middle = [statistics.median(map(abs, column)) for column in zip(*flat, strict=True)]
 few.print(f"median error {middle[0]:.0%}, of the book's {middle[1]:.0%}")
+spreads = [[quartile / t.median - 1 for quartile in t.spread] for *_, t, _, _ in rows]
+inside = sum(
+    low <= of_book <= high for (low, high), (_, of_book) in zip(spreads, flat, strict=True)
+)
 few.print(f"within the quartiles of what was measured: {inside} of the book's {len(flat)}")
 for link, of_link in errors.items():
     signed = statistics.median(error for _, error in of_link)

@@ -236,9 +236,20 @@ rows = [
 ]
 few.print(f"global batch {size} on {n} ranks")
 few.print(table(rows, ["a batch", "published, 2 GPUs", f"here, {n} x {few.device.type}"]))
+
+# %% tags=["plumbing"]
 ideal, fixed, added = (f"{t * 1e3:.3g}" for t in (one / n, shard - one / n, split - shard))
 few.print(f"the split's {split * 1e3:.3g} ms: {ideal} are 1/{n} of one device's,")
 few.print(f"  {fixed} what a shard takes beyond that, {added} what the averaging adds")
+low, high = times["N"].spread
+where = "with both quartiles between the predictions"
+if low > shard + reducing or high < max(shard, reducing):
+    where = "outside the predictions, and so are its quartiles"
+elif low < max(shard, reducing) or high > shard + reducing:
+    where = "not told apart from a prediction: it lies between the quartiles"
+few.print(f"the split is {where}")
+low, high = times["one"].ratio(times["N"]).spread
+few.print(f"speed-up by rounds: {low:.2f} to {high:.2f} (quartiles)")
 
 # %% [markdown]
 """
@@ -246,9 +257,9 @@ few.print(f"  {fixed} what a shard takes beyond that, {added} what the averaging
 batch: the optimizer's work, the start of each kernel and the time to read the weights are the same
 for one pair as for sixteen. Ranks in one machine also share what lies behind their cores, caches
 and memory, and one rank alone may run at a faster clock. And the averaging adds what backward does
-not hide. Of this model it can hide little: nearly all bytes travel in the last bucket, which ends
-with the embedding, and that gradient is the last to come (exercise 1). Where cores carry and add up
-the messages, what is hidden takes their time.
+not hide, and the wait for whoever is late. Of this model it can hide little: nearly all bytes
+travel in the last bucket, which ends with the embedding, and that gradient is the last to come
+(exercise 1). Where cores carry and add up the messages, what is hidden takes their time.
 
 At a *fixed* global batch, more devices make the second part larger in relation to the first, and
 the third no smaller. Scaling at a fixed batch *per device* is another question (chapter 08).
@@ -319,6 +330,8 @@ rows = [
 ]
 headers = ["all-reduce's share", "1 micro-batch", "2, predicted", "2, measured"]
 few.print(table(rows, headers, floats=".1%"))
+misses = [f"{(row[3] - row[2]) * 100:+.1f}" for row in rows]
+few.print(f"measured less predicted, percentage points: {', '.join(misses)}")
 
 # %% [markdown]
 """
@@ -326,7 +339,8 @@ few.print(table(rows, headers, floats=".1%"))
 make its predictions a little low; the published pair misses on the other side (exercise 2). And
 the formula knows nothing of waits. Where cores are shared with other programs, one rank is late,
 and all others wait for it inside the all-reduce, which no network can shorten. So the row of
-transfers should lie nearer to its prediction than the row with waits. What accumulation costs is
+transfers should lie nearer to its prediction than the row with waits; two profiled steps do not
+tell small differences. What accumulation costs is
 not in any profile: a step of twice the pairs is another training run, with half as many steps for
 the same data.
 
@@ -401,10 +415,10 @@ for name, s in summaries.items():
         "idle": s.mean("idle"),
     }
     bars[name] = {part: seconds / pairs for part, seconds in parts.items()}
-taken = [human_seconds(summaries[k].mean("all_reduce")) for k in ("fp32", "bf16", "bf16, halved")]
+taken = [human_seconds(summaries[k].transfer) for k in ("fp32", "bf16", "bf16, halved")]
 figures.stacked_bars(
     bars,
-    title=f"All-reduces of a step: {taken[0]}, {taken[1]} with autocast, {taken[2]} halved",
+    title=f"Transfers of a step: {taken[0]}, {taken[1]} with autocast, {taken[2]} halved",
     xlabel="time per pair",
 )
 
@@ -415,19 +429,22 @@ rows = [
         s.busy_share,
         s.overlap,
         s.seconds("matrix multiplication") / s.mean("wall"),
+        human_seconds(s.mean("computing")),
         human_seconds(sum(bars[name].values())),
     )
     for name, s in summaries.items()
 ]
-headers = ["", "all-reduce / busy", "hidden / all-reduce", "multiplications / step", "a pair"]
+headers = ["", "all-reduce / busy", "hidden / all-reduce", "multiplications / step"]
+headers += ["computing, a step", "a pair"]
 few.print(table(rows, headers, floats=".1%"))
 
 # %% [markdown]
 """
-**Explain.** Some hardware multiplies bf16 faster: a GPU's tensor cores, or a CPU with AMX, Intel's
-instructions for matrices. There the multiplications shrink, and with autocast alone all-reduce's
-share should grow with what they save, less the copies that autocast makes. The hook should lower
-it. Waits for a late rank, which half the bytes do not shorten, can hide both. Other hardware
+**Explain.** Some hardware multiplies bf16 faster: a GPU's tensor cores, or a CPU with instructions
+for it (AMX, or AVX-512's for bf16). There the multiplications shrink, and with autocast alone
+all-reduce's share should grow with what they save, less the copies that autocast makes. How much of
+it is left, the column of computing says. The hook should lower the share. Waits for a late rank,
+which half the bytes do not shorten, can hide both; the title is of transfers alone. Other hardware
 emulates bf16 or converts it, and gains nothing. The copies to and from bf16 are work too: whether
 halving pays for them, the last column says.
 
@@ -538,7 +555,7 @@ own length: the losses on one device and on N then differ.
    all-reduce runs the backward of the same layer's attention. The trace shows it: `gloo:all_reduce`
    begins soon after the fourth `MmBackward0`, and `ScaledDotProductFlashAttentionForCpuBackward0`
    runs about then. The second bucket holds all the rest. It ends with the embedding, whose gradient
-   is the last of backward, so nothing hides it.
+   is the last of backward, so next to nothing hides it.
 
    </details>
 
