@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from microddp.allreduce import ring_all_gather
+from microddp.allreduce import all_reduce_cost, ring_all_gather
 from microddp.comms import Comms
 
 WORD = 8  # bytes: where a value of any dtype may begin
@@ -73,8 +73,8 @@ def count(shapes: Sequence[torch.Size]) -> int:
 
 
 def reduced_bytes(nbytes: float, world_size: int) -> float:
-    """What a rank sends so that every rank has the sum of ``nbytes``."""
-    return 2 * nbytes * (world_size - 1) / world_size
+    """What a rank sends so that every rank has the sum of ``nbytes``, around a ring."""
+    return all_reduce_cost("ring", world_size, int(nbytes)).most_sent
 
 
 def gathered_bytes(sizes: Sequence[int], world_size: int) -> float:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import ClassVar
 
 import torch
 
@@ -25,13 +27,28 @@ LARGEST = 127  # of eight bits with a sign
 PIECE = 256 * BLOCK
 
 
-class Int8(Compressor):
-    """Sends eight bits a value: a whole number from -127 to 127 of its block's scale.
+class Blockwise(Compressor):
+    """Sends a scale for each block of values, and of each value as a multiple of that a few bits.
 
     The scales of the ranks differ, so what they send has to be gathered.
-
-    Source: Dettmers, "8-bit approximations for parallelism in deep learning", ICLR 2016.
     """
+
+    code: ClassVar[torch.dtype]  # of what is sent beside the scales
+    values_a_code: ClassVar[int] = 1
+
+    @abstractmethod
+    def encode(self, values: torch.Tensor, scale: torch.Tensor, code: torch.Tensor) -> None:
+        """Work out scales and codes.
+
+        Args:
+            values: a block in each row.
+            scale: one for each row, to be written.
+            code: to be written: of the shape of the values, or flat where each stands for several.
+        """
+
+    @abstractmethod
+    def decode(self, code: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """The multiples that codes stand for, in the shape and dtype of other values."""
 
     def average(
         self,
@@ -41,55 +58,62 @@ class Int8(Compressor):
         comms: Comms,
     ) -> None:
         """See :meth:`~microddp.compression.compressor.Compressor.average`."""
-        numbers = torch.empty(gradient.shape, dtype=torch.int8, device=gradient.device)
+        length = -(-len(gradient) // self.values_a_code)
+        codes = torch.empty(length, dtype=self.code, device=gradient.device)
         scales = gradient.new_empty(_blocks(len(gradient)))
-        for values, scale, number in _by_block(gradient, scales, numbers):
-            torch.amax(values.abs(), dim=1, keepdim=True, out=scale).div_(LARGEST)
-            scaled = torch.div(values, scale).round_().nan_to_num_(0)
-            number.copy_(scaled)
+        for values, scale, code in _by_block(gradient, scales, codes, self.values_a_code):
+            self.encode(values, scale, code)
             # Not in one call, which may round once where the receiver rounds twice.
-            values.sub_(scaled.mul_(scale))
+            values.sub_(self.decode(code, values) * scale)
         mean.zero_()
-        for theirs, sent in gather_parts([scales, numbers], comms):
-            for values, scale, number in _by_block(mean, theirs.div_(comms.world_size), sent):
-                values.addcmul_(number.to(values.dtype), scale)
+        for theirs, sent in gather_parts([scales, codes], comms):
+            theirs.div_(comms.world_size)
+            for values, scale, code in _by_block(mean, theirs, sent, self.values_a_code):
+                values.addcmul_(self.decode(code, values), scale)
 
     def sent_bytes(self, shapes: Sequence[torch.Size], itemsize: int, world_size: int) -> float:
         """See :meth:`~microddp.compression.compressor.Compressor.sent_bytes`."""
         values = count(shapes)
-        return gathered_bytes([_blocks(values) * itemsize, values], world_size)
+        codes = -(-values // self.values_a_code) * self.code.itemsize
+        return gathered_bytes([_blocks(values) * itemsize, codes], world_size)
 
 
-class Sign(Compressor):
+class Int8(Blockwise):
+    """Sends eight bits a value: a whole number from -127 to 127 of its block's scale.
+
+    Source: Dettmers, "8-bit approximations for parallelism in deep learning", ICLR 2016.
+    """
+
+    code = torch.int8
+
+    def encode(self, values: torch.Tensor, scale: torch.Tensor, code: torch.Tensor) -> None:
+        """See :meth:`Blockwise.encode`."""
+        torch.amax(values.abs(), dim=1, keepdim=True, out=scale).div_(LARGEST)
+        code.copy_(torch.div(values, scale).round_().nan_to_num_(0))
+
+    def decode(self, code: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Blockwise.decode`."""
+        return code.to(like.dtype)
+
+
+class Sign(Blockwise):
     """Sends one bit a value, its sign, and the mean magnitude of each block.
 
     Source: Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression
     schemes", ICML 2019.
     """
 
-    def average(
-        self,
-        gradient: torch.Tensor,
-        mean: torch.Tensor,
-        parameters: Sequence[torch.Tensor],  # noqa: ARG002
-        comms: Comms,
-    ) -> None:
-        """See :meth:`~microddp.compression.compressor.Compressor.average`."""
-        signs = torch.empty(-(-len(gradient) // 8), dtype=torch.uint8, device=gradient.device)
-        scales = gradient.new_empty(_blocks(len(gradient)))
-        for values, scale, packed in _by_block(gradient, scales, signs, 8):
-            torch.mean(values.abs(), dim=1, keepdim=True, out=scale)
-            packed.copy_(pack(values.view(-1)))
-            values.sub_(unpack(packed, values) * scale)
-        mean.zero_()
-        for theirs, sent in gather_parts([scales, signs], comms):
-            for values, scale, packed in _by_block(mean, theirs.div_(comms.world_size), sent, 8):
-                values.addcmul_(unpack(packed, values), scale)
+    code = torch.uint8
+    values_a_code = 8
 
-    def sent_bytes(self, shapes: Sequence[torch.Size], itemsize: int, world_size: int) -> float:
-        """See :meth:`~microddp.compression.compressor.Compressor.sent_bytes`."""
-        values = count(shapes)
-        return gathered_bytes([_blocks(values) * itemsize, -(-values // 8)], world_size)
+    def encode(self, values: torch.Tensor, scale: torch.Tensor, code: torch.Tensor) -> None:
+        """See :meth:`Blockwise.encode`."""
+        torch.mean(values.abs(), dim=1, keepdim=True, out=scale)
+        code.copy_(pack(values.view(-1)))
+
+    def decode(self, code: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Blockwise.decode`."""
+        return unpack(code, like)
 
 
 class Half(Compressor):
@@ -131,7 +155,7 @@ def _blocks(values: int) -> int:
 
 
 def _by_block(
-    values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, values_a_code: int = 1
+    values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, values_a_code: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Views, a piece at a time: the values with a block in each row, its scale, and the codes.
 
