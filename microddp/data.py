@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,21 +52,23 @@ class SyntheticDataset(TensorDataset):
 
 
 @dataclass(frozen=True)
-class Digits:
-    """Handwritten digits, split for training and testing.
+class Split:
+    """A data set, split for training and testing.
 
     Attributes:
-        train: pairs of an image, its pixels in one row of floats in [0, 1], and a class from 0
-            to 9. scikit-learn's: 1437 of 8 x 8 pixels; MNIST: 60000 of 28 x 28.
-        test: more pairs, 360 or 10000.
+        train: pairs of an input and its target.
+        test: more pairs.
     """
 
     train: TensorDataset
     test: TensorDataset
 
 
-def load_digits(device: torch.device | str = "cpu") -> Digits:
+def load_digits(device: torch.device | str = "cpu") -> Split:
     """The digits that come with scikit-learn: real images, no download.
+
+    1437 images to train on and 360 to test, each of 8 x 8 pixels in one row of floats in [0, 1],
+    with a class from 0 to 9.
 
     Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI machine
     learning repository, 1998 (its test set, 1797 images).
@@ -84,11 +87,13 @@ def load_digits(device: torch.device | str = "cpu") -> Digits:
     for rows in (table[~tested], table[tested]):
         images = rows[:, :-1] / 16  # intensities are integers up to 16
         parts.append(TensorDataset(images.to(device), rows[:, -1].long().to(device)))
-    return Digits(*parts)
+    return Split(*parts)
 
 
-def load_mnist(device: torch.device | str = "cpu", folder: Path | None = None) -> Digits:
+def load_mnist(device: torch.device | str = "cpu", folder: Path | None = None) -> Split:
     """MNIST, through torchvision, which downloads it once.
+
+    60000 images and 10000, each of 28 x 28 pixels, as those of :func:`load_digits`.
 
     Args:
         device: where the tensors live.
@@ -113,7 +118,36 @@ def load_mnist(device: torch.device | str = "cpu", folder: Path | None = None) -
             raise RuntimeError(f"cannot fetch MNIST into {folder} ({error}){instead}") from error
         pixels = images.data.to(device).flatten(1) / 255
         parts.append(TensorDataset(pixels, images.targets.to(device)))
-    return Digits(*parts)
+    return Split(*parts)
+
+
+CHARACTERS = 128  # ASCII's
+
+
+def load_text(length: int, device: torch.device | str = "cpu") -> Split:
+    """The help that comes with Python, about half a million characters: real text, no download.
+
+    An input is a sequence of characters, below ``CHARACTERS``; its target is the same, one
+    character later. What ASCII lacks becomes a question mark. The last tenth is to test. Each
+    version of Python has its own text.
+
+    Args:
+        length: characters of a sequence.
+        device: where the tensors live.
+
+    Source: "The Python Language Reference", as ``pydoc_data.topics``.
+    """
+    text = "\n\n".join(importlib.import_module("pydoc_data.topics").topics.values())
+    tokens = torch.frombuffer(bytearray(text.encode("ascii", "replace")), dtype=torch.uint8)
+    count = (len(tokens) - 1) // length
+    inputs, targets = (tokens[i:][: count * length].view(count, length).long() for i in (0, 1))
+    tested = count // 10
+    return Split(
+        *(
+            TensorDataset(inputs[part].to(device), targets[part].to(device))
+            for part in (slice(count - tested), slice(count - tested, None))
+        )
+    )
 
 
 def shard(tensor: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:

@@ -17,10 +17,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from microddp.bucketing import BucketedDDPHooks, bucket_caps, plan_in_order
 from microddp.comms import Comms
-from microddp.compression import Compression, hook
+from microddp.compression import Compression, hook, reduced_bytes
 from microddp.ddp import DDP
 from microddp.hooks import AllReduceHooks
 from microddp.local_sgd import LocalSteps
+from microddp.model import gradient_bytes
 from microddp.timing import NOT_RECORDED, Recorder, TorchDDPWatch
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -164,6 +165,16 @@ class Strategy:
 
     def meet(self) -> None:
         """Return when all ranks have the same weights. A collective."""
+
+    def sent_bytes(self) -> float:
+        """Bytes that a rank sends in a step, by formula: the mean over ranks, and over steps.
+
+        If gradients are compressed, those of the last step.
+        """
+        if self.compression is not None:
+            return self.compression.sent_bytes()
+        size = gradient_bytes(self.module) if self.averages else 0
+        return reduced_bytes(size, self.comms.world_size)
 
     def remove(self) -> None:
         """Leave the model as it was."""
@@ -329,6 +340,9 @@ class Local(Strategy):
 
     def meet(self) -> None:
         self.local.meet()
+
+    def sent_bytes(self) -> float:
+        return super().sent_bytes() / self.local.every
 
 
 STRATEGIES: dict[str, type[Strategy]] = {

@@ -14,11 +14,11 @@ FLOORS = (
     ("hosts",),
     ("comms",),
     ("allreduce", "timing", "model", "data"),
-    ("replicas", "workloads", "hooks", "compression"),
+    ("replicas", "hooks", "compression"),
     ("bucketing", "local_sgd"),
     ("ddp",),
     ("schedule",),
-    ("performance", "figures"),
+    ("performance", "figures", "workloads"),
     ("train", "bench", "doctor"),
 )
 FLOOR = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}

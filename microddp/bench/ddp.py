@@ -18,11 +18,10 @@ from tqdm import tqdm
 
 from microddp.bench.rows import report
 from microddp.comms import Comms
-from microddp.compression import reduced_bytes
 from microddp.ddp import DDP
 from microddp.model import FullMLP, ModelConfig, SimpleCNN, Transformer
 from microddp.report import MIB
-from microddp.schedule import STRATEGIES, Loss, Strategy, take_step
+from microddp.schedule import STRATEGIES, Loss, take_step
 from microddp.timing import Timing, measure
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -147,16 +146,6 @@ def collectives(step: Callable[[], object]) -> tuple[int, int]:
     return len(reduced), 4 * sum(sizes)
 
 
-def sent_bytes(step: partial[torch.Tensor], nbytes: int, comms: Comms) -> float:
-    """What a rank sends in a step, by formula, if its all-reduces are of ``nbytes``."""
-    strategy: Strategy = step.args[0]
-    if strategy.compression is None:
-        return reduced_bytes(nbytes, comms.world_size)
-    assert isinstance(strategy.module, DDP)
-    buckets = strategy.module.reducer.buckets
-    return sum(strategy.compression.sent_bytes(bucket.parameters()) for bucket in buckets)
-
-
 def bench_ddp(options: argparse.Namespace, comms: Comms) -> None:
     """Time every schedule for every model and bucket size, taking turns within one run."""
     comms.print(comms.describe())
@@ -181,7 +170,7 @@ def bench_ddp(options: argparse.Namespace, comms: Comms) -> None:
                     progress=bar.update,
                 )
                 counted = {name: collectives(step) for name, step in steps.items()}
-                sent = {n: sent_bytes(step, counted[n][1], comms) for n, step in steps.items()}
+                sent = {name: step.args[0].sent_bytes() for name, step in steps.items()}
                 rows += compare(name, cap, timings, counted, sent)
     if comms.rank == 0:
         _report(rows, options, comms)

@@ -31,7 +31,8 @@ class Compression:
         self.compressor = compressor
         self.comms = comms
         self.residuals: dict[torch.Tensor, torch.Tensor] = {}
-        self._together: dict[tuple[int, ...], torch.Tensor] = {}  # by bucket: of its parameters
+        # What a bucket's parameters kept back, side by side; by which parameters these are.
+        self._together: dict[tuple[int, ...], tuple[Sequence[torch.Tensor], torch.Tensor]] = {}
 
     @torch.no_grad()  # type: ignore[untyped-decorator,unused-ignore]
     def average(self, parameters: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
@@ -73,14 +74,19 @@ class Compression:
             moved = set(bucket)
             self._together = {
                 other: kept for other, kept in self._together.items() if moved.isdisjoint(other)
-            } | {bucket: flat}
-        return self._together[bucket]
+            } | {bucket: (parameters, flat)}
+        return self._together[bucket][1]
 
-    def sent_bytes(self, parameters: Sequence[torch.Tensor]) -> float:
-        """Bytes that a rank sends for a bucket of these parameters, as the mean over the ranks."""
-        shapes = [parameter.shape for parameter in parameters]
-        itemsize = parameters[0].element_size()
-        return self.compressor.sent_bytes(shapes, itemsize, self.comms.world_size)
+    def sent_bytes(self) -> float:
+        """Bytes that a rank sends for the buckets of the last step, by formula; the ranks' mean."""
+        return sum(
+            self.compressor.sent_bytes(
+                [parameter.shape for parameter in parameters],
+                flat.element_size(),
+                self.comms.world_size,
+            )
+            for parameters, flat in self._together.values()
+        )
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
         """What all ranks keep back of a module's gradients, and the compressor's state.

@@ -16,7 +16,7 @@ from microddp.schedule import STRATEGIES
 CHOICES = {
     "schedule": tuple(name for name, strategy in STRATEGIES.items() if strategy.averages),
     "model": ("mlp", "cnn", "transformer"),
-    "data": ("synthetic", "digits", "mnist"),
+    "data": ("synthetic", "digits", "mnist", "text"),
     "precision": ("fp32", "bf16", "fp16"),
 }
 RESULT_OPTIONS = (
@@ -43,8 +43,9 @@ class TrainingConfig:
         warm_up: steps before that, in which gradients are averaged.
         model: ``"mlp"``, ``"cnn"`` or ``"transformer"``. The cnn normalises over groups of
             channels, not over the batch, of which each rank sees only its shard.
-        data: ``"synthetic"``, ``"digits"`` or ``"mnist"``. The transformer reads an image as the
-            sequence of its pixels, and synthetic data as a chain of tokens, and predicts the next.
+        data: ``"synthetic"``, ``"digits"``, ``"mnist"`` or, for the transformer, ``"text"``. It
+            reads an image as the sequence of its pixels, synthetic data as a chain of tokens, and
+            text by characters, and predicts the next.
         channels: of each convolution of the cnn.
         hidden: width of the cnn's linear layer.
         depth: linear layers of the mlp, or blocks of the transformer.
@@ -97,6 +98,8 @@ class TrainingConfig:
                 raise ValueError(
                     f"{_flag(name)}: expected one of {', '.join(choices)}, got {value}"
                 )
+        if self.data == "text" and self.model != "transformer":
+            raise ValueError(f"--data: expected --model transformer with text, got {self.model}")
         if self.compress != "none":
             self._check_compression()
         self._check_local_steps()

@@ -10,13 +10,22 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import TensorDataset
 
 from microddp.comms import Comms
-from microddp.data import Digits, SyntheticDataset, load_digits, load_mnist, shard
+from microddp.data import (
+    CHARACTERS,
+    Split,
+    SyntheticDataset,
+    load_digits,
+    load_mnist,
+    load_text,
+    shard,
+)
 from microddp.model import FullMLP, ModelConfig, SimpleCNN, Transformer
 from microddp.train.options import TrainingConfig
 
 SYNTHETIC_SAMPLES, SYNTHETIC_TESTS = 4096, 1024
 PIXELS, CLASSES = 64, 10  # of synthetic data, which is shaped like the digits
 LEVELS = 17  # of grey, and as many tokens: those of scikit-learn's digits
+LENGTH = 64  # characters of a text that are read at once
 HEADS = 4
 SURPRISES = 0.1  # the share of synthetic tokens that follow no rule
 
@@ -59,14 +68,17 @@ def make_task(config: TrainingConfig, comms: Comms) -> Task:
     sequences = config.model == "transformer"
     if config.data == "synthetic":
         data = synthetic_tokens(config.seed) if sequences else _synthetic(config.seed)
+    elif config.data == "text":
+        data = load_text(LENGTH)
     else:
         data = load_digits() if config.data == "digits" else _load_mnist(comms)
         if sequences:
-            data = Digits(_as_tokens(data.train), _as_tokens(data.test))
+            data = Split(_as_tokens(data.train), _as_tokens(data.test))
     sample = data.train.tensors[0][0]
     model: nn.Module
     if sequences:
-        model = Transformer(LEVELS, config.width, config.depth, HEADS, context=len(sample))
+        vocabulary = CHARACTERS if config.data == "text" else LEVELS
+        model = Transformer(vocabulary, config.width, config.depth, HEADS, context=len(sample))
     elif config.model == "cnn":
         size = round(len(sample) ** 0.5)
         model = SimpleCNN(ModelConfig(config.channels, config.hidden, size=size, norm="group"))
@@ -107,17 +119,17 @@ def evaluate(task: Task, comms: Comms, batch_size: int) -> tuple[float, float | 
     return loss / count, right / count if task.classifies else None
 
 
-def _synthetic(seed: int) -> Digits:
+def _synthetic(seed: int) -> Split:
     x, y = SyntheticDataset(SYNTHETIC_SAMPLES + SYNTHETIC_TESTS, PIXELS, CLASSES, seed=seed).tensors
     return _split(x, y)
 
 
-def _split(x: torch.Tensor, y: torch.Tensor) -> Digits:
+def _split(x: torch.Tensor, y: torch.Tensor) -> Split:
     n = SYNTHETIC_SAMPLES
-    return Digits(TensorDataset(x[:n], y[:n]), TensorDataset(x[n:], y[n:]))
+    return Split(TensorDataset(x[:n], y[:n]), TensorDataset(x[n:], y[n:]))
 
 
-def synthetic_tokens(seed: int) -> Digits:
+def synthetic_tokens(seed: int) -> Split:
     """Chains of tokens in which each token decides the next, but for some surprises.
 
     Inputs are all tokens of a chain but the last, targets all but the first.
@@ -137,7 +149,7 @@ def _as_tokens(images: TensorDataset) -> TensorDataset:
     return TensorDataset(tokens[:, :-1], tokens[:, 1:])
 
 
-def _load_mnist(comms: Comms) -> Digits:
+def _load_mnist(comms: Comms) -> Split:
     """One rank of each machine fetches MNIST, then the others read it."""
     mnist = None
     for others in (False, True):

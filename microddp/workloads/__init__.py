@@ -1,4 +1,11 @@
-"""What the case study trains on what: a language model, and pairs of sentences."""
+"""What chapters train on what: a language model on sentences, a small one on characters."""
 
 from microddp.workloads.case_study import Case, Source, load_case, new_model
+from microddp.workloads.characters import (
+    LENGTH,
+    Learned,
+    character_loss,
+    character_model,
+    learn,
+)
 from microddp.workloads.sentence_pairs import batches, made_up_pairs

@@ -1,0 +1,103 @@
+"""A small transformer that learns to continue a text, one character after the other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from microddp.comms import Comms
+from microddp.data import CHARACTERS, ShardedBatches, Split
+from microddp.model import Transformer
+from microddp.schedule import FULL_PRECISION, Strategy, take_step
+from microddp.timing import seconds_now, slowest_rank
+
+DIM, DEPTH, HEADS, LENGTH = 64, 2, 4, 64
+BATCH = 16  # sequences, over all ranks
+LR = 5e-3
+WINDOW = 16  # steps: one batch is harder than the next
+
+
+def character_model(device: torch.device | str = "cpu") -> nn.Module:
+    """A transformer that reads ``LENGTH`` characters; random weights, the same on each call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Transformer(CHARACTERS, DIM, DEPTH, HEADS, LENGTH).to(device)
+
+
+def character_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The mean cross entropy of the next characters."""
+    return cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a training run came to, the same on every rank.
+
+    Attributes:
+        losses: of each step's global batch, before the step.
+        seconds: from the beginning to the end of each step, of the slowest rank.
+    """
+
+    losses: Sequence[float]
+    seconds: Sequence[float]
+
+    @property
+    def smooth(self) -> list[float]:
+        """Of each step, the mean over it and up to ``WINDOW`` - 1 before it."""
+        windows = (self.losses[max(0, i - WINDOW) : i] for i in range(1, len(self.losses) + 1))
+        return [sum(window) / len(window) for window in windows]
+
+    def steps_to(self, loss: float) -> float:
+        """The number of steps after which the smooth loss is no more than this; infinite if none.
+
+        Counted from ``WINDOW`` steps on, for before that it is the mean of fewer.
+        """
+        reached = (i for i, at in enumerate(self.smooth, start=1) if i >= WINDOW and at <= loss)
+        return next(reached, float("inf"))
+
+    def seconds_to(self, loss: float) -> float:
+        """The time until then."""
+        steps = self.steps_to(loss)
+        return self.seconds[int(steps) - 1] if steps < float("inf") else steps
+
+
+def learn(
+    strategy: Strategy,
+    data: Split,
+    comms: Comms,
+    steps: int,
+    autocast: AbstractContextManager[object] = FULL_PRECISION,
+) -> Learned:
+    """Train a character model with AdamW, against the clock. A collective.
+
+    All ranks see the batches that one rank would see, whatever the strategy.
+
+    Args:
+        strategy: holds the replica, and says what is averaged when.
+        data: of :func:`microddp.data.load_text`, on the device of the ranks.
+        comms: the ranks that share each batch.
+        steps: how many; if the text ends before, it begins again in another order.
+        autocast: the precision of forward.
+    """
+    optimizer = torch.optim.AdamW(strategy.module.parameters(), lr=LR)
+    losses, seconds = [], []
+    comms.barrier()
+    start = seconds_now(comms.device)
+    for batch in itertools.islice(_batches(data, comms), steps):
+        losses.append(take_step(strategy, character_loss, optimizer, batch, autocast=autocast))
+        seconds.append(seconds_now(comms.device) - start)
+    strategy.meet()
+    mean = comms.all_gather(torch.stack(losses)).mean(dim=0).tolist()
+    return Learned(mean, slowest_rank(torch.tensor(seconds, dtype=torch.float64), comms).tolist())
+
+
+def _batches(data: Split, comms: Comms) -> Iterator[tuple[torch.Tensor, ...]]:
+    size = comms.world_size * max(1, BATCH // comms.world_size)
+    shards = ShardedBatches(data.train, size, comms.rank, comms.world_size)
+    return itertools.chain.from_iterable(map(shards.epoch, itertools.count()))
