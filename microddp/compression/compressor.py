@@ -12,6 +12,9 @@ from microddp.allreduce import all_reduce_cost, ring_all_gather
 from microddp.comms import Comms
 
 WORD = 8  # bytes: where a value of any dtype may begin
+# Values that are worked on at a time: 1 MiB, so that what is computed on the way stays in the cache
+# and in memory that was used before. To make 16 MiB of fresh memory took longer than all the rest.
+PIECE = 1 << 18
 
 
 class Compressor(ABC):

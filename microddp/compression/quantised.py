@@ -13,6 +13,7 @@ import torch
 from microddp.allreduce import ring_all_reduce
 from microddp.comms import Comms
 from microddp.compression.compressor import (
+    PIECE,
     Compressor,
     count,
     gather_parts,
@@ -22,9 +23,6 @@ from microddp.compression.compressor import (
 
 BLOCK = 1024  # values that share a scale: 4 bytes for them cost a 32nd of a bit a value
 LARGEST = 127  # of eight bits with a sign
-# Values that are worked on at a time: 1 MiB, so that what is computed on the way stays in the cache
-# and in memory that was used before. To make 16 MiB of fresh memory took longer than all the rest.
-PIECE = 256 * BLOCK
 
 
 class Blockwise(Compressor):

@@ -11,6 +11,7 @@ import torch
 from microddp.allreduce import ring_all_reduce
 from microddp.comms import Comms
 from microddp.compression.compressor import (
+    PIECE,
     Compressor,
     count,
     gather_parts,
@@ -114,20 +115,31 @@ class RandomK(Sparse):
 def largest(values: torch.Tensor, number: int) -> torch.Tensor:
     """The places of the values that are largest by magnitude, in any order.
 
-    To sort out the few largest of many takes several times as long as to read them. A sample tells
-    a threshold that a few more than wanted exceed, and the largest of those are the largest of all.
+    To sort out the few largest of many takes several times as long as to read them. So a guess is
+    made, which a few more than wanted exceed, and the largest of those are the largest of all.
 
     Args:
         values: flat.
         number: how many.
     """
-    magnitudes = values.abs()
-    sample = magnitudes[:: max(1, len(values) // SAMPLE)]
+    guess = exceeded(values, number)
+    if guess is not None:
+        found = [(part.abs() >= guess).nonzero().view(-1) for part in torch.split(values, PIECE)]
+        places = torch.cat([part + i * PIECE for i, part in enumerate(found)])
+        if (
+            len(places) >= number
+        ):  # else the guess is wrong, or there are values that are not finite
+            return places[values[places].abs().topk(number, sorted=False).indices]
+    return values.abs().topk(number, sorted=False).indices
+
+
+def exceeded(values: torch.Tensor, number: int) -> torch.Tensor | None:
+    """A magnitude that a few more values than ``number`` reach, guessed from some of them.
+
+    Nothing, if most would.
+    """
+    # Of an odd stride: the rows of matrices are even, and an even one would see few columns.
+    sample = values[:: len(values) // SAMPLE | 1].abs()
     expected = number / len(values) * len(sample)
     rank = math.ceil(expected + 4 * math.sqrt(expected)) + 4  # too few by less than one in 10,000
-    if 2 * rank < len(sample):
-        threshold = sample.topk(rank, sorted=False).values.min()
-        places = (magnitudes >= threshold).nonzero().view(-1)
-        if len(places) >= number:  # else the sample misled, or there are values that are not finite
-            return places[magnitudes[places].topk(number, sorted=False).indices]
-    return magnitudes.topk(number, sorted=False).indices
+    return sample.topk(rank, sorted=False).values.min() if 2 * rank < len(sample) else None

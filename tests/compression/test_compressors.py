@@ -9,7 +9,7 @@ from ranks import on_ranks
 from microddp.comms import MessageCounter
 from microddp.compression import Compression, compressor
 from microddp.compression.quantised import BLOCK, pack, unpack
-from microddp.compression.sparse import SAMPLE, largest
+from microddp.compression.sparse import SAMPLE, exceeded, largest
 from microddp.replicas import broadcast_tensors
 
 ALL = ("top-k:0.1", "top-k:7", "random-k:0.1", "int8", "sign", "power:2", "fp16", "bf16")
@@ -206,8 +206,8 @@ def test_what_cannot_be_compressed_is_refused(comms):
 @pytest.mark.parametrize("seed", range(4))
 def test_the_largest_are_the_largest(seed):
     torch.manual_seed(seed)
-    sorted_so_that_the_sample_misleads = torch.zeros(4 * SAMPLE)
-    sorted_so_that_the_sample_misleads[1::4] = torch.rand(SAMPLE)
+    sorted_so_that_the_sample_misleads = torch.zeros(5 * SAMPLE)
+    sorted_so_that_the_sample_misleads[1::5] = torch.rand(SAMPLE)
     for values in (
         torch.randn(10),
         torch.randn(4 * SAMPLE + 3),
@@ -220,6 +220,17 @@ def test_the_largest_are_the_largest(seed):
             assert len(set(places.tolist())) == number
             expected = values.abs().sort(descending=True).values[:number]
             assert torch.equal(values[places].abs().sort(descending=True).values, expected)
+
+
+@pytest.mark.parametrize("columns", [64, 512, 1000, 1023])
+def test_a_guess_is_good_where_some_columns_have_the_largest_values(columns):
+    torch.manual_seed(0)
+    matrix = torch.randn((1 << 22) // columns, columns) * torch.rand(columns) ** 4
+    values = matrix.flatten()
+    for number in (len(values) // 100, len(values) // 1000):
+        guess = exceeded(values, number)
+        assert guess is not None
+        assert number <= (values.abs() >= guess).sum() < 2.5 * number
 
 
 @pytest.mark.parametrize("length", [1, 8, 9, 1000])

@@ -1,6 +1,5 @@
 """A small transformer on real text: what is counted and what is learned."""
 
-
 import pytest
 import torch
 from ranks import on_ranks
