@@ -25,6 +25,15 @@ SHORTER = {
         "range(2):  # in turns": "range(1):  # in turns",
     },
     "09": {"STEPS = 12": "STEPS = 5"},
+    "10": {
+        "96 - 96 % n, 12": "96 - 96 % n, 3",
+        "FullMLP(512)": "FullMLP(64)",
+        "samples, 512, device": "samples, 64, device",
+        "STEPS = 200": "STEPS = 20",
+        "text, few, 40)": "text, few, 4)",
+        "text, few, 48, on)": "text, few, 4, on)",
+    },
+    "11": {"STEPS = 192": "STEPS = 32", "steps=40": "steps=4", "/ 40": "/ 4"},
 }
 
 
