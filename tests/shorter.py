@@ -33,7 +33,7 @@ SHORTER = {
         "text, few, 40)": "text, few, 4)",
         "text, few, 48, on)": "text, few, 4, on)",
     },
-    "11": {"STEPS = 192": "STEPS = 32", "steps=40": "steps=4", "/ 40": "/ 4"},
+    "11": {"STEPS = 192": "STEPS = 16", "steps=40": "steps=4", "/ 40": "/ 4"},
 }
 
 

@@ -288,7 +288,7 @@ def test_chapter_with_nccl(chapter):
 
 
 # Those that send messages; 08 takes long, and differs from the others in what it computes.
-@pytest.mark.parametrize("chapter", ["02", "03", "04", "05", "06", "07", "09", "10", "11"])
+@pytest.mark.parametrize("chapter", ["02", "03", "04", "05", "06", "07", "09", "10"])
 def test_chapter_with_gloo(chapter):
     logs = job(2, run_chapter, CHAPTERS[chapter], shortened(chapter), gpus=1)
     if chapter not in ("06", "07"):  # whose ranks disagree on purpose, to show what comes of it
