@@ -5,7 +5,7 @@ r"""
 How seldom can ranks agree? Until now they agreed in every step, on gradients. Over a slow link that
 is most of the time. In this chapter each rank trains by itself, and at times they meet and average
 their *weights*. What is sent shrinks by any factor you like. What is learned between two meetings
-may not fit together. Where is the balance?
+may not fit together.
 """
 
 # %% tags=["imports"]
@@ -18,10 +18,9 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import microddp
 from microddp import figures
 from microddp.data import ShardedBatches, load_text
-from microddp.hosts import human_bits
 from microddp.local_sgd import LocalSteps, Outer
 from microddp.model import ModelConfig, SimpleCNN
-from microddp.report import MIB, human_bytes, human_seconds, mark_least, table
+from microddp.report import MIB, human_bytes, human_seconds, table
 from microddp.schedule import STRATEGIES, Local, take_step
 from microddp.workloads import LENGTH, character_loss, character_model, learn
 
@@ -37,6 +36,9 @@ if n == 1:
 
 # %% [markdown]
 r"""
+As before, ranks without a core or GPU of their own leave. The results are those of the ranks that
+stay; the mean of many is further from each of them than the mean of two.
+
 ## Averaging weights
 
 The model, the text and the batches are those of chapter 10: a small transformer that continues
@@ -44,11 +46,13 @@ Python's own help, by characters.
 
 **Predict.** With plain SGD, to average weights after *every* step is to average gradients. Let all
 ranks begin a step with the same $w$. Rank $i$ goes to $w - \eta g_i$, and the mean of these is $w -
-\eta \bar g$. With a meeting every $H$ steps a rank takes $H - 1$ of them from weights of its own,
-where its gradient is another one. So the result differs, and a message of $S$ bytes is sent once
-for $H$ steps. All that stays equal is the number of samples.
+\eta \bar g$. With a meeting every $H$ steps, $H - 1$ of them begin at weights of the rank's own,
+where its gradient is another one. So the result differs, and the weights are sent once for $H$
+steps. All that stays equal is the number of samples.
 
-**Build.** That is *local SGD*:
+**Build.** That is *local SGD* ([Stich, 2018](https://arxiv.org/abs/1805.09767)), or federated
+averaging where the data belong to the ranks ([McMahan and others,
+2016](https://arxiv.org/abs/1602.05629)):
 """
 
 # %%
@@ -64,21 +68,21 @@ def average(model):
 
 # %%
 def local_sgd(model, make_optimizer, steps, every):
-    """Train; returns how far the ranks were from their mean after each step, before any meeting."""
+    """Train; returns how far the ranks were apart after each step, and before a meeting there."""
     optimizer, apart = make_optimizer(model.parameters()), []
     shards = ShardedBatches(text.train, BATCH, rank, n).epoch(0)
     for step, (x, y) in enumerate(itertools.islice(shards, steps), start=1):
         optimizer.zero_grad()
         character_loss(model(x), y).backward()
         optimizer.step()
-        apart.append(spread(model))
+        apart.append(distance(model))
         if step % every == 0:
             average(model)
     return apart
 
 
-def spread(model):
-    """How far the ranks' weights are from their mean, as a share of its length."""
+def distance(model):
+    """Of the ranks' weights from their mean, as a share of the mean's norm."""
     everyone = few.all_gather(parameters_to_vector(model.parameters()).detach())
     mean = everyone.mean(dim=0)
     return ((everyone - mean).norm(dim=1).mean() / mean.norm()).item()
@@ -110,86 +114,109 @@ def ddp_weights(steps):
 
 
 # %%
-theirs = ddp_weights(8)
+begin, theirs = ddp_weights(0), ddp_weights(8)
 for every in (1, 8):
     model = character_model(few.device).double()
     local_sgd(model, sgd, 8, every)
     mine = parameters_to_vector(model.parameters()).detach()
-    error = ((mine - theirs).norm() / theirs.norm()).item()
-    few.print(f"a meeting every {every} of 8 steps: {error:.0e} from DDP's weights")
-    assert every > 1 or error < 1e-9
+    off = ((mine - theirs).norm() / (theirs - begin).norm()).item()
+    few.print(f"a meeting every {every} of 8 steps: {off:.1e} of DDP's way from DDP's weights")
+    assert every > 1 or off < 1e-9
 
 # %% [markdown]
 r"""
 ## Apart, and together again
 
-**Predict.** Between two meetings the ranks drift apart, since each sees other samples. How fast
-depends on the size of a step. A meeting takes the distance to zero. Here it is, with AdamW, for
-several $H$:
+**Predict.** Between two meetings the ranks drift apart, since each sees other samples. If they
+drift at random, the distance grows as the root of the number of steps: four times as far after 16
+times as many. A meeting takes it to zero. Here is the distance before meetings, with AdamW:
 """
 
 # %%
-drifts = {}
-for every in (4, 16, 64):
-    drifts[every] = local_sgd(character_model(few.device), adamw, 64, every)
-largest = {every: max(drift) for every, drift in drifts.items()}
+models = {every: character_model(few.device) for every in (4, 16, 64)}
+drifts = {every: local_sgd(model, adamw, 64, every) for every, model in models.items()}
+
+# %% tags=["plumbing"]
+further = drifts[64][63] / max(drifts[64][3], 1e-9)
 figures.lines(
     {f"H = {k}": (range(1, 65), [100 * d for d in drift]) for k, drift in drifts.items()},
-    title=f"{largest[64] / max(largest[4], 1e-9):.1f} times as far apart after 64 steps as after 4",
+    title=f"Without a meeting, {further:.1f} times as far apart after 64 steps as after 4",
     xlabel="step",
-    ylabel="distance from the mean, % of its length",
+    ylabel="distance, % of the mean's norm",
 )
-assert n == 1 or largest[4] < largest[16] < largest[64] < 16 * largest[4]
+assert n == 1 or max(drifts[4]) < max(drifts[16]) < max(drifts[64])
+assert n == 1 or drifts[4][63] < drifts[4][3]
+
+# %% [markdown]
+"""
+The first steps part the ranks most: AdamW's steps are as long for a small gradient as for a large
+one, and at the beginning they go far. So *post-local* SGD averages gradients first, and meets less
+often later ([Lin and others, 2018](https://arxiv.org/abs/1808.07217)); the core's
+{class}`~microddp.local_sgd.LocalSteps` has a `warm_up` for it.
+
+Is the mean of weights that are so far apart any good? For neural networks that is not obvious.
+After 64 steps without a meeting, on text that nobody was trained on:
+"""
+
+
+# %%
+def test_loss(model):
+    """The mean over the ranks of what their own weights give."""
+    with torch.no_grad():
+        tokens, targets = text.test[:256]
+        loss = character_loss(model(tokens), targets)
+    few.all_reduce_mean(loss)
+    return loss.item()
+
+
+# %%
+model = character_model(few.device)
+local_sgd(model, adamw, 64, every=65)
+own = test_loss(model)
+average(model)
+few.print(f"own weights {own:.3f}, their mean {test_loss(model):.3f}; DDP's below")
 
 # %% [markdown]
 r"""
-**Explain.** The distance grows slower than the number of steps: the ranks see samples of one text,
-so in part they go the same way, and in part at random. What matters is whether the *mean* of
-weights that are so far apart is any good. For neural networks that is not obvious. Those that began
-with different weights have a worse mean than those that began together and parted for a while
-(exercise 1).
-
 ## Loss by steps, by bytes, by time
 
 **Predict.** A step of DDP takes its computing $c$ and the time of its message $t_S$. With a meeting
-every $H$ steps it takes $c + t_S / H$. Over a link of 100 Mbit/s $t_S$ is several times $c$, so the
-gain is large until $H$ is about $t_S / c$, and small beyond: then the step is nearly all computing.
-If the steps to a given loss grow with $H$, there is a best $H$.
+every $H$ steps it takes $c + t_S / H$. At $H = t_S / c$ that is $2c$, half of it still for
+messages; at ten times this $H$ it is a tenth. What seldom meetings cost in steps cannot be told
+from bytes.
 
-**Measure.** The core's {class}`~microddp.local_sgd.LocalSteps` does what `average` does, and more
-of what follows. Each row trains on the same samples, in the same order. The loss of a step is that
-of each rank's own weights on text that is new to it, averaged over the ranks; at the end all ranks
-meet, and the weights they share are tested on text that nobody trained on. DDP runs once more than
-the others, over the links as they were, for the section after next:
+**Measure.** `LocalSteps` does what `average` does, and more of what follows. Each row trains on the
+same samples, in the same order, over links of 100 Mbit/s. "never" is ranks that never meet. The
+loss of a step is that of each rank's own weights on text that is new to it, averaged over the
+ranks. The loss to reach is DDP's after three quarters of the steps. At the end all meet, but for
+"never", and what they then have is tested. (DDP runs over the faster links first, for the next
+section.)
 """
 
 # %%
 STEPS = 192
 
 
-def train(every=0, steps=STEPS, name="ddp", **options):
-    """DDP, or what has another name; with a meeting every so many steps, local SGD."""
+def train(name="ddp", every=0, **options):
+    """By a strategy of that name or, if `every` is not 0, with a meeting every so many steps."""
     model = character_model(few.device)
     if every:
         strategy = Local(model, few, LocalSteps(model, few, every, **options))
     else:
         strategy = STRATEGIES[name](model, few)
-    run = learn(strategy, text, few, steps)
-    with torch.no_grad():
-        tokens, targets = text.test[:256]
-        tested = character_loss(model(tokens), targets).item()
-    return run, strategy.sent_bytes(), tested
+    run = learn(strategy, text, few, STEPS)
+    return run, strategy.sent_bytes(), test_loss(model)
 
 
 # %%
-alone, *_ = train(steps=40, name="none")
-computing = alone.seconds[-1] / 40
 fast = train()
 if few.box:
     few.relink("100mbit")
 runs = {"DDP": train()}
 for every in (1, 4, 16, 64):
-    runs[f"H = {every}"] = train(every)
+    runs[f"H = {every}"] = train(every=every)
+runs["never"] = train("none")
+computing = runs["never"][0].step
 TARGET = runs["DDP"][0].smooth[3 * STEPS // 4]
 
 # %% tags=["plumbing"]
@@ -197,23 +224,31 @@ per_byte = few.box.seconds_per_byte if few.box else math.nan
 rows = []
 for name, (run, sent, tested) in runs.items():
     predicted = (computing + sent * per_byte) * 1e3 if few.box else None
-    taken = run.seconds[-1] / STEPS * 1e3
-    there, needed = run.steps_to(TARGET), run.seconds_to(TARGET)
-    speedup = runs["DDP"][0].seconds_to(TARGET) / needed
-    reached = (there, needed, speedup) if math.isfinite(needed) else (None,) * 3
-    rows.append((name, human_bytes(sent), predicted, taken, tested, *reached))
+    needed = run.seconds_to(TARGET)
+    there = (run.steps_to(TARGET), needed, runs["DDP"][0].seconds_to(TARGET) / needed)
+    there = there if math.isfinite(needed) else (None,) * 3
+    rows.append((name, human_bytes(sent), predicted, run.step * 1e3, tested, *there))
 headers = ["", "sent a step", "ms, predicted", "ms a step", "test loss", "steps to it", "s"]
 formats = ["", "", ".1f", ".1f", ".3f", ".0f", ".2f", ".2f"]
-where = f"links of {human_bits(few.box.links[0].bits_per_second)}" if few.box else "this machine"
-few.print(f"{where}; computing {human_seconds(computing)} a step; to a loss of {TARGET:.2f}")
+message = runs["DDP"][1] * per_byte
+if few.box:
+    few.print(
+        f"t_S {human_seconds(message)}, c {human_seconds(computing)}: {message / computing:.1f}"
+    )
+few.print(f"to a loss of {TARGET:.2f}; sent by formula; a blank: not in {STEPS} steps")
 few.print(table(rows, [*headers, "speed-up"], floats=formats))
 
 
 # %% tags=["plumbing"]
 def draw(x_of, xlabel, title, log=""):
-    series = {name: (x_of(run, sent), run.smooth) for name, (run, sent, _) in runs.items()}
-    series = {k: (x, y) for k, (x, y) in series.items() if k != "H = 1"}
-    figures.lines(series, title=title, xlabel=xlabel, ylabel="loss, mean of 16 steps", log=log)
+    skip = STEPS // 8  # the first steps would flatten all that follows
+    series = {
+        name: (x_of(run, sent)[skip:], run.smooth[skip:])
+        for name, (run, sent, _) in runs.items()
+        if name not in ("H = 1", "never")
+    }
+    ylabel = "loss, mean of 16 steps"
+    figures.lines(series, title=title, xlabel=xlabel, ylabel=ylabel, log=log, zero=False)
 
 
 last = {name: run.smooth[-1] for name, (run, _, _) in runs.items()}
@@ -228,13 +263,13 @@ if n > 1:
     most, least = (runs[name][1] * STEPS for name in ("DDP", "H = 64"))
     draw(
         lambda _, sent: [i * sent / MIB for i in range(1, STEPS + 1)],
-        "MiB that a rank has sent",
+        "MiB that a rank sends, spread evenly over the steps",
         f"By bytes: {human_bytes(most)} for DDP, {human_bytes(least)} for a meeting in 64 steps",
         log="x",
     )
 
 # %% tags=["plumbing"]
-needed = {name: run.seconds_to(TARGET) for name, (run, _, _) in runs.items()}
+needed = {name: run.seconds_to(TARGET) for name, (run, _, _) in runs.items() if name != "never"}
 best = min(needed, key=needed.get)
 draw(
     lambda run, _: run.seconds,
@@ -244,18 +279,25 @@ draw(
 
 # %% [markdown]
 r"""
-**Explain.** The time of a step follows the prediction: at 100 Mbit/s most of the gain is there at
-$H = 16$. What seldom meetings cost is in two columns. "Steps to it" says how the ranks get on by
-themselves, each with its own smaller batch, which has more noise. "Test loss" says what the mean of
-their weights is worth. As long as both stay near DDP's, each further doubling of $H$ is a small
-gain, and a bet that the ranks still fit together.
+**Explain.** Every loss is of one run. What DDP and $H = 1$ differ by tells the noise: with AdamW
+they are not the same, for each rank divides by the size of its own gradients.
+
+What do meetings cost? "Steps to it" says how the ranks get on by themselves. "Test loss" says what
+the mean of their weights is worth, and has to be held against "never" as well, where no rank
+learned anything from the others. What lies between DDP and "never" is what there is to lose by
+meeting less often. In so short a run it is little, and so the largest $H$ tried does well. A long
+run has more to lose, and no table of a short one tells where its best $H$ is.
+
+And why not average gradients over $H$ batches (chapter 06)? That sends as little, and is the same
+as a larger batch. But it takes one step where local SGD takes $H$.
 
 ## DiLoCo
 
-An average says: the step the ranks should have taken together is the mean of theirs. *DiLoCo*
-(Douillard and others, 2023) takes it as a gradient instead, and gives it to an optimizer. That is
-the *outer* one; the *inner* one is AdamW. The *pseudo-gradient* is where the ranks came from minus
-where they went, averaged. With plain SGD and a rate of 1 the outer step is local SGD. DiLoCo's is
+The mean of what the ranks did since the last meeting is a direction. *DiLoCo* ([Douillard and
+others, 2023](https://arxiv.org/abs/2311.08105)) gives it to an optimizer of its own, the *outer*
+one, whose momentum goes on in directions that meetings agree on. The *inner* one is AdamW. An
+optimizer wants a gradient, and goes the other way; so the *pseudo-gradient* is where the ranks came
+from minus where they went. With plain SGD and a rate of 1 the outer step is local SGD. DiLoCo's is
 SGD with Nesterov momentum, often with a rate of 0.7 and a momentum of 0.9.
 
 **Build.**
@@ -263,11 +305,11 @@ SGD with Nesterov momentum, often with a rate of 0.7 and a momentum of 0.9.
 
 
 # %%
-def diloco(steps, every, sign=1):
-    """Train; returns the weights and the loss of each step."""
+def diloco(steps, every, sign=1, **outer_options):
+    """Train; returns the shared weights and the loss of each step."""
     model, losses = character_model(few.device), []
     inner, shared = adamw(model.parameters()), parameters_to_vector(model.parameters()).detach()
-    outer = torch.optim.SGD([shared], lr=0.7, momentum=0.9, nesterov=True)
+    outer = torch.optim.SGD([shared], **outer_options)
     shards = ShardedBatches(text.train, BATCH, rank, n).epoch(0)
     for step, (x, y) in enumerate(itertools.islice(shards, steps), start=1):
         inner.zero_grad()
@@ -286,10 +328,9 @@ def diloco(steps, every, sign=1):
 # %%
 DILOCO = Outer(lr=0.7, momentum=0.9)
 model = character_model(few.device)
-strategy = Local(model, few, LocalSteps(model, few, 16, outer=DILOCO))
-learn(strategy, text, few, 64)
-mine, right = diloco(64, 16)
+learn(Local(model, few, LocalSteps(model, few, 16, outer=DILOCO)), text, few, 64)
 theirs = parameters_to_vector(model.parameters()).detach()
+mine, _ = diloco(64, 16, lr=0.7, momentum=0.9, nesterov=True)
 few.print(f"bitwise the core's: {torch.equal(mine, theirs)}")
 assert torch.equal(mine, theirs)
 
@@ -300,98 +341,114 @@ the bytes of a step are a sixteenth. So a step should take about as long as DDP'
 link: $c + t_S/16$, with the $t_S$ of the slow one.
 
 A last idea hides messages, too. The weights are dealt into $F$ *fragments*, which meet in turns,
-and while one travels the ranks compute their next step (*Streaming DiLoCo*, Douillard and others,
-2025). Of a message, $t_S/F - c$ is left to wait for, or nothing. There are $F$ of them in $H$
-steps, so a step takes $c + \frac{F}{H} \max(0, t_S/F - c)$.
+and while one travels the ranks compute their next step ([Streaming
+DiLoCo](https://arxiv.org/abs/2501.18512), Douillard and others, 2025, which also sends 4 bits a
+value, and blends what arrives with what is there). If all fragments were equal, $t_S/F - c$ of each
+message would be left to wait for, or nothing. There are $F$ of them in $H$ steps, so a step takes
+$c + \frac{F}{H} \max(0, t_S/F - c)$.
 
-**Measure.** DDP over 1 Gbit/s, the others over 50 Mbit/s:
+**Measure.** DDP over 1 Gbit/s, the others over 50 Mbit/s, with $H = 16$:
 """
 
 # %%
 if few.box:
+    usual = few.box.seconds_per_byte
     few.relink("50mbit")
-    slower = few.box.seconds_per_byte
-F = 4
+EVERY, F = 16, 4
 slow = {
-    "H = 16": train(16),
-    f"H = 16, {F} fragments": train(16, fragments=F),
-    "DiLoCo": train(16, outer=DILOCO),
-    f"DiLoCo, {F} fragments": train(16, outer=DILOCO, fragments=F),
+    "mean": train(every=EVERY),
+    f"mean, {F} fragments": train(every=EVERY, fragments=F),
+    "rate 0.7, no momentum": train(every=EVERY, outer=Outer(lr=0.7)),
+    "DiLoCo": train(every=EVERY, outer=DILOCO),
+    f"DiLoCo, {F} fragments": train(every=EVERY, outer=DILOCO, fragments=F),
 }
 
-# %% tags=["plumbing"]
-rows = []
-for name, (run, sent, tested) in {"DDP": fast, **slow}.items():
-    link = ("1 Gbit/s" if run is fast[0] else "50 Mbit/s") if few.box else "this machine"
-    wait = sent * (slower / 20 if run is fast[0] else slower) if few.box else math.nan
+
+# %%
+def predicted(name, sent):
+    wait = sent * few.box.seconds_per_byte  # t_S / H
     if "fragments" in name:
-        wait = F / 16 * max(0, 16 * wait / F - computing)
-    predicted = 1e3 * (computing + wait) if few.box else None
-    there = run.seconds_to(TARGET) if math.isfinite(run.seconds_to(TARGET)) else None
-    ms = run.seconds[-1] / STEPS * 1e3
-    rows.append((name, link, human_bytes(sent), predicted, ms, tested, there))
-headers = ["", "link", "sent a step", "ms, predicted", "ms a step", "test loss"]
-formats = ["", "", "", ".1f", ".1f", ".3f", ".2f"]
-few.print(table(rows, [*headers, f"s to {TARGET:.2f}"], floats=formats))
+        wait = F / EVERY * max(0, EVERY * wait / F - computing)
+    return 1e3 * (computing + wait)
+
 
 # %% tags=["plumbing"]
+rows = [("DDP, 1 Gbit/s" if few.box else "DDP", fast, 1e3 * (computing + fast[1] * per_byte / 10))]
+rows += [(k, way, predicted(k, way[1]) if few.box else None) for k, way in slow.items()]
+table_rows = []
+for name, (run, sent, tested), ms in rows:
+    needed = run.seconds_to(TARGET) if math.isfinite(run.seconds_to(TARGET)) else None
+    table_rows.append((name, human_bytes(sent), ms, run.step * 1e3, tested, needed))
+headers = ["", "sent a step", "ms, predicted", "ms a step", "test loss", f"s to {TARGET:.2f}"]
+few.print(table(table_rows, headers, floats=["", "", ".1f", ".1f", ".3f", ".2f"]))
+
+# %% tags=["plumbing"]
+both = {name: run for name, (run, *_), _ in rows}
+takes = [1e3 * slow[name][0].step for name in slow]
 figures.lines(
-    {name: (run.seconds, run.smooth) for name, (run, _, _) in {"DDP, fast": fast, **slow}.items()},
-    title=f"{STEPS} steps: DDP over a fast link {fast[0].seconds[-1]:.1f} s, over a slow one "
-    f"{min(run.seconds[-1] for run, _, _ in slow.values()):.1f} s with fragments or without",
+    {name: (run.seconds[STEPS // 8 :], run.smooth[STEPS // 8 :]) for name, run in both.items()},
+    title=f"A step: DDP over the fast link {1e3 * fast[0].step:.1f} ms, the others over the slow "
+    f"one {min(takes):.1f} to {max(takes):.1f} ms",
     xlabel="seconds",
     ylabel="loss, mean of 16 steps",
+    zero=False,
 )
 
 # %% [markdown]
 r"""
-**Explain.** A step may take longer than predicted: at a meeting all wait for the slowest rank, and
-a core that carries a fragment computes less meanwhile. The loss is another matter. This run has
-$192 / 16 = 12$ meetings. A momentum of 0.9 adds up about ten of them before it has its full effect,
-and until then a rate of 0.7 is less than the whole way. DiLoCo was made for thousands of steps and
-hundreds between meetings: there its authors report the quality of synchronous training for 500
-times less communication (C4, 8 workers). A run of a few seconds is not that, and says nothing
-against it.
+**Explain.** A link that is 20 times slower, and a step that takes about as long. Where fragments
+gain less than predicted: a core that carries a message computes less meanwhile, and with four times
+as many meetings the ranks wait for each other four times as often. A fragment arrives a step late,
+and what was trained meanwhile is added to it.
 
-The price of hiding is that a fragment arrives a step late, and is combined with what was trained
-meanwhile.
+The losses are another matter. With Nesterov's momentum the first meeting goes $0.7 \cdot 1.9 =
+1.33$ of the way that the ranks went, and if all meetings agreed the twelfth would go 5.2 times as
+far. This run has $192 / 16 = 12$ meetings, from random weights on, where directions change most.
+The row without momentum is the one to hold DiLoCo's against. DiLoCo was made for tens of thousands
+of steps and hundreds between meetings: there its authors report the quality of synchronous training
+for 500 times less communication (C4, 8 workers). A run of a few seconds is not that, and says
+nothing against it.
 
 ## Where it breaks: the wrong sign
 
-An optimizer *subtracts* what it is given. So the pseudo-gradient is where the ranks came from minus
-where they went, and not the way they went. It is easily mistaken: a well-known library [shipped
-it](https://github.com/meta-pytorch/torchft/pull/233) the other way round. **Predict.** Then each
-meeting takes the ranks back, beyond where they began, and the more they had learned the further:
+The pseudo-gradient is where the ranks came from minus where they went, and is easily written the
+other way round; a well-known library [had it so](https://github.com/meta-pytorch/torchft/pull/233).
+**Predict.** Then each meeting takes the ranks back to beyond where they came from. Without outer
+momentum, with a rate of 0.7:
 """
 
 # %%
-_, wrong = diloco(64, 16, sign=-1)
-firsts = [i + 1 for i in range(0, 64, 16)]
-rows = [(i, right[i - 1], wrong[i - 1]) for i in firsts]
-few.print(table(rows, ["step, first after a meeting", "right", "wrong"]))
+_, right = diloco(64, 16, lr=0.7)
+_, wrong = diloco(64, 16, sign=-1, lr=0.7)
+
+# %% tags=["plumbing"]
+rows = [(i, right[i - 1], right[i], wrong[i - 1], wrong[i]) for i in (16, 32, 48)]
+headers = ["meeting after step", "loss before", "after", "wrong sign: before", "after"]
+few.print(table(rows, headers))
+jump = max(after - before for *_, before, after in rows)
 figures.lines(
     {"right": (range(1, 65), right), "wrong sign": (range(1, 65), wrong)},
-    title=f"The wrong sign: a loss of {wrong[-1]:.1f} after 64 steps instead of {right[-1]:.1f}",
+    title=f"The wrong sign: at a meeting the loss jumps by up to {jump:.1f}",
     xlabel="step",
     ylabel="loss",
 )
-assert wrong[-1] > right[-1]
+assert all(after > before for *_, before, after in rows)
 
 # %% [markdown]
 """
-Between two meetings the loss falls in both, for the inner optimizer is right. Who looks at a few
-steps sees nothing wrong. Compare the loss before and after a *meeting*.
+Between two meetings the loss falls again, for the inner optimizer is right. Who looks at a mean
+over many steps sees slow learning, not a mistake. Compare the loss before and after a *meeting*.
 
 ## Where it breaks: what is not a weight
 
 A meeting averages weights. A model with batch normalisation has more: running statistics, of which
-each rank has its own. They would differ for ever, and the model would depend on who saves it. The
-core refuses, on every rank:
+each rank has its own, so that the model would depend on who saves it. The core refuses, on every
+rank. Layer or group normalisation has no such state:
 """
 
 # %%
 try:
-    LocalSteps(SimpleCNN(ModelConfig(channels=(8,))).to(few.device), few, 16)
+    LocalSteps(SimpleCNN(ModelConfig(channels=(8,))).to(few.device), few, EVERY)
 except ValueError as error:
     few.print(error)
 else:
@@ -399,15 +456,15 @@ else:
 
 # %% [markdown]
 r"""
-AdamW's moments are not averaged, either. That is by design: they tell each rank the size of its own
-gradients, and are meant to stay with it. A checkpoint then has to hold those of every rank; `python
--m microddp.train --average-every 16` keeps them.
+AdamW's moments are not averaged, either: that would send three times as much. So each rank has its
+own, and a checkpoint has to hold those of all; `python -m microddp.train --average-every 16` does.
 
 ## What to pick
 
-All ways to live with a slow link beside each other, those of chapter 10 too: from this run, the
-steps to a loss, times what a step takes beside its bytes, plus the bytes at each speed. A star
-marks the least of each column. What fragments hide is not in it:
+Ways to live with a slow link beside each other, two of chapter 10 among them: the steps that each
+took to the loss, times what a step takes beside its bytes, plus the bytes at each speed. Stars mark
+all that is within 15 % of the least of a column; single runs do not tell more. At 100 Mbit/s that
+is the measurement again, at the others a prediction:
 """
 
 # %%
@@ -421,34 +478,44 @@ for name in ("int8", "power:4"):
 
 # %% tags=["plumbing"]
 PICK = {"50 Mbit/s": 5e7, "100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10}
-ways = {name: (run, sent) for name, (run, sent, _) in runs.items()} | compressed
-ways = {k: way for k, way in ways.items() if math.isfinite(way[0].steps_to(TARGET))}
+ways = {name: way[:2] for name, way in runs.items() if name != "never"} | compressed
+ways = {k: way for k, way in ways.items() if few.box and math.isfinite(way[0].steps_to(TARGET))}
 columns = []
-for bits in PICK.values() if few.box else ():
-    seconds = [
-        run.steps_to(TARGET) * (run.seconds[-1] / STEPS + sent * (8 / bits - per_byte))
+for bits in PICK.values() if ways else ():
+    needed = [
+        run.steps_to(TARGET) * (run.step + sent * (8 / bits - per_byte))
         for run, sent in ways.values()
     ]
-    columns.append(mark_least([f"{s:.2f} s" for s in seconds], seconds))
-rows = list(zip(ways, *columns, strict=True))
-headers = [f"to a loss of {TARGET:.2f}", *PICK]
-few.print(table(rows, headers) if columns else "links of known speed: none here")
+    columns.append([f"{s:.2f} s {'*' if s < 1.15 * min(needed) else ' '}" for s in needed])
+rows = [(k, f"{ways[k][0].steps_to(TARGET):.0f}", *r) for k, *r in zip(ways, *columns, strict=True)]
+headers = [f"to a loss of {TARGET:.2f}", "steps", *PICK]
+few.print(table(rows, headers) if rows else "links of known speed: none here")
+measured = {"DDP at 1 Gbit/s": fast, f"H = {EVERY} at 50 Mbit/s": slow["mean"]}
+for name, (run, *_) in measured.items():
+    few.print(f"measured: {name} {run.seconds_to(TARGET):.2f} s")
 
 # %% [markdown]
 r"""
-A few per cent are not told apart by one run. The table is of this model and this machine; its form
-is not. Three questions remain for yours. Does it have state that is no weight? How do loss and $H$
-go together, at the batch size and learning rate you use? And who has to have equal weights when,
-for evaluation or a checkpoint? Between meetings nobody has *the* model.
+The two that were measured at another speed tell how good the predictions are. On a slow link what
+counts is bytes: a meeting now and then, or thin factors in each step. On a fast one little is left
+to save.
+
+Before you pick, ask: does your model have state that is no weight? How do loss and $H$ go together
+at your learning rate, which may need another value? Is there memory for one copy of the weights
+more on each rank, and a momentum? And who needs *the* model when, for evaluation or a checkpoint?
+Between meetings nobody has it. Fewer meetings also mean fewer waits for a rank that is slow at
+times.
 
 ## What to take along
 
-- With plain SGD, averaging weights after each step is averaging gradients. Everything beyond is a
-  bet that weights which parted for a while fit together again.
-- A step takes $c + t_S/H$. Beyond $H = t_S/c$ there is little to gain.
+- With plain SGD, averaging weights after each step is averaging gradients. Everything beyond has to
+  be tried.
+- A step takes $c + t_S/H$: at $H = t_S/c$ half of it is messages, at ten times that a tenth of $c$.
 - DiLoCo's meeting is a step of an optimizer; its gradient is where the ranks came from minus where
   they went.
-- Fragments make messages smaller, and hide them.
+- Fragments send the same bytes in smaller messages, and hide up to a step's computing of each.
+
+PyTorch has `PeriodicModelAverager` and `PostLocalSGDOptimizer` for local SGD; torchft has DiLoCo.
 
 ## Exercises
 
@@ -459,33 +526,31 @@ for evaluation or a checkpoint? Between meetings nobody has *the* model.
 
    <details class="solution"><summary>Solution</summary>
 
-      On the machine this was tried on (two ranks, November 2026) a rank's own weights had a loss of
-      2.68. The mean of ranks that began together had 2.80: without any meeting they part too far.
-      The mean of those that began apart had 2.94. The same function can be computed by networks
-      whose neurons are in another order. Trained from different weights, neuron 7 of one rank may
-      do what neuron 31 of another does, and their mean does neither.
+   On the machine this was tried on (two ranks, November 2026) rank 0's own weights had a loss of
+   2.68 in both. The mean of ranks that began together had 2.80: in 192 steps they part too far. The
+   mean of those that began apart had 2.94. One possible reason: the same function can be computed
+   by networks whose neurons are in another order, and then neuron 7 of one rank does what neuron 31
+   of another does ([Entezari and others, 2021](https://arxiv.org/abs/2110.06296)).
 
    </details>
 
-2. DDP's step takes $c + t_S$, local SGD's $c + t_S/H$. At which $H$ is half of a step's possible
+2. DDP's step takes $c + t_S$, local SGD's $c + t_S/H$. At which $H$ is half of what there is to
    gain reached, and at which nine tenths?
 
    <details class="solution"><summary>Solution</summary>
 
    The most that can be gained is $t_S$ for each step, and $H$ gains $t_S (1 - 1/H)$ of it: half at
-   $H = 2$, nine tenths at $H = 10$. In terms of time, what is left of the messages is a tenth of
-   the computing at $H = 10\, t_S / c$.
+   $H = 2$, nine tenths at $H = 10$, whatever $c$.
 
    </details>
 
-3. What is wrong with weights that are averaged *in place* before the pseudo-gradient is taken?
+3. Leave out `.clone()` in `diloco`. What becomes of the pseudo-gradient, and of the ranks?
 
    <details class="solution"><summary>Solution</summary>
 
-   Nothing, if the average is then subtracted from the shared weights: the mean of differences is
-   the difference of the mean. But if the shared weights are not a copy, and share their memory with
-   the model's, they move with every inner step, and the pseudo-gradient is zero. In `diloco`, leave
-   out `.clone()` and see: `vector_to_parameters` makes the parameters views of what it is given.
+   `vector_to_parameters` makes the parameters views of what it is given. So from the first meeting
+   on, `shared` and the model are the same memory, and every inner step moves both. From the second
+   meeting on the pseudo-gradient is zero. The ranks never agree again, and there is no error.
 
    </details>
 """

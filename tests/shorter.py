@@ -30,10 +30,9 @@ SHORTER = {
         "FullMLP(512)": "FullMLP(64)",
         "samples, 512, device": "samples, 64, device",
         "STEPS = 200": "STEPS = 20",
-        "text, few, 40)": "text, few, 4)",
         "text, few, 48, on)": "text, few, 4, on)",
     },
-    "11": {"STEPS = 192": "STEPS = 16", "steps=40": "steps=4", "/ 40": "/ 4"},
+    "11": {"STEPS = 192": "STEPS = 16"},
 }
 
 

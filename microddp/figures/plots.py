@@ -28,6 +28,7 @@ def lines(
     xlabel: str,
     ylabel: str,
     log: str = "",
+    zero: bool = True,
 ) -> Figure:
     """Curves of y against x, each named at its end.
 
@@ -37,11 +38,12 @@ def lines(
         xlabel: with unit.
         ylabel: with unit.
         log: the axes with a logarithmic scale: ``"x"``, ``"y"``, ``"xy"`` or neither.
+        zero: whether a linear y axis begins at 0, so that heights compare as the values do.
     """
     figure, axes = new_axes(title, xlabel, ylabel)
     ends: dict[str, tuple[float, float, str]] = {}
     # Dashes let a curve show where another one lies on it, and differ without colour.
-    colors, dashes = itertools.cycle(COLORS), itertools.cycle(["-", "--", ":"])
+    colors, dashes = itertools.cycle(COLORS), itertools.cycle(["-", "--", ":", "-."])
     for color, dash, (name, (x, y)) in zip(colors, dashes, series.items(), strict=False):
         marker = "o" if len(x) < 20 else None
         axes.plot(x, y, dash, marker=marker, markersize=4, color=color)
@@ -57,7 +59,7 @@ def lines(
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if "y" in log:
         axes.set_yscale("log")
-    else:
+    elif zero:
         axes.set_ylim(bottom=0)
     label_ends(axes, ends)
     return figure

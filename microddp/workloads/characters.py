@@ -48,6 +48,13 @@ class Learned:
     seconds: Sequence[float]
 
     @property
+    def step(self) -> float:
+        """Mean seconds of a step; the first ones, which make memory and connections, left out."""
+        skipped = min(WINDOW, len(self.seconds) // 4)
+        begin = self.seconds[skipped - 1] if skipped else 0.0
+        return (self.seconds[-1] - begin) / (len(self.seconds) - skipped)
+
+    @property
     def smooth(self) -> list[float]:
         """Of each step, the mean over it and up to ``WINDOW`` - 1 before it."""
         windows = (self.losses[max(0, i - WINDOW) : i] for i in range(1, len(self.losses) + 1))

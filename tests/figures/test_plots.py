@@ -47,6 +47,13 @@ def test_lines_are_named_at_their_ends_without_overlap():
     assert [list(line.get_ydata()) for line in axes.lines] == [[1, 2, 3], [1, 2, 3.001]]
 
 
+def test_curves_begin_at_zero_unless_asked_not_to():
+    for zero in (True, False):
+        figures.lines({"a": ([1, 2], [5, 6])}, title="", xlabel="", ylabel="", zero=zero)
+        bottom, _ = plt.gcf().axes[0].get_ylim()
+        assert (bottom == 0) == zero
+
+
 def test_every_curve_is_drawn_however_many_there_are():
     figures.lines({str(i): ([1, 2], [i, i]) for i in range(20)}, title="", xlabel="", ylabel="")
     (axes,) = plt.gcf().axes

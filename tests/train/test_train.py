@@ -5,6 +5,7 @@ import dataclasses
 import io
 import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -19,6 +20,7 @@ import pytest
 import torch
 from ranks import on_ranks, run
 
+from microddp.data import CHARACTERS
 from microddp.replicas import check_replicas
 from microddp.timing import Span
 from microddp.train import Trainer, TrainingConfig, loop, mean_step, parse, train
@@ -458,6 +460,7 @@ def test_a_mean_step_is_over_steps_and_ranks():
         ("--resume", "--resume: expected --checkpoint DIR with it"),
         (f"--checkpoint {__file__}", "--checkpoint: expected a folder, got the file"),
         ("--no-such-option", "unrecognized arguments: --no-such-option"),
+        ("--data text", "--data: expected --model transformer with text, got cnn"),
     ],
 )
 def test_bad_options_are_refused(options, complaint):
@@ -489,6 +492,13 @@ def test_what_does_not_fit_is_said_once_in_a_line_and_every_rank_ends(options, c
     ranks = run(main, 2, *options.split(), join=False)
     assert [status for status, *_ in ranks] == [2, 2]
     assert [err for *_, err in ranks] == [f"microddp.train: error: {complaint}\n", ""]
+
+
+@on_ranks(1)
+def test_a_transformer_reads_text_by_characters(comms):
+    result = train(small(model="transformer", data="text"), comms)
+    assert result.model.tokens.num_embeddings == CHARACTERS
+    assert result.epochs[-1].test_loss < math.log(CHARACTERS) - 0.1
 
 
 @on_ranks(1)

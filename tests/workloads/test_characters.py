@@ -41,6 +41,9 @@ def test_when_a_loss_is_reached_is_told_by_means():
     assert learned.smooth[-1] == sum(falling[-WINDOW:]) / WINDOW
     assert learned.steps_to(learned.smooth[29]) == 30
     assert learned.seconds_to(learned.smooth[29]) == 15
+    assert learned.step == 0.5
+    assert Learned([1.0] * 40, [9 + 0.5 * i for i in range(1, 41)]).step == 0.5, "a slow beginning"
+    assert Learned([1.0], [2.0]).step == 2
     assert learned.steps_to(1000) == WINDOW, "means of fewer say little"
     assert learned.steps_to(0) == learned.seconds_to(0) == float("inf")
 
