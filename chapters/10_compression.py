@@ -394,14 +394,14 @@ $$ B^* = \frac{S_0 - S_c}{c} $$
 
 bytes a second: the *break-even*. On a slower link compression pays, on a faster one it costs.
 
-**Predict.** $c$ is measured on one link: the difference of the two steps there, plus the time of
-the bytes that were saved. The other links tell whether $B^*$ is right. The model has wide layers,
-few samples and one bucket, so that most of a step is message:
+**Predict.** $c$ is the difference of the two steps on one link, plus the time of the bytes that
+were saved there; take the mean of the two slowest links. The faster ones tell whether $B^*$ is
+right. The model has wide layers, few samples and one bucket, so that most of a step is message:
 """
 
 # %%
 wide, PLAIN = FullMLP(512).to(few.device), "all-reduce"
-LINKS = [2, 4, 6, 9, 12] if few.box and few.world_size > 1 else []  # Gbit/s; c is of the first
+LINKS = [2.5, 3.5, 5, 7, 9.5, 12] if few.box and few.world_size > 1 else []  # Gbit/s
 PAYS = ("top-k:0.01", "top-k:0.05", "int8", "power:4", "power:32", "fp16")
 
 
@@ -458,16 +458,16 @@ def break_even(times, name):
 # %%
 found = {}
 for name in PAYS if times else ():
-    first, *others = times
-    c = fewer(name) / first - (times[first][PLAIN] - times[first][name])
+    costs = [fewer(name) / v - t[PLAIN] + t[name] for v, t in times.items()]
+    c = (costs[0] + costs[1]) / 2
     predicted = fewer(name) / c if c > 0 else math.inf
-    found[name] = c, predicted, break_even({v: times[v] for v in others}, name)
+    found[name] = c, predicted, break_even({v: times[v] for v in LINKS[2:]}, name)
 
 # %% tags=["plumbing"]
 rows = []
 for name, (c, predicted, met) in found.items():
     inside = 0 < met < math.inf
-    beyond = f"above {max(LINKS)}" if met else f"below {LINKS[1]}"
+    beyond = f"above {max(LINKS)}" if met else f"below {LINKS[2]}"
     ratio = predicted / met if inside else None
     rows.append((name, human_seconds(c), predicted, f"{met:.1f}" if inside else beyond, ratio))
 headers = ["", "c", "predicted, Gbit/s", "measured", "predicted / measured"]

@@ -387,8 +387,8 @@ both = {name: run for name, (run, *_), _ in rows}
 takes = [1e3 * slow[name][0].step for name in slow]
 figures.lines(
     {name: (run.seconds[STEPS // 8 :], run.smooth[STEPS // 8 :]) for name, run in both.items()},
-    title=f"A step: DDP over the fast link {1e3 * fast[0].step:.1f} ms, the others over the slow "
-    f"one {min(takes):.1f} to {max(takes):.1f} ms",
+    title=f"A step: DDP, fast link {1e3 * fast[0].step:.1f} ms; the others, slow link "
+    f"{min(takes):.1f} to {max(takes):.1f} ms",
     xlabel="seconds",
     ylabel="loss, mean of 16 steps",
     zero=False,

@@ -31,7 +31,7 @@ BUILDS = {
     "07_sync_primitives": "the chores of a training job, and mistakes that hang or spoil one",
     "08_performance": "a clock for every part of a step, and a prediction to hold against it",
     "09_case_study": "one language model trained on one device and on several",
-    "10_compression": "three ways to send less, and error feedback that loses nothing",
+    "10_compression": "three ways to send less, and error feedback, which keeps the rest",
     "11_local_sgd": "training whose ranks meet now and then, and DiLoCo",
 }
 
