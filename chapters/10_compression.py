@@ -160,8 +160,8 @@ figures.lines(
         name: (range(EPOCH, len(losses) + 1), losses.unfold(0, EPOCH, 1).mean(dim=1).tolist())
         for name, (losses, _, _) in results.items()
     },
-    title=f"One value in a thousand, the rest forgotten: {fewer_forgotten / fewer_kept:.1f} times "
-    "the loss in the end",
+    title=f"One value in a thousand: {fewer_forgotten / fewer_kept:.1f} times the loss if the rest "
+    "is forgotten, not kept",
     xlabel="step",
     ylabel="loss, mean of an epoch",
 )
@@ -178,8 +178,9 @@ assert same
 """
 **Explain.** With and without feedback a step sends as many values. With it, each carries all that
 has waited for it. Many weights do not move at all in so few steps, with feedback or without: it is
-not how many move that makes the difference, but that nothing they were asked to do is lost. What is
-sent late is still late: very few values are behind all the way, even with feedback.
+not how many move that makes the difference, but that nothing is thrown away, though some of it
+still waits at the end. What is sent late is late: very few values are behind all the way, even with
+feedback.
 
 The price is memory: a rank keeps a copy of all its gradients. The core's
 {class}`~microddp.compression.feedback.Compression` keeps it for every way to send less, in
@@ -251,8 +252,8 @@ assert error < 1e-9
 # %% [markdown]
 """
 Real gradients are not so simple. Here is one of a small transformer, at its first step on real
-text: the help that comes with Python, by characters. For the largest layer, the best columns there
-are leave out less or more than the largest values do, for as many bytes:
+text: the help that comes with Python, by characters. For its largest layer: what do the best
+columns there are leave out, and what do the largest values, for as many bytes?
 """
 
 # %%
@@ -267,7 +268,7 @@ mean = comms.all_gather(widest).mean(dim=0)
 
 # %%
 def left_out(squares):
-    """What is missing without the largest i, as a share of the norm."""
+    """What is missing if only the largest i are sent, as a share of the norm, for each i."""
     return (1 - squares.cumsum(0) / squares.sum()).clamp(min=0).sqrt()
 
 
@@ -279,7 +280,9 @@ by_column = left_out(torch.linalg.svdvals(mean).square())
 sides = sum(mean.shape)
 columns = [r for r in (1, 2, 4, 8, 16, 32) if r * sides < mean.numel()]
 missing = {
-    "largest values": [by_value[r * sides // 2 - 1].item() for r in columns],  # each has a place
+    "largest values": [
+        by_value[r * sides // 2 - 1].item() for r in columns
+    ],  # a place is as large as a value
     "best columns": [by_column[r - 1].item() for r in columns],
 }
 shares = [100 * r * sides / mean.numel() for r in columns]
@@ -296,8 +299,9 @@ figures.lines(
 # %% [markdown]
 """
 PowerSGD does not look for the best columns; that would take longer than to send them. It takes one
-turn in each step, and begins with the columns of the step before. **Predict.** If gradients change
-slowly, it comes near to the best. Here one gradient stays, and 4 columns are turned five times:
+turn in each step, and begins with the columns of the step before. **Predict.** If gradients did not
+change at all, it would come near to the best. Here one stays, and 4 columns are turned five times.
+(How fast real ones change, this does not tell.)
 """
 
 # %%
@@ -324,7 +328,7 @@ transformer, as a share of the plain all-reduce:
 """
 
 # %%
-NAMES = ("top-k:0.01", "random-k:0.01", "int8", "sign", "power:4", "fp16")
+NAMES = ("top-k:0.01", "int8", "sign", "power:4", "fp16", "random-k:0.01")
 shapes = [p.shape for p in model.parameters()]
 MANY = (2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -475,10 +479,10 @@ formats = ["", "", ".1f", "", ".2f"]
 few.print(table(rows, headers, floats=formats) if rows else "links of known speed: none here")
 crossed = {name: met for name, (*_, met) in found.items() if 0 < met < math.inf}
 if crossed:
-    ratios = {k: [t[k] / t[PLAIN] for t in times.values()] for k in (PLAIN, *PAYS)}
+    ratios = {k: [t[k] / t[PLAIN] for t in times.values()] for k in PAYS}
     soonest = min(crossed, key=crossed.get)
     figures.lines(
-        {name: (LINKS, of) for name, of in ratios.items()},
+        {name: (LINKS, ratios[name]) for name in PAYS},
         title=f"From {crossed[soonest]:.1f} Gbit/s on, {soonest} takes longer than the all-reduce",
         xlabel="speed of each link, Gbit/s",
         ylabel="step / step with the all-reduce",
@@ -499,11 +503,12 @@ if times:
 
 # %% [markdown]
 r"""
-**Explain.** The smaller $c$, the less certain is $B^*$: of 10 ms, one more or less is a tenth. And
-the model needs a link that is what everything waits for. Where the lower table departs from its
-bytes, the cores limit the all-reduce, and a break-even there cannot be told. Hold the predictions
-against your own link. They belong to this machine, too: a processor that compresses faster has a
-smaller $c$, and more ranks make a gathered $S_c$ larger.
+**Explain.** The smaller $c$, the less certain is $B^*$: a millisecond more or less in a step is a
+tenth of a $c$ of 10 ms. And the model holds only where the link is what everything waits for. Where
+the lower table has more than the bytes at its fast end, the cores limit the all-reduce, and a
+break-even beyond cannot be told; "above" is what was still ahead on the fastest link tried. Hold
+the results against your own link. They belong to this machine, too: a processor that compresses
+faster has a smaller $c$, and more ranks make a gathered $S_c$ larger.
 
 The plain all-reduce has one more advantage: with buckets it hides behind backward. **Predict.** If
 all of backward, $b$ seconds, is used to send, compression has to save $b$ seconds more, and $B^*$
@@ -537,25 +542,26 @@ few.print(table(rows, headers, floats=".1f"))
 
 # %% [markdown]
 r"""
-**Explain.** The last column is what the measured break-even says was hidden of backward. What is
-missing to all of it went to the core: over gloo a message inside backward needs the one that
-computes (chapter 05). The better a machine hides, the nearer break-even comes to the first
-prediction.
+**Explain.** The last column is what the measured break-even says was hidden of backward. No more
+can hide than the message takes, and the last bucket never does. Much of what is missing besides
+went to the cores, which over gloo carry the messages and compute (chapter 05). The better a machine
+hides, the nearer break-even comes to the column "all hidden".
 
 A [survey](https://arxiv.org/abs/2103.00543) tried more than 200 set-ups on GPUs in data centres
 (Agarwal and others, MLSys 2022). In 6 of them compression beat an optimized synchronous training.
-Does this run agree? Below its break-evens it does not, and above them it does. A data centre has
-links above those of most offices, all-reduces that hide, and more than two ranks, which what is
-gathered pays for. A slow link is another case, and the next section's.
+Does this run agree? On links below its break-evens compression wins here, above them it loses. Data
+centres have fast links, all-reduces that hide, and many ranks, with which gathered messages grow. A
+slow link is another case, and the next section's.
 
 """
 # %% [markdown]
 r"""
 ## Loss by time
 
-Now the link is slow, and there is something to learn. One model, the same batches, AdamW, and each
-way of averaging in turn. The batches are new in every step, so a loss before the step tells how the
-model does on text it has not seen.
+Now the link is slow, and there is something to learn. With the ranks that stayed, a rank sends less
+than above: two send $S$ bytes each in an all-reduce, four $1.5\,S$. One model, the same batches,
+AdamW, and each way of averaging in turn. The batches are new in every step, so a loss before the
+step tells how the model does on text it has not seen.
 
 **Predict.** A step takes what it computes, and the time of its bytes. (The model is small: all
 travels in one bucket, after backward, and $c$ should not count.) The steps that it takes to a given
@@ -608,7 +614,11 @@ figures.lines(
 # %% tags=["plumbing"]
 best = min(reached, key=reached.get)
 figures.lines(
-    {name: (run.seconds[FROM:], run.smooth[FROM:]) for name, run in runs.items()},
+    {
+        name: (run.seconds[FROM:], run.smooth[FROM:])
+        for name, run in runs.items()
+        if math.isfinite(reached[name])
+    },
     title=f"By time: {best} is at {TARGET:.2f} in 1/{reached[PLAIN] / reached[best]:.1f} of the "
     "all-reduce's time",
     xlabel="seconds",
@@ -619,11 +629,10 @@ assert runs["int8"].steps_to(TARGET) < 1.1 * runs[PLAIN].steps_to(TARGET)
 
 # %% [markdown]
 r"""
-**Explain.** A blank means that the run ended before. What a step takes beyond the prediction, it
-takes with the plain all-reduce as well: it is what a message costs beside its bytes. The steps to
-the loss follow the last column of the table of bytes: what comes within a few per cent of the mean
-needs about as many as the all-reduce, what leaves out half or more needs many more. Kept is not the
-same as in time.
+**Explain.** A blank means that the run ended before. The time of a step follows the bytes. The
+steps to the loss follow the last column of the table of bytes, though that is of one gradient
+without feedback: what comes near to the mean needs about as many as the all-reduce, what leaves out
+half of it or more needs more. Kept is not the same as in time.
 
 ## Mixed precision
 
@@ -649,8 +658,8 @@ assert {row[2] for row in rows} == {"float32"}
 
 # %% [markdown]
 r"""
-**Explain.** Half the bytes, and the same loss. Whether autocast computes faster depends on the
-processor; where it does not, only the hook saves time.
+**Explain.** The hook halves the bytes, and 48 steps do not tell its loss from the others. Whether
+autocast computes faster depends on the processor; where it does not, only the hook saves time.
 
 ## Where it breaks: sums in 16 bits
 
@@ -698,22 +707,22 @@ assert math.isclose(small, 4e-8, rel_tol=0.3)
 
 # %% [markdown]
 r"""
-**Explain.** "sum_first" has an infinite mean of the large values. It keeps the small one, rounded
-up by half, because equal values were added before the division. "divide_first" loses it. With
-feedback both are right in the mean. (A loss scaler multiplies gradients by a factor that it
-changes; what was kept would be in the old unit. So the core's training refuses fp16 together with
-compression.)
+**Explain.** "sum_first" has an infinite mean of the large values. The small one is above half of
+the smallest, and is rounded up to it. "divide_first" makes it less than half, and loses it. With
+feedback both are right in the mean. (To *compute* in fp16 needs a loss scaler, which multiplies
+gradients by a factor that it changes; what was kept would be in the old unit. So the core's
+training refuses to compute in fp16 with any compression.)
 
 ## What to pick
 
 From this run: the steps that each way took to the loss of "Loss by time", times what a step takes
-beside its bytes, plus the bytes at each speed. At 100 Mbit/s that is the measurement again, at the
-others a prediction. Single runs differ by a tenth and more; stars mark all that is within 15 % of
-the least of a column:
+beside its bytes, plus the bytes at each speed. At 100 Mbit/s that is nearly the measurement again,
+at the others a prediction. A single run does not tell small differences; stars mark all that is
+within 15 % of the least of a column:
 """
 
 # %% tags=["plumbing"]
-PICK = {"50 Mbit/s": 5e7, "100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10}
+PICK = {"10 Mbit/s": 1e7, "50 Mbit/s": 5e7, "100 Mbit/s": 1e8, "500 Mbit/s": 5e8}
 arrived = {k: runs[k].steps_to(TARGET) for k in runs if few.box and math.isfinite(reached[k])}
 columns = []
 for bits in PICK.values() if arrived else ():
@@ -725,17 +734,18 @@ few.print(table(rows, headers) if rows else "links of known speed: none here")
 
 # %% [markdown]
 r"""
-The slower the link, the more the bytes decide; where it is fast, computing and steps do. (So small
-a model hides what $c$ would add. For millions of values, see "Where it pays".) Before you compress,
-ask three things. How long does the all-reduce take that backward does not hide? If it is little,
-there is nothing to gain. How many ranks are there? Gathered messages grow with them. And how many
-more steps does it take *your* model to the same loss? That only a run tells.
+The slower the link, the more the bytes decide. (In so small a model $c$ hardly counts. For millions
+of values and fast links, see "Where it pays".) Before you compress, ask three things. How long does
+the all-reduce take that backward does not hide? If it is little, there is nothing to gain. How many
+ranks are there? Gathered messages grow with them. And how many more steps does it take *your* model
+to the same loss? That only a run tells.
 
 ## What to take along
 
 - What is not sent has to be kept, which costs a copy of the gradients on each rank. Forgotten, it
   is lost for good.
-- Count the bytes at your number of ranks: what is gathered grows with it, what adds up does not.
+- Count the bytes at your number of ranks: what is gathered grows with it, what adds up is never
+  more than twice its size.
 - Compression pays below a bandwidth of $(S_0 - S_c)/c$, and what backward hides lowers it.
 - Compare the time to a loss, not the time of a step.
 

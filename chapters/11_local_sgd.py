@@ -149,10 +149,12 @@ assert n == 1 or drifts[4][63] < drifts[4][3]
 
 # %% [markdown]
 """
-The first steps part the ranks most: AdamW's steps are as long for a small gradient as for a large
-one, and at the beginning they go far. So *post-local* SGD averages gradients first, and meets less
-often later ([Lin and others, 2018](https://arxiv.org/abs/1808.07217)); the core's
-{class}`~microddp.local_sgd.LocalSteps` has a `warm_up` for it.
+From the beginning on it is about a root at first, and less later. After a meeting the ranks part
+more slowly than from the beginning. AdamW's first step moves each weight by the whole rate, by the
+sign of its gradient alone; later ones are means, in which gradients of both signs partly cancel. So
+*post-local* SGD averages gradients first, and meets less often later ([Lin and others,
+2018](https://arxiv.org/abs/1808.07217)); the core's {class}`~microddp.local_sgd.LocalSteps` has a
+`warm_up` for it.
 
 Is the mean of weights that are so far apart any good? For neural networks that is not obvious.
 After 64 steps without a meeting, on text that nobody was trained on:
@@ -174,16 +176,22 @@ model = character_model(few.device)
 local_sgd(model, adamw, 64, every=65)
 own = test_loss(model)
 average(model)
-few.print(f"own weights {own:.3f}, their mean {test_loss(model):.3f}; DDP's below")
+mean = test_loss(model)
+model = character_model(few.device)
+learn(STRATEGIES["ddp"](model, few), text, few, 64)
+few.print(f"own weights {own:.3f}, their mean {mean:.3f}; with DDP {test_loss(model):.3f}")
 
 # %% [markdown]
 r"""
+A mean that is no better than its parts adds nothing to what each rank has learned. With DDP each
+has learned from all samples, and that is what meetings are for.
+
 ## Loss by steps, by bytes, by time
 
-**Predict.** A step of DDP takes its computing $c$ and the time of its message $t_S$. With a meeting
-every $H$ steps it takes $c + t_S / H$. At $H = t_S / c$ that is $2c$, half of it still for
-messages; at ten times this $H$ it is a tenth. What seldom meetings cost in steps cannot be told
-from bytes.
+**Predict.** A step of DDP takes its computing $c$ and the time of its message $t_S$: these
+gradients fit into one bucket, which hides nothing. With a meeting every $H$ steps it takes $c + t_S
+/ H$. At $H = t_S / c$ that is $2c$, half of it still for messages; at ten times this $H$ messages
+take a tenth of $c$. What seldom meetings cost in steps cannot be told from bytes.
 
 **Measure.** `LocalSteps` does what `average` does, and more of what follows. Each row trains on the
 same samples, in the same order, over links of 100 Mbit/s. "never" is ranks that never meet. The
@@ -232,9 +240,8 @@ headers = ["", "sent a step", "ms, predicted", "ms a step", "test loss", "steps 
 formats = ["", "", ".1f", ".1f", ".3f", ".0f", ".2f", ".2f"]
 message = runs["DDP"][1] * per_byte
 if few.box:
-    few.print(
-        f"t_S {human_seconds(message)}, c {human_seconds(computing)}: {message / computing:.1f}"
-    )
+    ratio = f"t_S / c = {message / computing:.1f}"
+    few.print(f"t_S {human_seconds(message)}, c {human_seconds(computing)}, {ratio}")
 few.print(f"to a loss of {TARGET:.2f}; sent by formula; a blank: not in {STEPS} steps")
 few.print(table(rows, [*headers, "speed-up"], floats=formats))
 
@@ -279,14 +286,16 @@ draw(
 
 # %% [markdown]
 r"""
-**Explain.** Every loss is of one run. What DDP and $H = 1$ differ by tells the noise: with AdamW
-they are not the same, for each rank divides by the size of its own gradients.
+**Explain.** Every loss is of one run. Where rows are not in the order of $H$, their difference is
+no more than noise. (DDP and $H = 1$ are not the same with AdamW: each rank divides by the size of
+its own gradients.)
 
-What do meetings cost? "Steps to it" says how the ranks get on by themselves. "Test loss" says what
-the mean of their weights is worth, and has to be held against "never" as well, where no rank
-learned anything from the others. What lies between DDP and "never" is what there is to lose by
-meeting less often. In so short a run it is little, and so the largest $H$ tried does well. A long
-run has more to lose, and no table of a short one tells where its best $H$ is.
+What do meetings cost, and what do they give? "Steps to it" is of the ranks' own weights, "test
+loss" of the mean of their weights. Both have to be held against "never", where no rank learned
+anything from another: what lies between DDP and "never" is all there is to lose by meeting less
+often. In so short a run one rank learns nearly as fast by itself, and so seldom meetings are fast,
+and none at all as well. A long run has more to lose, and no table of a short one tells where its
+best $H$ is.
 
 And why not average gradients over $H$ batches (chapter 06)? That sends as little, and is the same
 as a larger batch. But it takes one step where local SGD takes $H$.
@@ -384,11 +393,10 @@ few.print(table(table_rows, headers, floats=["", "", ".1f", ".1f", ".3f", ".2f"]
 
 # %% tags=["plumbing"]
 both = {name: run for name, (run, *_), _ in rows}
-takes = [1e3 * slow[name][0].step for name in slow]
 figures.lines(
     {name: (run.seconds[STEPS // 8 :], run.smooth[STEPS // 8 :]) for name, run in both.items()},
-    title=f"A step: DDP, fast link {1e3 * fast[0].step:.1f} ms; the others, slow link "
-    f"{min(takes):.1f} to {max(takes):.1f} ms",
+    title=f"{STEPS} steps: DDP, fast link, ends at {fast[0].smooth[-1]:.2f}; slow link: mean "
+    f"{slow['mean'][0].smooth[-1]:.2f}, DiLoCo {slow['DiLoCo'][0].smooth[-1]:.2f}",
     xlabel="seconds",
     ylabel="loss, mean of 16 steps",
     zero=False,
@@ -398,16 +406,17 @@ figures.lines(
 r"""
 **Explain.** A link that is 20 times slower, and a step that takes about as long. Where fragments
 gain less than predicted: a core that carries a message computes less meanwhile, and with four times
-as many meetings the ranks wait for each other four times as often. A fragment arrives a step late,
-and what was trained meanwhile is added to it.
+as many meetings the ranks wait for each other four times as often. Nor are fragments equal, since
+no parameter is split. A fragment arrives a step late, and what was trained meanwhile is added to
+it; what that does to the loss, one run of each does not tell.
 
-The losses are another matter. With Nesterov's momentum the first meeting goes $0.7 \cdot 1.9 =
-1.33$ of the way that the ranks went, and if all meetings agreed the twelfth would go 5.2 times as
-far. This run has $192 / 16 = 12$ meetings, from random weights on, where directions change most.
-The row without momentum is the one to hold DiLoCo's against. DiLoCo was made for tens of thousands
-of steps and hundreds between meetings: there its authors report the quality of synchronous training
-for 500 times less communication (C4, 8 workers). A run of a few seconds is not that, and says
-nothing against it.
+What of DiLoCo's loss? With Nesterov's momentum the first meeting goes $0.7 \cdot 1.9 = 1.33$ of the
+way that the ranks went. If all meetings agreed, the twelfth would go $0.7\,(1 + 0.9 \cdot 7.2) =
+5.2$ times that way, with $7.2 = 1 + 0.9 + \dots + 0.9^{11}$. This run has $192 / 16 = 12$ meetings,
+from random weights on, where directions change most. The row without momentum is the one to hold
+DiLoCo's against. DiLoCo was made for tens of thousands of steps and hundreds between meetings:
+there its authors report the quality of synchronous training for 500 times less communication (C4, 8
+workers). A run of a few seconds is not that, and says nothing against it.
 
 ## Where it breaks: the wrong sign
 
@@ -436,8 +445,9 @@ assert all(after > before for *_, before, after in rows)
 
 # %% [markdown]
 """
-Between two meetings the loss falls again, for the inner optimizer is right. Who looks at a mean
-over many steps sees slow learning, not a mistake. Compare the loss before and after a *meeting*.
+Between two meetings the loss falls again, for the inner optimizer is right. With a smaller rate, or
+seldom meetings, that may pass for slow learning. Compare the loss before and after a *meeting*:
+with the right sign it changes as from batch to batch.
 
 ## Where it breaks: what is not a weight
 
@@ -461,10 +471,10 @@ own, and a checkpoint has to hold those of all; `python -m microddp.train --aver
 
 ## What to pick
 
-Ways to live with a slow link beside each other, two of chapter 10 among them: the steps that each
-took to the loss, times what a step takes beside its bytes, plus the bytes at each speed. Stars mark
-all that is within 15 % of the least of a column; single runs do not tell more. At 100 Mbit/s that
-is the measurement again, at the others a prediction:
+Ways to live with a slow link beside each other, two of chapter 10 among them, and ranks that never
+meet: the steps that each took to the loss, times what its own step takes beside its bytes, plus the
+bytes at each speed. Stars mark all that is within 15 % of the least of a column; single runs do not
+tell more. At 100 Mbit/s that is nearly the measurement again, at the others a prediction:
 """
 
 # %%
@@ -477,8 +487,8 @@ for name in ("int8", "power:4"):
     compressed[name] = learn(strategy, text, few, STEPS), strategy.sent_bytes()
 
 # %% tags=["plumbing"]
-PICK = {"50 Mbit/s": 5e7, "100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10}
-ways = {name: way[:2] for name, way in runs.items() if name != "never"} | compressed
+PICK = {"10 Mbit/s": 1e7, "50 Mbit/s": 5e7, "100 Mbit/s": 1e8, "1 Gbit/s": 1e9}
+ways = {name: way[:2] for name, way in runs.items()} | compressed
 ways = {k: way for k, way in ways.items() if few.box and math.isfinite(way[0].steps_to(TARGET))}
 columns = []
 for bits in PICK.values() if ways else ():
@@ -496,15 +506,14 @@ for name, (run, *_) in measured.items():
 
 # %% [markdown]
 r"""
-The two that were measured at another speed tell how good the predictions are. On a slow link what
-counts is bytes: a meeting now and then, or thin factors in each step. On a fast one little is left
-to save.
+Hold the two that were measured at another speed against the table. The slower the link, the fewer
+bytes a way may send to be among the stars; the faster, the more of them are.
 
 Before you pick, ask: does your model have state that is no weight? How do loss and $H$ go together
-at your learning rate, which may need another value? Is there memory for one copy of the weights
-more on each rank, and a momentum? And who needs *the* model when, for evaluation or a checkpoint?
-Between meetings nobody has it. Fewer meetings also mean fewer waits for a rank that is slow at
-times.
+at your learning rate, which may need another value? Is there memory for two copies of the weights
+more on each rank, the shared ones and the pseudo-gradient, and for a momentum? And who needs *the*
+model when, for evaluation or a checkpoint? Between meetings nobody has it. Fewer meetings also mean
+fewer waits for a rank that is slow at times.
 
 ## What to take along
 
@@ -527,10 +536,11 @@ PyTorch has `PeriodicModelAverager` and `PostLocalSGDOptimizer` for local SGD; t
    <details class="solution"><summary>Solution</summary>
 
    On the machine this was tried on (two ranks, November 2026) rank 0's own weights had a loss of
-   2.68 in both. The mean of ranks that began together had 2.80: in 192 steps they part too far. The
-   mean of those that began apart had 2.94. One possible reason: the same function can be computed
-   by networks whose neurons are in another order, and then neuron 7 of one rank does what neuron 31
-   of another does ([Entezari and others, 2021](https://arxiv.org/abs/2110.06296)).
+   2.68 in both, and the mean over the ranks is "never" above. The mean of weights that began
+   together had 2.80: to average once, so late, does harm. That of weights that began apart had
+   2.94. One possible reason: the same function can be computed by networks whose neurons are in
+   another order, and then neuron 7 of one rank does what neuron 31 of another does ([Entezari and
+   others, 2021](https://arxiv.org/abs/2110.06296)).
 
    </details>
 
@@ -550,7 +560,8 @@ PyTorch has `PeriodicModelAverager` and `PostLocalSGDOptimizer` for local SGD; t
 
    `vector_to_parameters` makes the parameters views of what it is given. So from the first meeting
    on, `shared` and the model are the same memory, and every inner step moves both. From the second
-   meeting on the pseudo-gradient is zero. The ranks never agree again, and there is no error.
+   meeting on the pseudo-gradient is zero. With a momentum the first meeting's direction goes on,
+   ever more weakly. The ranks never agree again, and there is no error.
 
    </details>
 """
