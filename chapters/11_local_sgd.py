@@ -412,11 +412,11 @@ it; what that does to the loss, one run of each does not tell.
 
 What of DiLoCo's loss? With Nesterov's momentum the first meeting goes $0.7 \cdot 1.9 = 1.33$ of the
 way that the ranks went. If all meetings agreed, the twelfth would go $0.7\,(1 + 0.9 \cdot 7.2) =
-5.2$ times that way, with $7.2 = 1 + 0.9 + \dots + 0.9^{11}$. This run has $192 / 16 = 12$ meetings,
-from random weights on, where directions change most. The row without momentum is the one to hold
-DiLoCo's against. DiLoCo was made for tens of thousands of steps and hundreds between meetings:
-there its authors report the quality of synchronous training for 500 times less communication (C4, 8
-workers). A run of a few seconds is not that, and says nothing against it.
+5.2$ times that way, where 7.2 is the sum of the powers of 0.9 from 0 to 11. This run has $192 / 16
+= 12$ meetings, from random weights on, where directions change most. The row without momentum is
+the one to hold DiLoCo's against. DiLoCo was made for tens of thousands of steps and hundreds
+between meetings: there its authors report the quality of synchronous training for 500 times less
+communication (C4, 8 workers). A run of a few seconds is not that, and says nothing against it.
 
 ## Where it breaks: the wrong sign
 
