@@ -157,6 +157,8 @@ class Comms(PointToPoint):
         """Give the hosts in a box that these ranks are on links of another speed. A collective.
 
         What other messages have under way then is lost. TCP sends it again, after 0.2 s or more.
+        Connections that were made on a slow link may stay below the speed of a fast one: begin on
+        the fastest.
 
         Args:
             speed: as ``"100mbit"`` or ``"2.5gbit"``.
