@@ -361,7 +361,6 @@ $c + \frac{F}{H} \max(0, t_S/F - c)$.
 
 # %%
 if few.box:
-    usual = few.box.seconds_per_byte
     few.relink("50mbit")
 EVERY, F = 16, 4
 slow = {
