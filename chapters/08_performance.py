@@ -28,7 +28,7 @@ from microddp import figures
 from microddp.allreduce import bus_bandwidth, estimate_communication_time
 from microddp.ddp import DDP
 from microddp.hosts import human_bits
-from microddp.model import FullMLP, ModelConfig, SimpleCNN, Transformer, gradient_bytes
+from microddp.model import FullMLP, ModelConfig, SimpleCNN, Transformer, gradient_bytes, token_loss
 from microddp.performance import (
     DDPPerformanceAnalyzer,
     Overhead,
@@ -537,11 +537,6 @@ stays, as does what the cores do for a byte. Four models are predicted and then 
 
 
 # %%
-def flat_cross_entropy(logits, targets):
-    return cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-# %%
 tokens = torch.randint(512, (4, 64), device=few.device)
 decoder = Transformer(512, dim=192, depth=3, heads=3, context=64).to(few.device)
 CASES = {f"MLP of width {dim}": (FullMLP(dim).to(few.device), dim, mse_loss) for dim in (128, 512)}
@@ -551,7 +546,7 @@ CASES = {
 }
 smallest, cnn = next(iter(cnns.items()))
 CASES[smallest] = (cnn, images, cross_entropy)
-CASES["transformer"] = (decoder, (tokens, tokens.roll(-1, 1)), flat_cross_entropy)
+CASES["transformer"] = (decoder, (tokens, tokens.roll(-1, 1)), token_loss)
 
 
 # %%

@@ -27,11 +27,11 @@ from microddp.compression import Compression, compressor
 from microddp.data import ShardedBatches, load_digits, load_text
 from microddp.ddp import DDP
 from microddp.hosts import human_bits
-from microddp.model import FullMLP, gradient_bytes, parameter_count
+from microddp.model import FullMLP, gradient_bytes, parameter_count, token_loss
 from microddp.report import human_bytes, human_seconds, table
 from microddp.schedule import STRATEGIES, take_step
 from microddp.timing import Timing, measure
-from microddp.workloads import LENGTH, character_loss, character_model, learn
+from microddp.workloads import LENGTH, character_model, learn, times_by_link
 
 # %%
 # sphinx_gallery_hosts = "4 x 10gbit"
@@ -261,7 +261,7 @@ text = load_text(LENGTH, comms.device)
 model = character_model(comms.device)
 S = gradient_bytes(model)
 tokens, targets = text.train[16 * rank : 16 * rank + 16]
-character_loss(model(tokens), targets).backward()
+token_loss(model(tokens), targets).backward()
 widest = max(model.parameters(), key=lambda p: p.numel() if p.grad.dim() == 2 else 0).grad
 mean = comms.all_gather(widest).mean(dim=0)
 
@@ -409,8 +409,8 @@ LINKS = [2.5, 3.5, 5, 7, 9.5, 12] if few.box and few.world_size > 1 else []  # G
 PAYS = ("top-k:0.01", "top-k:0.05", "int8", "power:4", "power:32", "fp16")
 
 
-def strategy_of(name, cap=ONE_BUCKET):
-    made = STRATEGIES["none" if name == "alone" else "ddp"](copy.deepcopy(wide), few, cap)
+def strategy_of(name, model, cap=ONE_BUCKET):
+    made = STRATEGIES["none" if name == "alone" else "ddp"](copy.deepcopy(model), few, cap)
     if name not in (PLAIN, "alone"):
         made.compress(name)
     return made
@@ -440,7 +440,7 @@ computes is disturbed more often than one that waits for the wire, and a disturb
 """
 
 # %%
-ways = {name: strategy_of(name) for name in (PLAIN, *PAYS)}
+ways = {name: strategy_of(name, wide) for name in (PLAIN, *PAYS)}
 times = over_links({name: step_of(way, 64) for name, way in ways.items()}, LINKS, turns=2)
 
 
@@ -479,10 +479,9 @@ formats = ["", "", ".1f", "", ".2f"]
 few.print(table(rows, headers, floats=formats) if rows else "links of known speed: none here")
 crossed = {name: met for name, (*_, met) in found.items() if 0 < met < math.inf}
 if crossed:
-    ratios = {k: [t[k] / t[PLAIN] for t in times.values()] for k in PAYS}
     soonest = min(crossed, key=crossed.get)
     figures.lines(
-        {name: (LINKS, ratios[name]) for name in PAYS},
+        {k: (LINKS, [t[k] / t[PLAIN] for t in times.values()]) for k in PAYS},
         title=f"From {crossed[soonest]:.1f} Gbit/s on, {soonest} takes longer than the all-reduce",
         xlabel="speed of each link, Gbit/s",
         ylabel="step / step with the all-reduce",
@@ -519,7 +518,8 @@ buckets of 2 MiB for the all-reduce. Backward is about two thirds of a step that
 
 # %%
 HIDING = [1.5, 2.2, 3.2, 5] if times else []
-hiding = {PLAIN: strategy_of(PLAIN, cap=2.0)} | {k: strategy_of(k) for k in ("alone", *PAYS[1::3])}
+hiding = {name: strategy_of(name, wide) for name in ("alone", *PAYS[1::3])}
+hiding[PLAIN] = strategy_of(PLAIN, wide, cap=2.0)
 hidden = over_links({k: step_of(way, 256) for k, way in hiding.items()}, HIDING, turns=1)
 rows = []
 for name in PAYS[1::3] if hidden else ():
@@ -553,9 +553,6 @@ Does this run agree? On links below its break-evens compression wins here, above
 centres have fast links, all-reduces that hide, and many ranks, with which gathered messages grow. A
 slow link is another case, and the next section's.
 
-"""
-# %% [markdown]
-r"""
 ## Loss by time
 
 Now the link is slow, and there is something to learn. With the ranks that stayed, a rank sends less
@@ -573,14 +570,13 @@ its steps.
 
 # %%
 STEPS = 200
-computing = learn(STRATEGIES["none"](character_model(few.device), few), text, few, STEPS).step
+model = character_model(few.device)
+computing = learn(strategy_of("alone", model), text, few, STEPS).step
 if few.box:
     few.relink("100mbit")
 runs, sent = {}, {}
 for name in (PLAIN, *NAMES):
-    strategy = STRATEGIES["ddp"](character_model(few.device), few)
-    if name in NAMES:
-        strategy.compress(name)
+    strategy = strategy_of(name, model)
     runs[name], sent[name] = learn(strategy, text, few, STEPS), strategy.sent_bytes()
 TARGET = runs[PLAIN].smooth[3 * STEPS // 4]
 reached = {name: run.seconds_to(TARGET) for name, run in runs.items()}
@@ -643,16 +639,14 @@ hook forgets what it rounds away; this one keeps it. Still over the slow link, 4
 
 # %%
 rows = []
-for precision, name in (("fp32", None), ("autocast", None), ("autocast", "bf16")):
-    strategy = STRATEGIES["ddp"](character_model(few.device), few)
-    if name:
-        strategy.compress(name)
+for precision, name in (("fp32", PLAIN), ("autocast", PLAIN), ("autocast", "bf16")):
+    strategy = strategy_of(name, model)
     on = torch.autocast(few.device.type, torch.bfloat16, enabled=precision == "autocast")
     run = learn(strategy, text, few, 48, on)
     kinds = {str(p.grad.dtype).removeprefix("torch.") for p in strategy.module.parameters()}
     nbytes = human_bytes(strategy.sent_bytes())
     numbers = nbytes, human_seconds(run.step), run.smooth[-1]
-    rows.append((precision, name or "as it is", *kinds, *numbers))
+    rows.append((precision, "as it is" if name == PLAIN else name, *kinds, *numbers))
 few.print(table(rows, ["computed in", "sent in", "gradients", "sent", "a step", "loss"]))
 assert {row[2] for row in rows} == {"float32"}
 
@@ -723,12 +717,8 @@ within 15 % of the least of a column:
 
 # %% tags=["plumbing"]
 PICK = {"10 Mbit/s": 1e7, "50 Mbit/s": 5e7, "100 Mbit/s": 1e8, "500 Mbit/s": 5e8}
-arrived = {k: runs[k].steps_to(TARGET) for k in runs if few.box and math.isfinite(reached[k])}
-columns = []
-for bits in PICK.values() if arrived else ():
-    needed = [arrived[k] * (runs[k].step + sent[k] * (8 / bits - per_byte)) for k in arrived]
-    columns.append([f"{s:.2f} s {'*' if s < 1.15 * min(needed) else ' '}" for s in needed])
-rows = list(zip(arrived, *columns, strict=True))
+tried = {name: (run, sent[name]) for name, run in runs.items() if few.box}
+rows = [(k, *cells) for k, cells in times_by_link(tried, TARGET, per_byte, PICK.values()).items()]
 headers = [f"to a loss of {TARGET:.2f}", *PICK]
 few.print(table(rows, headers) if rows else "links of known speed: none here")
 

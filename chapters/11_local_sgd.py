@@ -17,19 +17,19 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import microddp
 from microddp import figures
-from microddp.data import ShardedBatches, load_text
+from microddp.data import load_text
 from microddp.local_sgd import LocalSteps, Outer
-from microddp.model import ModelConfig, SimpleCNN
+from microddp.model import ModelConfig, SimpleCNN, token_loss
 from microddp.report import MIB, human_bytes, human_seconds, table
 from microddp.schedule import STRATEGIES, Local, take_step
-from microddp.workloads import LENGTH, character_loss, character_model, learn
+from microddp.workloads import LENGTH, character_batches, character_model, learn, times_by_link
 
 # %%
 # sphinx_gallery_hosts = "4 x 1gbit"
 comms = microddp.init()
 comms.print(comms.describe())
 few = comms.timed()
-rank, n = few.rank, few.world_size
+n = few.world_size
 few.print(f"{n} of {comms.world_size} ranks stay")
 if n == 1:
     few.print("One rank is the average of itself: add --nproc-per-node=2.")
@@ -57,7 +57,6 @@ averaging where the data belong to the ranks ([McMahan and others,
 
 # %%
 text = load_text(LENGTH, few.device)
-BATCH = n * max(1, 16 // n)
 
 
 def average(model):
@@ -70,10 +69,10 @@ def average(model):
 def local_sgd(model, make_optimizer, steps, every):
     """Train; returns how far the ranks were apart after each step, and before a meeting there."""
     optimizer, apart = make_optimizer(model.parameters()), []
-    shards = ShardedBatches(text.train, BATCH, rank, n).epoch(0)
-    for step, (x, y) in enumerate(itertools.islice(shards, steps), start=1):
+    batches = itertools.islice(character_batches(text, few), steps)
+    for step, (x, y) in enumerate(batches, start=1):
         optimizer.zero_grad()
-        character_loss(model(x), y).backward()
+        token_loss(model(x), y).backward()
         optimizer.step()
         apart.append(distance(model))
         if step % every == 0:
@@ -107,9 +106,8 @@ def adamw(parameters):
 def ddp_weights(steps):
     strategy = STRATEGIES["ddp"](character_model(few.device).double(), few)
     optimizer = sgd(strategy.module.parameters())
-    shards = ShardedBatches(text.train, BATCH, rank, n).epoch(0)
-    for batch in itertools.islice(shards, steps):
-        take_step(strategy, character_loss, optimizer, batch)
+    for batch in itertools.islice(character_batches(text, few), steps):
+        take_step(strategy, token_loss, optimizer, batch)
     return parameters_to_vector(strategy.module.parameters()).detach()
 
 
@@ -166,7 +164,7 @@ def test_loss(model):
     """The mean over the ranks of what their own weights give."""
     with torch.no_grad():
         tokens, targets = text.test[:256]
-        loss = character_loss(model(tokens), targets)
+        loss = token_loss(model(tokens), targets)
     few.all_reduce_mean(loss)
     return loss.item()
 
@@ -217,7 +215,7 @@ def train(name="ddp", every=0, **options):
 
 
 # %%
-fast = train()
+fast, usual = train(), few.box
 if few.box:
     few.relink("100mbit")
 runs = {"DDP": train()}
@@ -319,10 +317,10 @@ def diloco(steps, every, sign=1, **outer_options):
     model, losses = character_model(few.device), []
     inner, shared = adamw(model.parameters()), parameters_to_vector(model.parameters()).detach()
     outer = torch.optim.SGD([shared], **outer_options)
-    shards = ShardedBatches(text.train, BATCH, rank, n).epoch(0)
-    for step, (x, y) in enumerate(itertools.islice(shards, steps), start=1):
+    batches = itertools.islice(character_batches(text, few), steps)
+    for step, (x, y) in enumerate(batches, start=1):
         inner.zero_grad()
-        loss = character_loss(model(x), y)
+        loss = token_loss(model(x), y)
         loss.backward()
         inner.step()
         losses.append(loss.detach())
@@ -373,25 +371,27 @@ slow = {
 
 
 # %%
-def predicted(name, sent):
-    wait = sent * few.box.seconds_per_byte  # t_S / H
+def predicted(name, sent, box):
+    if box is None:
+        return None
+    wait = sent * box.seconds_per_byte  # t_S / H
     if "fragments" in name:
         wait = F / EVERY * max(0, EVERY * wait / F - computing)
     return 1e3 * (computing + wait)
 
 
 # %% tags=["plumbing"]
-rows = [("DDP, 1 Gbit/s" if few.box else "DDP", fast, 1e3 * (computing + fast[1] * per_byte / 10))]
-rows += [(k, way, predicted(k, way[1]) if few.box else None) for k, way in slow.items()]
-table_rows = []
-for name, (run, sent, tested), ms in rows:
+first = f"DDP, {usual.links[0]}" if usual else "DDP"
+rows = []
+for name, (run, sent, tested) in {first: fast, **slow}.items():
+    ms = predicted(name, sent, usual if name == first else few.box)
     needed = run.seconds_to(TARGET) if math.isfinite(run.seconds_to(TARGET)) else None
-    table_rows.append((name, human_bytes(sent), ms, run.step * 1e3, tested, needed))
+    rows.append((name, human_bytes(sent), ms, run.step * 1e3, tested, needed))
 headers = ["", "sent a step", "ms, predicted", "ms a step", "test loss", f"s to {TARGET:.2f}"]
-few.print(table(table_rows, headers, floats=["", "", ".1f", ".1f", ".3f", ".2f"]))
+few.print(table(rows, headers, floats=["", "", ".1f", ".1f", ".3f", ".2f"]))
 
 # %% tags=["plumbing"]
-both = {name: run for name, (run, *_), _ in rows}
+both = {name: run for name, (run, *_) in {first: fast, **slow}.items()}
 figures.lines(
     {name: (run.seconds[STEPS // 8 :], run.smooth[STEPS // 8 :]) for name, run in both.items()},
     title=f"{STEPS} steps: DDP, fast link, ends at {fast[0].smooth[-1]:.2f}; slow link: mean "
@@ -488,18 +488,11 @@ for name in ("int8", "power:4"):
 # %% tags=["plumbing"]
 PICK = {"10 Mbit/s": 1e7, "50 Mbit/s": 5e7, "100 Mbit/s": 1e8, "1 Gbit/s": 1e9}
 ways = {name: way[:2] for name, way in runs.items()} | compressed
-ways = {k: way for k, way in ways.items() if few.box and math.isfinite(way[0].steps_to(TARGET))}
-columns = []
-for bits in PICK.values() if ways else ():
-    needed = [
-        run.steps_to(TARGET) * (run.step + sent * (8 / bits - per_byte))
-        for run, sent in ways.values()
-    ]
-    columns.append([f"{s:.2f} s {'*' if s < 1.15 * min(needed) else ' '}" for s in needed])
-rows = [(k, f"{ways[k][0].steps_to(TARGET):.0f}", *r) for k, *r in zip(ways, *columns, strict=True)]
+times = times_by_link(ways, TARGET, per_byte, PICK.values()) if few.box else {}
+rows = [(k, f"{ways[k][0].steps_to(TARGET):.0f}", *cells) for k, cells in times.items()]
 headers = [f"to a loss of {TARGET:.2f}", "steps", *PICK]
 few.print(table(rows, headers) if rows else "links of known speed: none here")
-measured = {"DDP at 1 Gbit/s": fast, f"H = {EVERY} at 50 Mbit/s": slow["mean"]}
+measured = {first: fast, f"H = {EVERY}, 50 Mbit/s": slow["mean"]}
 for name, (run, *_) in measured.items():
     few.print(f"measured: {name} {run.seconds_to(TARGET):.2f} s")
 
@@ -529,7 +522,7 @@ PyTorch has `PeriodicModelAverager` and `PostLocalSGDOptimizer` for local SGD; t
 
 1. Let the ranks train 192 steps without a meeting, and average once at the end. How good is the
    mean on text that nobody was trained on? And if they begin with *different* weights? (Make the
-   model after `torch.manual_seed(rank)`, and take `local_sgd`, for `LocalSteps` begins with a
+   model after `torch.manual_seed(few.rank)`, and take `local_sgd`, for `LocalSteps` begins with a
    broadcast.)
 
    <details class="solution"><summary>Solution</summary>

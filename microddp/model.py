@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.functional import max_pool2d, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, max_pool2d, scaled_dot_product_attention
 
 GROUPS = 8  # of channels, where their number divides
 
@@ -207,6 +207,16 @@ class Transformer(nn.Module):
             x = block(x)
         result: torch.Tensor = self.output(self.norm(x))
         return result
+
+
+def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The mean cross entropy of next tokens.
+
+    Args:
+        logits: shape ``(batch, length, vocabulary)``, as a :class:`Transformer` gives them.
+        targets: the tokens, int64 of shape ``(batch, length)``.
+    """
+    return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class _Block(nn.Module):

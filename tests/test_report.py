@@ -25,6 +25,7 @@ def test_times_in_words_are_right_to_three_digits(seconds):
 
 def test_the_least_is_marked_and_the_rest_stays_aligned():
     assert mark_least(["3 ms", "2 ms", "9 ms"], [3, 2, 9]) == ["3 ms  ", "2 ms *", "9 ms  "]
+    assert mark_least(["3 ms", "2 ms", "9 ms"], [3, 2, 9], 1.5) == ["3 ms *", "2 ms *", "9 ms  "]
 
 
 class TestTable:

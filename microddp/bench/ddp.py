@@ -19,7 +19,7 @@ from tqdm import tqdm
 from microddp.bench.rows import report
 from microddp.comms import Comms
 from microddp.ddp import DDP
-from microddp.model import FullMLP, ModelConfig, SimpleCNN, Transformer
+from microddp.model import FullMLP, ModelConfig, SimpleCNN, Transformer, token_loss
 from microddp.report import MIB
 from microddp.schedule import STRATEGIES, Loss, take_step
 from microddp.timing import Timing, measure
@@ -84,11 +84,7 @@ def models(device: torch.device) -> dict[str, Callable[[], tuple[nn.Module, Loss
     def transformer() -> tuple[nn.Module, Loss, Batch]:
         net = Transformer(vocabulary=1024, dim=256, depth=4, heads=4, context=64).to(device)
         x = torch.randint(1024, (4, 64), device=device)
-
-        def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            return cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-        return net, loss, (x, x.roll(-1, dims=1))
+        return net, token_loss, (x, x.roll(-1, dims=1))
 
     widths = {f"MLP {dim}": partial(mlp, dim) for dim in (128, 512, 1024)}
     return {**widths, "100 small layers": many_small, "CNN": cnn, "transformer": transformer}

@@ -4,8 +4,9 @@ from microddp.workloads.case_study import Case, Source, load_case, new_model
 from microddp.workloads.characters import (
     LENGTH,
     Learned,
-    character_loss,
+    character_batches,
     character_model,
     learn,
+    times_by_link,
 )
 from microddp.workloads.sentence_pairs import batches, made_up_pairs

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from microddp.comms import Comms
 from microddp.data import CHARACTERS, ShardedBatches, Split
-from microddp.model import Transformer
+from microddp.model import Transformer, token_loss
+from microddp.report import mark_least
 from microddp.schedule import FULL_PRECISION, Strategy, take_step
 from microddp.timing import seconds_now, slowest_rank
 
@@ -28,11 +28,6 @@ def character_model(device: torch.device | str = "cpu") -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return Transformer(CHARACTERS, DIM, DEPTH, HEADS, LENGTH).to(device)
-
-
-def character_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The mean cross entropy of the next characters."""
-    return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 @dataclass(frozen=True)
@@ -74,6 +69,34 @@ class Learned:
         return self.seconds[int(steps) - 1] if steps < float("inf") else steps
 
 
+def times_by_link(
+    ways: Mapping[str, tuple[Learned, float]],
+    loss: float,
+    seconds_per_byte: float,
+    links: Iterable[float],
+) -> dict[str, list[str]]:
+    """What it would take to come to a loss over other links, for those that came to it.
+
+    Their steps, times what a step takes beside its bytes, plus the bytes at each speed.
+
+    Args:
+        ways: a run and the bytes that a rank sent in each step, by name.
+        loss: to come to.
+        seconds_per_byte: of the links that the runs had.
+        links: bits a second.
+
+    Returns:
+        A time for each link, by name; a star marks all that is within 15 % of the least.
+    """
+    came = {name: way for name, way in ways.items() if way[0].steps_to(loss) < float("inf")}
+    columns = []
+    for bits in links if came else ():
+        more = 8 / bits - seconds_per_byte
+        times = [run.steps_to(loss) * (run.step + sent * more) for run, sent in came.values()]
+        columns.append(mark_least([f"{seconds:.2f} s" for seconds in times], times, within=1.15))
+    return {name: list(cells) for name, cells in zip(came, zip(*columns, strict=True), strict=True)}
+
+
 def learn(
     strategy: Strategy,
     data: Split,
@@ -96,15 +119,16 @@ def learn(
     losses, seconds = [], []
     comms.barrier()
     start = seconds_now(comms.device)
-    for batch in itertools.islice(_batches(data, comms), steps):
-        losses.append(take_step(strategy, character_loss, optimizer, batch, autocast=autocast))
+    for batch in itertools.islice(character_batches(data, comms), steps):
+        losses.append(take_step(strategy, token_loss, optimizer, batch, autocast=autocast))
         seconds.append(seconds_now(comms.device) - start)
     strategy.meet()
     mean = comms.all_gather(torch.stack(losses)).mean(dim=0).tolist()
     return Learned(mean, slowest_rank(torch.tensor(seconds, dtype=torch.float64), comms).tolist())
 
 
-def _batches(data: Split, comms: Comms) -> Iterator[tuple[torch.Tensor, ...]]:
+def character_batches(data: Split, comms: Comms) -> Iterator[tuple[torch.Tensor, ...]]:
+    """This rank's shards of the batches that :func:`learn` trains on, without end."""
     size = comms.world_size * max(1, BATCH // comms.world_size)
     shards = ShardedBatches(data.train, size, comms.rank, comms.world_size)
     return itertools.chain.from_iterable(map(shards.epoch, itertools.count()))

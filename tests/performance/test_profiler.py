@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from microddp.ddp import DDP
-from microddp.model import SimpleCNN, Transformer
+from microddp.model import SimpleCNN, Transformer, token_loss
 from microddp.performance import ProfileSummary, profile_steps
 from microddp.performance.profiler_events import Event, events_of, summarize
 from microddp.schedule import naive_data_parallel_step
@@ -273,17 +273,13 @@ def transformer():
     return Transformer(vocabulary=256, dim=64, depth=2, heads=4, context=32)
 
 
-def loss_fn(logits, targets):
-    return cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 def wrapped_step(model):
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.randint(0, 256, (4, 32))
 
     def step():
         optimizer.zero_grad()
-        loss_fn(model(tokens), tokens).backward()
+        token_loss(model(tokens), tokens).backward()
         optimizer.step()
 
     step()
@@ -294,7 +290,7 @@ def wrapped_step(model):
 def naive_step(model, comms):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = (torch.randint(0, 256, (4, 32)),) * 2
-    return lambda: naive_data_parallel_step(model, loss_fn, optimizer, batch, comms)
+    return lambda: naive_data_parallel_step(model, token_loss, optimizer, batch, comms)
 
 
 @on_ranks(1, 2)

@@ -6,8 +6,9 @@ from ranks import on_ranks
 
 from microddp.data import CHARACTERS, load_text
 from microddp.local_sgd import LocalSteps
+from microddp.model import token_loss
 from microddp.schedule import STRATEGIES, Local, Strategy
-from microddp.workloads import LENGTH, Learned, character_loss, character_model, learn
+from microddp.workloads import LENGTH, Learned, character_model, learn, times_by_link
 from microddp.workloads.characters import WINDOW
 
 
@@ -30,7 +31,7 @@ def test_a_model_is_the_same_on_each_call_and_leaves_the_generator_alone():
     assert all(map(torch.equal, first.parameters(), second.parameters()))
     assert torch.equal(torch.get_rng_state(), before)
     tokens = torch.randint(CHARACTERS, (2, LENGTH))
-    loss = character_loss(first(tokens), tokens)
+    loss = token_loss(first(tokens), tokens)
     assert loss.item() == pytest.approx(torch.tensor(CHARACTERS).log().item(), rel=0.02)
 
 
@@ -46,6 +47,19 @@ def test_when_a_loss_is_reached_is_told_by_means():
     assert Learned([1.0], [2.0]).step == 2
     assert learned.steps_to(1000) == WINDOW, "means of fewer say little"
     assert learned.steps_to(0) == learned.seconds_to(0) == float("inf")
+
+
+def test_over_a_faster_link_only_the_bytes_take_less():
+    slow = Learned([3.0] * 16 + [1.0] * 24, [i + 1.0 for i in range(40)])
+    lazy = Learned([3.0] * 40, [0.1 * i for i in range(1, 41)])
+    ways = {"all": (slow, 0.5), "half": (slow, 0.25), "never there": (lazy, 0.0)}
+    times = times_by_link(ways, 1.0, seconds_per_byte=1.0, links=[8, 16, 4])
+    assert slow.steps_to(1.0) == 32
+    assert times == {
+        "all": ["32.00 s *", "24.00 s *", "48.00 s  "],
+        "half": ["32.00 s *", "28.00 s  ", "40.00 s *"],
+    }
+    assert times_by_link({"never there": (lazy, 0.0)}, 1.0, 1.0, [8]) == {}
 
 
 @on_ranks(2)
