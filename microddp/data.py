@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -163,6 +163,11 @@ def shard(tensor: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
     return tensor.tensor_split(world_size)[rank]
 
 
+def shard_sizes(rows: int, world_size: int) -> list[int]:
+    """How many rows :func:`shard` gives each rank."""
+    return [rows // world_size + (rank < rows % world_size) for rank in range(world_size)]
+
+
 def epoch_order(samples: int, epoch: int, seed: int = 0) -> torch.Tensor:
     """A permutation of ``range(samples)`` that every rank can compute for itself.
 
@@ -186,9 +191,15 @@ class ShardedBatches:
         rank: this rank.
         world_size: the number of ranks.
         seed: of the order, the same on every rank.
+        sizes: samples of a batch for each rank, in rank order, where shares are not to be equal.
+
+    Attributes:
+        share: samples that a rank would have if shares were equal, what
+            :func:`microddp.schedule.take_step` needs to know where they are not.
 
     Raises:
-        ValueError: the batch does not divide, or is larger than the data set.
+        ValueError: the batch does not divide, or is larger than the data set; or the sizes are not
+            one from 1 on for each rank that together are the batch.
 
     Example:
         >>> batches = ShardedBatches(load_digits().train, 96, comms.rank, comms.world_size)
@@ -198,9 +209,16 @@ class ShardedBatches:
     """
 
     def __init__(
-        self, dataset: TensorDataset, batch_size: int, rank: int, world_size: int, seed: int = 0
+        self,
+        dataset: TensorDataset,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int = 0,
+        *,
+        sizes: Sequence[int] | None = None,
     ) -> None:
-        if batch_size % world_size:
+        if sizes is None and batch_size % world_size:
             raise ValueError(
                 f"rank {rank}: expected a global batch size that is a multiple of {world_size} "
                 f"ranks, got {batch_size}"
@@ -209,20 +227,33 @@ class ShardedBatches:
             raise ValueError(
                 f"rank {rank}: expected a batch size in 1..{len(dataset)}, got {batch_size}"
             )
+        self.sizes = [batch_size // world_size] * world_size if sizes is None else list(sizes)
+        if len(self.sizes) != world_size or min(self.sizes) < 1 or sum(self.sizes) != batch_size:
+            raise ValueError(
+                f"rank {rank}: expected {world_size} sizes from 1 on that sum up to {batch_size}, "
+                f"got {self.sizes}"
+            )
         self.dataset = dataset
         self.batch_size = batch_size
         self.rank = rank
         self.world_size = world_size
         self.seed = seed
+        self.share = batch_size / world_size
 
     def __len__(self) -> int:
         """The number of batches in an epoch."""
         return len(self.dataset) // self.batch_size
 
-    def epoch(self, epoch: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """The shards of one epoch's batches. Forgetting to say which epoch is not possible."""
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[torch.Tensor, ...]]:
+        """The shards of one epoch's batches. Forgetting to say which epoch is not possible.
+
+        Args:
+            epoch: its number, from 0.
+            start: how many batches to leave out, since they were trained on before.
+        """
         order = epoch_order(len(self.dataset), epoch, self.seed)
-        for i in range(len(self)):
+        first = sum(self.sizes[: self.rank])
+        for i in range(start, len(self)):
             rows = order[i * self.batch_size : (i + 1) * self.batch_size]
-            mine = shard(rows, self.rank, self.world_size)
+            mine = rows[first : first + self.sizes[self.rank]]
             yield tuple(tensor[mine.to(tensor.device)] for tensor in self.dataset.tensors)

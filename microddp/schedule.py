@@ -36,6 +36,7 @@ def take_step(
     batch: Sequence[torch.Tensor],
     *,
     parts: int = 1,
+    share: float | None = None,
     autocast: AbstractContextManager[object] = FULL_PRECISION,
     scaler: torch.amp.GradScaler | None = None,
 ) -> torch.Tensor:
@@ -46,27 +47,24 @@ def take_step(
         loss_fn: from outputs and targets to a scalar, the mean over the samples.
         optimizer: of the replica's parameters.
         batch: inputs and targets of this rank's shard, on its device.
-        parts: equal parts in which the shard is computed, one by one, with one average.
+        parts: parts in which the shard is computed, one by one, with one average.
+        share: samples that a rank would have if shards were equal. Where they are not, each sample
+            then counts as much as any other; by default this shard has as many.
         autocast: the precision of forward.
         scaler: of the loss, where the precision needs it.
 
     Returns:
-        The loss on this rank's shard, a detached scalar, taken before the step.
+        The loss on this rank's shard, a detached scalar, taken before the step; its mean over the
+        ranks is that over the batch.
 
     Raises:
         RuntimeError: a parameter got no gradient, another rank failed, or the time-out passed.
     """
     optimizer.zero_grad()
     loss = compute_gradients(
-        strategy, loss_fn, batch, parts=parts, autocast=autocast, scaler=scaler
+        strategy, loss_fn, batch, parts=parts, share=share, autocast=autocast, scaler=scaler
     )
-    with strategy.timeline.span("optimizer"):
-        if scaler is None:
-            optimizer.step()
-        else:  # the gradients are averages, so all ranks see the same overflow and skip together
-            scaler.step(optimizer)
-            scaler.update()
-    strategy.after_step()
+    apply_gradients(strategy, optimizer, scaler)
     return loss
 
 
@@ -76,6 +74,7 @@ def compute_gradients(
     batch: Sequence[torch.Tensor],
     *,
     parts: int = 1,
+    share: float | None = None,
     autocast: AbstractContextManager[object] = FULL_PRECISION,
     scaler: torch.amp.GradScaler | None = None,
 ) -> torch.Tensor:
@@ -86,17 +85,37 @@ def compute_gradients(
     """
     losses = []
     timeline = strategy.timeline
-    micro_batches = list(zip(*(tensor.chunk(parts) for tensor in batch), strict=True))
+    micro_batches = list(zip(*(tensor.tensor_split(parts) for tensor in batch), strict=True))
+    whole = share or len(batch[0])
     for i, (inputs, targets) in enumerate(micro_batches, start=1):
         with nullcontext() if i == len(micro_batches) else strategy.no_sync():
             with timeline.span("forward"), autocast:
                 loss = loss_fn(strategy.module(inputs), targets)
-                loss = loss / parts if parts > 1 else loss
+                if len(inputs) != whole:  # a mean of fewer or more samples than the others'
+                    loss = loss / (whole / len(inputs))
             with timeline.span("backward"):
                 (scaler.scale(loss) if scaler else loss).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
     strategy.finish()
     return functools.reduce(torch.add, losses)
+
+
+def apply_gradients(
+    strategy: Strategy,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None = None,
+) -> None:
+    """Update the weights by gradients that are averages, and end the step.
+
+    Arguments are those of :func:`take_step`.
+    """
+    with strategy.timeline.span("optimizer"):
+        if scaler is None:
+            optimizer.step()
+        else:  # the gradients are averages, so all ranks see the same overflow and skip together
+            scaler.step(optimizer)
+            scaler.update()
+    strategy.after_step()
 
 
 class Strategy:

@@ -17,6 +17,7 @@ from microddp.data import (
     load_digits,
     load_mnist,
     shard,
+    shard_sizes,
 )
 
 # ---- data sets
@@ -209,3 +210,25 @@ def test_every_epoch_has_its_own_order():
 def test_a_batch_that_does_not_fit_is_refused(batch, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         ShardedBatches(TensorDataset(torch.arange(60)), batch, 1, 3)
+
+
+def test_an_epoch_goes_on_where_it_was_left():
+    batches = ShardedBatches(TensorDataset(torch.arange(60)), 20, 1, 4)
+    whole, rest = list(batches.epoch(5)), list(batches.epoch(5, start=2))
+    assert len(whole) == 3
+    assert torch.equal(whole[2][0], rest[0][0])
+    assert len(rest) == 1
+
+
+def test_unequal_shares_are_the_same_batches():
+    dataset = TensorDataset(torch.arange(60))
+    sizes = (1, 12, 7)
+    parts = [list(ShardedBatches(dataset, 20, rank, 3, sizes=sizes).epoch(2)) for rank in range(3)]
+    for i, (whole,) in enumerate(ShardedBatches(dataset, 20, 0, 1).epoch(2)):
+        mine = [batches[i][0] for batches in parts]
+        assert [len(part) for part in mine] == list(sizes)
+        assert torch.equal(torch.cat(mine), whole)
+    for sizes in ((10, 10), (0, 10, 10), (5, 5, 5)):
+        with pytest.raises(ValueError, match=r"rank 0: expected 3 sizes .* up to 20, got \["):
+            ShardedBatches(dataset, 20, 0, 3, sizes=sizes)
+    assert shard_sizes(20, 3) == [len(shard(torch.arange(20), rank, 3)) for rank in range(3)]

@@ -70,6 +70,31 @@ def test_n_ranks_train_as_one_process_on_the_whole_batch(comms):
         check_replicas(replica, comms)
 
 
+@on_ranks(3)
+def test_unequal_shares_weigh_each_sample_alike(comms):
+    digits = load_digits().train
+    (all_x, all_y), *_ = ShardedBatches(digits, 62, 0, 1).epoch(0)
+    torch.manual_seed(0)
+    single = FullMLP(32, depth=4, inputs=64, outputs=10).double()
+    right = cross_entropy(single(all_x.double()), all_y)
+    right.backward()
+    right_gradient = torch.nn.utils.parameters_to_vector(p.grad for p in single.parameters())
+    mine = ShardedBatches(digits, 62, comms.rank, 3, sizes=(7, 40, 15))
+    for (name, kind), parts in itertools.product(STRATEGIES.items(), (1, 4)):
+        replica = copy.deepcopy(single)
+        sgd = optimizer_of(replica, "sgd")
+        x, y = next(mine.epoch(0))
+        assert len(x) == (7, 40, 15)[comms.rank]
+        batch, strategy = (x.double(), y), kind(replica, comms)
+        loss = take_step(strategy, cross_entropy, sgd, batch, parts=parts, share=mine.share)
+        strategy.remove()
+        comms.all_reduce_mean(loss)
+        assert abs(loss - right) < TOLERANCE
+        gradient = torch.nn.utils.parameters_to_vector(p.grad for p in replica.parameters())
+        distance = (gradient - right_gradient).norm() / right_gradient.norm()
+        assert (distance < TOLERANCE) == (name != "none"), (name, parts)
+
+
 @on_ranks(2)
 def test_a_step_without_averaging_is_noticed(comms):
     replica, distance = train(comms, "sgd", without_averaging)
