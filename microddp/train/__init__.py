@@ -9,6 +9,6 @@ kernels are deterministic.
 With ``MICRODDP_DEBUG=1`` the ranks compare their weights after every step.
 """
 
-from microddp.train.checkpoint import load_checkpoint, save_checkpoint
+from microddp.train.checkpoint import Checkpoints
 from microddp.train.loop import EpochResult, Trainer, TrainingResult, mean_step, train
 from microddp.train.options import TrainingConfig, parse

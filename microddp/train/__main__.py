@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -54,6 +55,12 @@ def _report(result: TrainingResult, config: TrainingConfig, comms: Comms) -> Non
         f"({step.exposed / step.total:.0%} overhead). {human_seconds(step.hidden)} of "
         "communication was hidden behind computing."
     )
+    if (written := result.checkpoints) and written.writing:
+        stopped, writing = map(statistics.median, (written.stopped, written.writing))
+        print(
+            f"{len(written.writing)} checkpoints; for one, training stopped for "
+            f"{human_seconds(stopped)}, and it was there after {human_seconds(writing)}."
+        )
     if config.json:
         write_result(
             config.json,

@@ -1,82 +1,167 @@
-"""Checkpoints: what training needs to go on as if it had never stopped, in one file.
+"""Checkpoints: what training needs to go on as if it had never stopped, a file for each.
 
-Rank 0 alone writes and reads it; the others get its bytes as a message, so that all ranks go on
-from the same state, also where they share no disk.
+Rank 0 alone writes and reads them; the others get the bytes as a message, so that all ranks go on
+from the same state, also where they share no disk. A file is written while training goes on, from
+a copy of the state, and has its name only when it is whole.
 """
 
 from __future__ import annotations
 
 import io
+import os
+import re
+import time
 import zipfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from microddp.comms import Comms
 from microddp.report import whole_file
 
-NAME = "checkpoint.pt"
+NAME = re.compile(r"checkpoint-(\d+)\.pt")
 
 
-def save_checkpoint(state: Mapping[str, Any], folder: Path, comms: Comms) -> None:
-    """Replace the checkpoint in a folder, which is made if need be. A collective.
-
-    Whenever the process is killed, the old one or the new one is there as a whole.
+class Checkpoints:
+    """The last checkpoints of a run, in a folder that is made if need be. A collective.
 
     Args:
-        state: on rank 0, tensors, numbers and texts in dictionaries and lists.
         folder: on rank 0's machine.
-        comms: the ranks; they return when the file is there.
+        comms: the ranks that train together.
+        keep: how many stay; older ones are removed when a newer one is there.
+
+    Attributes:
+        stopped: for each checkpoint the seconds for which rank 0 stopped training.
+        writing: likewise, those that it took until the file was there.
 
     Raises:
-        RuntimeError: on every rank, if rank 0 cannot write.
+        RuntimeError: on every rank, if rank 0 cannot write to the folder.
     """
-    problem = ""
-    if comms.rank == 0:
+
+    def __init__(self, folder: Path, comms: Comms, keep: int) -> None:
+        self.folder, self.comms, self.keep = folder, comms, keep
+        self.stopped: list[float] = []
+        self.writing: list[float] = []
+        problem = ""
+        if comms.rank == 0:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                problem = "" if os.access(folder, os.W_OK) else "it may not be written to"
+            except OSError as error:
+                problem = str(error)
+        comms.fail_together(problem, f"a folder for checkpoints: {folder}")
+        # Its thread ends the write it is at before Python exits.
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._under_way: Future[str] | None = None
+
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Begin to write a checkpoint, on rank 0; the others return at once.
+
+        One is under way at a time: if the last one still is, this waits for it. If it could not be
+        written, that is printed, and training goes on: the one before is still there, and another
+        one will be tried.
+
+        Args:
+            step: after which it is.
+            state: tensors, numbers and texts in dictionaries and lists. May be changed afterwards.
+        """
+        if self.comms.rank:
+            return
+        start = time.perf_counter()
+        if problem := self._problem():
+            self.comms.print(f"No checkpoint: {problem}")
+        snapshot = tree_map_only(torch.Tensor, _copy, dict(state))
+        self._under_way = self._writer.submit(self._write, step, snapshot)
+        self.stopped.append(time.perf_counter() - start)
+
+    def finish(self) -> None:
+        """Return when the last checkpoint is there. A collective.
+
+        Raises:
+            RuntimeError: on every rank, if it could not be written.
+        """
+        problem = self._problem()
+        self.comms.fail_together(problem, f"a checkpoint in {self.folder}")
+
+    def load(self) -> dict[str, Any] | None:
+        """The newest state that is whole, on every rank, in main memory. A collective.
+
+        Files that are not whole are named, and left as they are.
+
+        Returns:
+            What was saved; ``None`` if there is no checkpoint.
+
+        Raises:
+            ValueError: on every rank, if there are checkpoints and none can be read.
+        """
+        data: bytes | None = None
+        problems: list[str] = []
+        if self.comms.rank == 0:
+            try:
+                paths = _checkpoints(self.folder)
+            except OSError as error:
+                paths, problems = [], [str(error)]
+            for path in reversed(paths):
+                try:
+                    data = path.read_bytes()
+                    _read(data)
+                    break
+                except Exception as error:  # of many types, by where the damage is
+                    data = None
+                    problems.append(f"{path.name}: {(str(error) or repr(error)).splitlines()[0]}")
+                    if path != paths[0]:
+                        self.comms.print(f"{problems[-1]}; going back to the one before")
+        problem = "; ".join(problems) if data is None else ""
+        self.comms.fail_together(problem, f"a whole checkpoint in {self.folder}", ValueError)
+        return share_state(data, self.comms)
+
+    def _problem(self) -> str:
+        """Why the last checkpoint was not written, once that is known."""
+        under_way, self._under_way = self._under_way, None
+        return under_way.result() if under_way else ""
+
+    def _write(self, step: int, state: Mapping[str, Any]) -> str:
+        """Write a file; why that did not go, or nothing."""
+        start = time.perf_counter()
         try:
-            with whole_file(folder / NAME) as unfinished:
-                torch.save(dict(state), unfinished)
+            for leftover in self.folder.glob("checkpoint-*.pt.part"):  # of a run that was killed
+                leftover.unlink()
+            with whole_file(self.folder / f"checkpoint-{step}.pt") as unfinished:
+                torch.save(state, unfinished)
+            for old in _checkpoints(self.folder)[: -self.keep]:
+                old.unlink()
         except (OSError, RuntimeError) as error:  # torch's, if the disk is full
-            problem = str(error)
-    comms.fail_together(problem, f"a checkpoint in {folder / NAME}")
+            return str(error)
+        self.writing.append(time.perf_counter() - start)
+        return ""
 
 
-def load_checkpoint(folder: Path, comms: Comms) -> dict[str, Any] | None:
-    """The state in a folder's checkpoint, on every rank, in main memory. A collective.
+def encode_state(state: Mapping[str, Any]) -> bytes:
+    """Tensors, numbers and texts in dictionaries and lists, as the bytes of a checkpoint."""
+    file = io.BytesIO()
+    torch.save(dict(state), file)
+    return file.getvalue()
 
-    Returns:
-        What was saved; ``None`` if there is no checkpoint.
 
-    Raises:
-        ValueError: on every rank, if rank 0 cannot read the file, or it is not whole.
+def share_state(data: bytes | None, comms: Comms, src: int = 0) -> dict[str, Any] | None:
+    """The state that a rank has encoded, on every rank, in main memory. A collective.
+
+    Args:
+        data: on rank ``src``; ``None`` if it has none. Ignored elsewhere.
+        comms: the ranks.
+        src: the rank that has it.
     """
-    path = folder / NAME
-    expected = f"a whole checkpoint in {path}"
-    data: bytes | None = None
-    problem = ""
-    if comms.rank == 0:
-        try:
-            data = path.read_bytes()
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            problem = str(error)
-    comms.fail_together(problem, expected, ValueError)
-    size = comms.all_gather_data(None if data is None else len(data))[0]
+    size = comms.all_gather_data(None if data is None else len(data))[src]
     if size is None:
         return None
-    wire = torch.frombuffer(bytearray(data or bytes(size + 1)), dtype=torch.uint8)[:size]
-    wire = wire.to(comms.device)
-    comms.broadcast(wire)
-    state: dict[str, Any] = {}
-    try:
-        state = _read(wire.cpu().numpy().tobytes())
-    except Exception as error:  # of many types, by where the damage is
-        problem = f"{size} bytes that cannot be read: {str(error).splitlines()[0]}"
-    comms.fail_together(problem, expected, ValueError)
-    return state
+    mine = data if comms.rank == src and data is not None else bytes(size)
+    wire = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(comms.device)
+    comms.broadcast(wire, src)
+    return _load(wire.cpu().numpy().tobytes())
 
 
 def gather_states(state: Mapping[str, Any], comms: Comms) -> list[torch.Tensor] | None:
@@ -85,9 +170,7 @@ def gather_states(state: Mapping[str, Any], comms: Comms) -> list[torch.Tensor] 
     Returns:
         On rank 0 their bytes, in rank order; elsewhere ``None``.
     """
-    file = io.BytesIO()
-    torch.save(dict(state), file)
-    mine = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8).to(comms.device)
+    mine = torch.frombuffer(bytearray(encode_state(state)), dtype=torch.uint8).to(comms.device)
     sizes = comms.all_gather_data(len(mine))
     everyone = comms.gather(mine)
     return (
@@ -107,6 +190,18 @@ def own_state(states: Sequence[torch.Tensor], comms: Comms) -> dict[str, Any]:
             f"has an optimizer of its own, got one of {len(states)}"
         )
     return _load(states[comms.rank].numpy().tobytes())
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """The files in a folder, the newest last; none if there is no folder."""
+    if not folder.exists():
+        return []
+    steps = {int(m[1]): path for path in folder.iterdir() if (m := NAME.fullmatch(path.name))}
+    return [steps[step] for step in sorted(steps)]
 
 
 def _read(data: bytes) -> dict[str, Any]:

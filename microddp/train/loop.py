@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from typing import Any
 
 import torch
@@ -14,14 +15,14 @@ from torch import nn
 from tqdm import tqdm
 
 from microddp.comms import Comms
-from microddp.data import ShardedBatches
+from microddp.data import ShardedBatches, shard_sizes
 from microddp.local_sgd import LocalSteps, Outer
 from microddp.performance import StepTimes, break_down
 from microddp.replicas import check_replicas
 from microddp.report import human_seconds
 from microddp.schedule import STRATEGIES, Local, Strategy, compute_gradients, take_step
 from microddp.timing import NOT_RECORDED, Span, Timeline, save_chrome_trace
-from microddp.train.checkpoint import gather_states, load_checkpoint, own_state, save_checkpoint
+from microddp.train.checkpoint import Checkpoints, gather_states, own_state
 from microddp.train.options import TrainingConfig
 from microddp.train.task import evaluate, make_task
 
@@ -41,7 +42,7 @@ class EpochResult:
         test_accuracy: from 0 to 1; ``None`` where values are predicted.
         seconds: that it took on rank 0, without the test.
         step: seconds of a step and its parts, as the mean over ranks and the steps that were
-            traced, the first ones.
+            traced, the first ones of this run in the epoch; zeros if it took none.
     """
 
     epoch: int
@@ -61,12 +62,14 @@ class TrainingResult:
         epochs: all of them, those before a resumption too.
         steps: number of optimizer steps since the beginning.
         seconds: that this run took on rank 0.
+        checkpoints: that this run wrote, with what they cost, where it writes some.
     """
 
     model: nn.Module
     epochs: tuple[EpochResult, ...]
     steps: int
     seconds: float
+    checkpoints: Checkpoints | None = None
 
 
 def train(config: TrainingConfig, comms: Comms, on_step: OnStep | None = None) -> TrainingResult:
@@ -82,7 +85,7 @@ def train(config: TrainingConfig, comms: Comms, on_step: OnStep | None = None) -
 
     Raises:
         ValueError: on every rank, if the options do not fit the data, the ranks or the checkpoint.
-        RuntimeError: another rank failed, or the checkpoint cannot be written; with
+        RuntimeError: another rank failed, or the last checkpoint cannot be written; with
             ``MICRODDP_DEBUG=1`` also that ranks have different weights, with the step, the ranks
             and the first parameter that differs.
     """
@@ -93,37 +96,58 @@ class Trainer:
     """A training run: everything is checked when it is made, and :meth:`run` trains.
 
     Arguments and errors are those of :func:`train`.
+
+    Attributes:
+        step: the number of optimizer steps so far.
     """
 
     def __init__(self, config: TrainingConfig, comms: Comms, on_step: OnStep | None = None) -> None:
         self.config, self.comms, self.on_step = config, comms, on_step
-        parts = comms.world_size * config.accumulate
-        if config.batch_size % parts:
-            raise ValueError(
-                f"rank {comms.rank}: --batch-size: expected a multiple of {comms.world_size} ranks "
-                f"x {config.accumulate} accumulated parts, got {config.batch_size}"
-            )
         torch.manual_seed(config.seed)
         self.task = make_task(config, comms)
         self.model = self.task.model
-        self.batches = ShardedBatches(
-            self.task.train, config.batch_size, comms.rank, comms.world_size, config.seed
-        )
+        self.batches = self._make_batches()
         self.optimizer = torch.optim.Adam(self.model.parameters(), config.lr)
         half = config.precision == "fp16"
         self.scaler = torch.amp.GradScaler(comms.device.type, enabled=half)
+        self.step = 0
+        self.total = torch.zeros((), dtype=torch.float64, device=comms.device)  # of this epoch
         self.history: list[EpochResult] = []
         self.profiled: list[Span] = []
         # Of the steps before this run: what was not sent of gradients, how averaged weights move.
         self.kept_back: dict[str, Any] | None = None
         self.local_steps: dict[str, Any] | None = None
-        if config.resume:
-            self._resume()
+        self.checkpoints: Checkpoints | None = None
+        if config.checkpoint:
+            self.checkpoints = Checkpoints(config.checkpoint, comms, config.keep)
+        if state := self._begin_from():
+            self._go_on_from(state)
         self.strategy = self._make_strategy()
         if config.compress != "none":
             self.strategy.compress(config.compress)
             self.kept_back = self.kept_back or self._kept_back()
         self.check = os.environ.get("MICRODDP_DEBUG", "0") == "1"
+
+    def _make_batches(self) -> ShardedBatches:
+        config, comms = self.config, self.comms
+        parts = comms.world_size * config.accumulate
+        # A rank that takes steps by itself takes the mean over what it has.
+        even = bool(config.average_every)
+        if config.batch_size < parts or (even and config.batch_size % parts):
+            what = "a multiple of" if even else "at least"
+            raise ValueError(
+                f"rank {comms.rank}: --batch-size: expected {what} {comms.world_size} ranks x "
+                f"{config.accumulate} accumulated parts, got {config.batch_size}"
+            )
+        sizes = shard_sizes(config.batch_size, comms.world_size)
+        return ShardedBatches(
+            *(self.task.train, config.batch_size, comms.rank, comms.world_size, config.seed),
+            sizes=sizes,
+        )
+
+    def _begin_from(self) -> dict[str, Any] | None:
+        """A state to go on from, the same on every rank, if there is one. A collective."""
+        return self.checkpoints.load() if self.checkpoints and self.config.resume else None
 
     def _make_strategy(self) -> Strategy:
         config = self.config
@@ -141,31 +165,27 @@ class Trainer:
             local.load_state_dict(self.local_steps)
         return Local(self.model, self.comms, local)
 
-    @property
-    def steps(self) -> int:
-        """The number of optimizer steps in the epochs so far."""
-        return len(self.history) * len(self.batches)
-
     def run(self) -> TrainingResult:
-        """Train the epochs that are left, and write the files that were asked for."""
+        """Train the steps that are left, and write the files that were asked for."""
         began = time.perf_counter()
         if self.config.resume:
-            done = f"after epoch {len(self.history)}" if self.history else "nothing: starting anew"
+            done = f"after step {self.step}" if self.step else "nothing: starting anew"
             self.comms.print(f"Resuming {done}, from {self.config.checkpoint}")
         with _deterministic_convolutions():
             if len(self.history) < self.config.epochs:
                 self._rehearse()
             for epoch in range(len(self.history), self.config.epochs):
-                result = self._epoch(epoch)
-                self.history.append(result)
-                self.comms.print(_in_words(result, self.config.epochs))
-                if self.config.checkpoint:
-                    save_checkpoint(self._state(), self.config.checkpoint, self.comms)
+                self.history.append(self._epoch(epoch))
+                self.total.zero_()
+                self.comms.print(_in_words(self.history[-1], self.config.epochs))
+                self._save()
+        if self.checkpoints:
+            self.checkpoints.finish()
         self.strategy.remove()
         if self.config.profile and self.comms.rank == 0:
             save_chrome_trace(self.profiled, self.config.profile)
         seconds = time.perf_counter() - began
-        return TrainingResult(self.model, tuple(self.history), self.steps, seconds)
+        return TrainingResult(self.model, tuple(self.history), self.step, seconds, self.checkpoints)
 
     def _rehearse(self) -> None:
         """Run a backward whose gradients nobody uses.
@@ -189,92 +209,111 @@ class Trainer:
         return compression.state_dict(self.model) if compression else None
 
     def _epoch(self, epoch: int) -> EpochResult:
+        """Train what is left of an epoch, and test."""
         began = time.perf_counter()
         timeline = Timeline(self.comms)
-        total = torch.zeros((), dtype=torch.float64, device=self.comms.device)
-        first = epoch * len(self.batches) + 1
+        end = (epoch + 1) * len(self.batches)
+        traced = min(TRACED_STEPS, end - self.step)
+        untraced_from = self.step + traced
         self.strategy.record(timeline)
         with tqdm(
             total=len(self.batches),
+            initial=len(self.batches) - (end - self.step),
             desc=f"epoch {epoch + 1}/{self.config.epochs}",
             disable=None if self.comms.rank == 0 else True,
             unit="step",
             leave=False,
         ) as bar:
-            for step, batch in enumerate(self.batches.epoch(epoch), first):
-                if step == first + TRACED_STEPS:
+            for batch in self.batches.epoch(epoch, start=bar.n):
+                if self.step == untraced_from:
                     self.strategy.record(NOT_RECORDED)
-                total += self._step(step, batch)
+                self._step(batch)
                 bar.update()
+                every = self.config.checkpoint_every
+                if every and self.step % every == 0 and self.step < end:
+                    self._save()
         self.strategy.record(NOT_RECORDED)
         self.strategy.meet()
+        total = self.total.clone()
         self.comms.all_reduce_mean(total)
         seconds = time.perf_counter() - began
         spans = timeline.gather()
         if epoch == self.config.epochs - 1:
             self.profiled = spans
-        steps = min(TRACED_STEPS, len(self.batches))
         with self._autocast():
             test_loss, test_accuracy = evaluate(self.task, self.comms, self.config.batch_size)
         loss = total.item() / len(self.batches)
-        times = mean_step(spans, steps, self.comms.world_size)
+        times = mean_step(spans, traced, self.comms.world_size)
         return EpochResult(epoch, loss, test_loss, test_accuracy, seconds, times)
 
-    def _step(self, step: int, batch: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Train one step; the mean loss on this rank's shard, before it."""
+    def _step(self, batch: Sequence[torch.Tensor]) -> None:
+        """Train one step."""
         loss = take_step(self.strategy, self.task.loss, self.optimizer, batch, **self._precision())
+        self._done(loss)
+
+    def _done(self, loss: torch.Tensor) -> None:
+        """Count a step of which this rank's loss is known."""
+        self.step += 1
+        self.total += loss
         if self.on_step:
-            self.on_step(step, self.model)
+            self.on_step(self.step, self.model)
         if self.check and not self.config.average_every:
             try:
                 check_replicas(self.model, self.comms)
             except RuntimeError as error:
-                raise RuntimeError(f"after step {step}: {error}") from error
-        return loss
+                raise RuntimeError(f"after step {self.step}: {error}") from error
 
     def _precision(self) -> dict[str, Any]:
         """How a step computes its gradients."""
-        parts = self.config.accumulate
-        return {"parts": parts, "autocast": self._autocast(), "scaler": self.scaler}
+        return {
+            "parts": self.config.accumulate,
+            "share": self.batches.share,
+            "autocast": self._autocast(),
+            "scaler": self.scaler,
+        }
 
     def _autocast(self) -> AbstractContextManager[object]:
         dtype = DTYPES[self.config.precision]
         return torch.autocast(self.comms.device.type, dtype, enabled=dtype is not torch.float32)
 
-    def _state(self) -> dict[str, object]:
+    def _save(self) -> None:
+        """Begin to write a checkpoint, if there are to be some. A collective."""
+        if self.checkpoints is None:
+            return
+        losses = self.comms.all_gather(self.total).tolist()
+        state = self.state() | {"losses": losses, "kept_back": self._kept_back()}
+        if isinstance(self.strategy, Local):
+            state["optimizers"] = gather_states(self.optimizer.state_dict(), self.comms)
+            state["local_steps"] = self.strategy.local.state_dict()
+        self.checkpoints.save(self.step, state)
+
+    def state(self) -> dict[str, Any]:
+        """What all ranks have in common after a step, not copied."""
         cuda = self.comms.device.type == "cuda"
         return {
             "options": self.config.result_options(),
+            "step": self.step,
+            "losses": [self.total.item()],
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            **self._local_state(),
             "scaler": self.scaler.state_dict(),
-            "kept_back": self._kept_back(),
             "history": [asdict(result) for result in self.history],
             "generator": torch.get_rng_state(),
             "cuda_generator": torch.cuda.get_rng_state(self.comms.device) if cuda else None,
         }
 
-    def _local_state(self) -> dict[str, object]:
-        """What ranks that train by themselves have beside their weights. A collective."""
-        if not isinstance(self.strategy, Local):
-            return {}
-        optimizers = gather_states(self.optimizer.state_dict(), self.comms)
-        return {"local_steps": self.strategy.local.state_dict(), "optimizers": optimizers}
-
-    def _resume(self) -> None:
-        folder = self.config.checkpoint
-        assert folder is not None
-        state = load_checkpoint(folder, self.comms)
-        if state is None:
-            return
+    def _go_on_from(self, state: Mapping[str, Any]) -> None:
         options = state.get("options", {})
         for name, value in self.config.result_options().items():
             if (there := options.get(name)) != value:
                 raise ValueError(
-                    f"rank {self.comms.rank}: --{name.replace('_', '-')}: the checkpoint in "
-                    f"{folder} was trained with {there}, expected the same, got {value}"
+                    f"rank {self.comms.rank}: --{name.replace('_', '-')}: the state to go on from "
+                    f"was trained with {there}, expected the same, got {value}"
                 )
+        self.step = state["step"]
+        losses = state["losses"]
+        one_each = len(losses) == self.comms.world_size
+        self.total.fill_(losses[self.comms.rank] if one_each else statistics.mean(losses))
         self.model.load_state_dict(state["model"])
         optimizer = state["optimizer"]
         if self.config.average_every:
@@ -312,6 +351,8 @@ def mean_step(spans: Sequence[Span], steps: int, world_size: int) -> StepTimes:
         steps: their number.
         world_size: the number of ranks.
     """
+    if not steps:
+        return StepTimes(*[0.0] * len(fields(StepTimes)))
     ranks = [break_down([s for s in spans if s.rank == rank]) for rank in range(world_size)]
     columns = zip(*map(astuple, ranks), strict=True)
     return StepTimes(*(sum(column) / (steps * world_size) for column in columns))

@@ -61,7 +61,10 @@ class TrainingConfig:
         seed: of the first weights, of the order of the data, and of synthetic data.
         profile: a file for the first steps of the last epoch on all ranks, as a Chrome trace.
         checkpoint: a folder for what is needed to go on, written after each epoch.
-        resume: go on from the checkpoint, or from the beginning if there is none yet.
+        checkpoint_every: steps between more such checkpoints; 0: none but those.
+        keep: how many of them stay, the last ones.
+        resume: go on from the newest checkpoint that is whole, or from the beginning if there is
+            none yet. On any number of ranks; on as many it is bitwise the same run.
         json: a file for options, results and times.
 
     Raises:
@@ -89,6 +92,8 @@ class TrainingConfig:
     seed: int = 0
     profile: Path | None = None
     checkpoint: Path | None = None
+    checkpoint_every: int = 0
+    keep: int = 2
     resume: bool = False
     json: Path | None = None
 
@@ -103,7 +108,7 @@ class TrainingConfig:
         if self.compress != "none":
             self._check_compression()
         self._check_local_steps()
-        for name in ("hidden", "depth", "width", "epochs", "batch_size", "accumulate"):
+        for name in ("hidden", "depth", "width", "epochs", "batch_size", "accumulate", "keep"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{_flag(name)}: expected at least 1, got {value}")
         if not self.channels or min(self.channels) < 1:
@@ -119,8 +124,13 @@ class TrainingConfig:
                 raise ValueError(f"{_flag(name)}: expected a file in a folder that exists: {path}")
         if self.checkpoint is not None and self.checkpoint.is_file():
             raise ValueError(f"--checkpoint: expected a folder, got the file {self.checkpoint}")
-        if self.resume and self.checkpoint is None:
-            raise ValueError("--resume: expected --checkpoint DIR with it")
+        for name in ("checkpoint_every", "resume"):
+            if getattr(self, name) and self.checkpoint is None:
+                raise ValueError(f"{_flag(name)}: expected --checkpoint DIR with it")
+        if self.checkpoint_every < 0:
+            raise ValueError(
+                f"--checkpoint-every: expected 0 or more steps, got {self.checkpoint_every}"
+            )
 
     def _check_compression(self) -> None:
         try:
@@ -151,6 +161,17 @@ class TrainingConfig:
         ]
         if changed and not self.average_every:
             raise ValueError(f"{_flag(changed[0])}: expected --average-every with it")
+        meetings = (self.checkpoint_every, self.warm_up)
+        if (
+            self.average_every
+            and self.checkpoint_every
+            and (self.fragments > 1 or any(steps % self.average_every for steps in meetings))
+        ):
+            raise ValueError(
+                "--checkpoint-every: expected steps after which all ranks meet, multiples of "
+                f"{self.average_every} (--warm-up, too) and 1 fragment, got "
+                f"{self.checkpoint_every}, {self.warm_up} and {self.fragments}"
+            )
         if self.average_every and (self.compress != "none" or self.precision == "fp16"):
             # With a loss scale, a rank alone would skip a step that overflows.
             raise ValueError(
@@ -207,6 +228,8 @@ def parse(arguments: Sequence[str] | None) -> TrainingConfig:
         "profile", "write a Chrome trace of the last epoch's first steps", type=Path, metavar="FILE"
     )
     add("checkpoint", "write what is needed to go on after each epoch", type=Path, metavar="DIR")
+    add("checkpoint_every", "steps between more checkpoints; 0: none but those", metavar="N")
+    add("keep", "how many checkpoints stay", metavar="K")
     add("resume", "go on from the checkpoint, if there is one", action="store_true")
     add("json", "write options, results and times", type=Path, metavar="FILE")
     options = vars(parser.parse_args(arguments))

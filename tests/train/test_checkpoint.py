@@ -1,32 +1,42 @@
-"""Checkpoints: whole or not there, the same on every rank, and errors on all of them."""
+"""Checkpoints: whole or not there, the newest that can be read, and errors on every rank."""
 
+import contextlib
 import io
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import run
 
-from microddp.train import load_checkpoint, save_checkpoint
+from microddp.train import Checkpoints
+from microddp.train.checkpoint import encode_state
 
 
 def state_of(number):
     return {"weights": torch.full((1000,), float(number)), "history": [{"epoch": number}]}
 
 
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
 def save_and_load(comms, folder):
     folder = Path(folder, "new", "folder")
-    assert load_checkpoint(folder, comms) is None
-    for number in (1, 2):
-        # Only rank 0's state counts, and only it writes.
-        save_checkpoint(state_of(number * (comms.rank == 0)), folder, comms)
-        assert [path.name for path in folder.iterdir()] == ["checkpoint.pt"]
-        comms.barrier()
-        loaded = load_checkpoint(folder, comms)
+    checkpoints = Checkpoints(folder, comms, keep=2)
+    assert checkpoints.load() is None
+    for number in (7, 8, 30):
+        state = state_of(number * (comms.rank == 0))  # only rank 0's counts, and only it writes
+        checkpoints.save(number, state)
+        state["weights"].zero_()  # training goes on, and changes what is being written
+        checkpoints.finish()
+        loaded = checkpoints.load()
         assert loaded["weights"].eq(number).all()
         assert loaded["history"] == [{"epoch": number}]
+    assert names(folder) == ["checkpoint-30.pt", "checkpoint-8.pt"]
+    assert len(checkpoints.stopped) == len(checkpoints.writing) == 3 * (comms.rank == 0)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -34,22 +44,54 @@ def test_every_rank_loads_what_rank_0_saved_last(world_size, tmp_path):
     run(save_and_load, world_size, str(tmp_path))
 
 
+def one_under_way(comms, folder):
+    """The second waits for the first, and nobody for the second."""
+    checkpoints, may_write, torch_save = (
+        Checkpoints(Path(folder), comms, 2),
+        threading.Event(),
+        torch.save,
+    )
+
+    def save(*arguments):
+        assert may_write.wait(10)
+        torch_save(*arguments)
+
+    torch.save = save
+    checkpoints.save(1, state_of(1))
+    assert names(folder) == []
+    threading.Timer(0.3, may_write.set).start()
+    checkpoints.save(2, state_of(2))
+    assert checkpoints.stopped[0] < 0.2 < checkpoints.stopped[1]
+    assert "checkpoint-1.pt" in names(folder)
+    checkpoints.finish()
+    assert names(folder) == ["checkpoint-1.pt", "checkpoint-2.pt"]
+
+
+def test_training_goes_on_while_one_checkpoint_is_written(tmp_path):
+    run(one_under_way, 1, str(tmp_path))
+
+
 def be_killed_while_writing(comms, folder, call):
-    save_checkpoint(state_of(1), Path(folder), comms)
+    checkpoints = Checkpoints(Path(folder), comms, 2)
+    checkpoints.save(1, state_of(1))
+    checkpoints.finish()
     setattr(os, call, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    save_checkpoint(state_of(2), Path(folder), comms)
+    checkpoints.save(2, state_of(2))
+    checkpoints.finish()
 
 
 def expect(comms, folder, number):
-    assert load_checkpoint(Path(folder), comms)["history"] == [{"epoch": number}]
-    save_checkpoint(state_of(3), Path(folder), comms)
-    assert [path.name for path in Path(folder).iterdir()] == ["checkpoint.pt"]
+    checkpoints = Checkpoints(Path(folder), comms, 2)
+    assert checkpoints.load()["history"] == [{"epoch": number}]
+    checkpoints.save(3, state_of(3))
+    checkpoints.finish()
+    assert names(folder) == ["checkpoint-1.pt", "checkpoint-3.pt"], "nothing half-written"
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_killed_while_writing_the_last_checkpoint_stays(call, tmp_path):
     assert run(be_killed_while_writing, 1, str(tmp_path), call, dies=[0]) == [-signal.SIGKILL]
-    assert (tmp_path / "checkpoint.pt.part").exists(), "killed when the new one was written"
+    assert (tmp_path / "checkpoint-2.pt.part").exists(), "killed when the new one was written"
     run(expect, 1, str(tmp_path), 1)
 
 
@@ -57,46 +99,80 @@ def refuse(comms, folder, message):
     with pytest.raises(
         ValueError, match=rf"^rank {comms.rank}: expected a whole .* got .*{message}"
     ):
-        load_checkpoint(Path(folder), comms)
-
-
-def saved(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
+        Checkpoints(Path(folder), comms, 2).load()
 
 
 def flip(data):
-    place = data.index(torch.full((4,), 1.0).numpy().tobytes())
+    place = data.index(torch.full((4,), 2.0).numpy().tobytes())
     return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda _: b"", "0 bytes that cannot be read"),
-        (lambda _: b"text", "4 bytes that cannot be read"),
-        (lambda data: data[:-100], r"\d+ bytes that cannot be read"),
-        (flip, r"\d+ bytes that cannot be read: .* is damaged"),
-        (lambda _: saved([1]), "got a list"),
-        (lambda _: saved({"path": Path("x")}), "Weights only load failed"),
-    ],
-    ids=["empty", "text", "cut", "bit", "list", "code"],
-)
-def test_a_damaged_file_is_an_error_on_every_rank(damage, message, tmp_path):
-    (tmp_path / "checkpoint.pt").write_bytes(damage(saved(state_of(1))))
+DAMAGES = [
+    (lambda _: b"", "checkpoint-2.pt: "),
+    (lambda _: b"text", "checkpoint-2.pt: "),
+    (lambda data: data[:-100], "checkpoint-2.pt: "),
+    (flip, "checkpoint-2.pt: .* is damaged"),
+    (lambda _: encode_state({"path": Path("x")}), "checkpoint-2.pt: Weights only load failed"),
+]
+KINDS = ["empty", "text", "cut", "bit", "code"]
+
+
+def fall_back(comms, folder):
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        state = Checkpoints(Path(folder), comms, 2).load()
+    assert state["weights"].eq(1).all()
+    assert ("going back to the one before" in said.getvalue()) == (comms.rank == 0)
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=KINDS)
+def test_a_broken_checkpoint_falls_back_to_the_one_before_or_is_an_error_on_every_rank(
+    damage, message, tmp_path
+):
+    newest, before = tmp_path / "checkpoint-2.pt", tmp_path / "checkpoint-1.pt"
+    newest.write_bytes(damage(encode_state(state_of(2))))
     run(refuse, 2, str(tmp_path), message)
+    before.write_bytes(encode_state(state_of(1)))
+    run(fall_back, 2, str(tmp_path))
+    assert newest.exists(), "it is not ours to remove"
 
 
 def refuse_folder(comms, folder):
     with pytest.raises(
-        RuntimeError, match=rf"^rank {comms.rank}: expected a checkpoint in .*, got rank 0: "
+        RuntimeError, match=rf"^rank {comms.rank}: expected a folder for .*, got rank 0: "
     ):
-        save_checkpoint(state_of(1), Path(folder), comms)
+        Checkpoints(Path(folder), comms, 2)
+
+
+def fill_the_disk(comms, folder):
+    """A full disk costs a checkpoint and no training; if it is the last, every rank says so."""
+    checkpoints, torch_save = Checkpoints(Path(folder), comms, 2), torch.save
+    checkpoints.save(1, state_of(1))
+
+    def save(state, path):
+        torch_save(state, path)
+        raise OSError(28, "No space left on device")
+
+    for step in (2, 3):
+        if step == 2:
+            checkpoints.finish()
+            torch.save = save
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            checkpoints.save(step, state_of(step))
+    assert ("No checkpoint: [Errno 28] No space" in said.getvalue()) == (comms.rank == 0)
+    message = rf"^rank {comms.rank}: expected a checkpoint in .*, got rank 0: .*No space left"
+    with pytest.raises(RuntimeError, match=message):
+        checkpoints.finish()
+    comms.barrier()
+    assert names(folder) == ["checkpoint-1.pt"], "nothing half-written"
+    torch.save = torch_save
+    checkpoints.save(4, state_of(4))
+    checkpoints.finish()
+    assert names(folder) == ["checkpoint-1.pt", "checkpoint-4.pt"]
 
 
 def test_what_rank_0_cannot_write_or_read_is_an_error_on_every_rank(tmp_path):
     (tmp_path / "file").touch()
     run(refuse_folder, 2, str(tmp_path / "file"))
-    (tmp_path / "checkpoint.pt").mkdir()
-    run(refuse, 2, str(tmp_path), "Is a directory")
+    (tmp_path / "unreadable" / "checkpoint-5.pt").mkdir(parents=True)
+    run(refuse, 2, str(tmp_path / "unreadable"), "Is a directory")
+    run(fill_the_disk, 2, str(tmp_path / "full"))

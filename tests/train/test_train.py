@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -201,6 +202,10 @@ def test_a_run_in_parts_is_bitwise_the_run_as_a_whole(tmp_path):
     run(resumed_in_parts, 3, str(tmp_path))
 
 
+def newest(folder):
+    return max(Path(folder).glob("checkpoint-*.pt"), key=lambda path: int(path.stem[11:]))
+
+
 def first_epoch(comms, folder):
     train(small(checkpoint=Path(folder)), comms)
 
@@ -211,7 +216,7 @@ def first_epoch_of_three(comms, folder):
 
 def second_epoch_of_two(comms, folder):
     """What three ranks had kept back is sent by two."""
-    kept = torch.load(Path(folder, "checkpoint.pt"), weights_only=True)["kept_back"]["residuals"]
+    kept = torch.load(newest(folder), weights_only=True)["kept_back"]["residuals"]
     config = small(compress="top-k:0.1", epochs=2, resume=True, checkpoint=Path(folder))
     trainer = Trainer(config, comms)
     trainer._rehearse()
@@ -252,7 +257,7 @@ def second_epoch(comms, folder):
     assert max(distances(resumed, whole)) < TOLERANCE
     for name, value in (("seed", 1), ("batch_size", 48), ("model", "mlp"), ("channels", (8,))):
         message = (
-            rf"^rank {comms.rank}: --{name.replace('_', '-')}: the checkpoint in .* was trained "
+            rf"^rank {comms.rank}: --{name.replace('_', '-')}: the state to go on from was trained "
             rf"with .*, expected the same, got .*{str(value)[:4].strip('(),')}"
         )
         with pytest.raises(ValueError, match=message):
@@ -264,12 +269,44 @@ def test_other_ranks_and_schedules_may_resume_and_other_seeds_may_not(tmp_path):
     run(second_epoch, 1, str(tmp_path))
 
 
+def stopped_in_an_epoch(comms, folder):
+    def stop(step, _):
+        if step == 2 * STEPS - 1:
+            raise EOFError
+
+    with pytest.raises(EOFError):
+        train(small(epochs=2, checkpoint=Path(folder), checkpoint_every=3), comms, stop)
+
+
+def by_others(comms, folder):
+    if not folder:
+        return trained(comms, small(epochs=2))
+    return trained(comms, small(epochs=2, resume=True, checkpoint=Path(folder)))
+
+
+def test_any_number_of_ranks_goes_on_from_the_midst_of_an_epoch_with_the_same_batches(tmp_path):
+    def distance(ranks, folder):  # of losses and weights: 5 ranks' shares round across a ReLU
+        losses, _, weights = distances(run(by_others, ranks, folder)[0], right)
+        return max(losses, weights)
+
+    right = run(by_others, 1, "")[0]
+    assert distance(5, "") < TOLERANCE, "with unequal shares of a batch of 768"
+    run(stopped_in_an_epoch, 3, str(tmp_path))
+    assert newest(tmp_path).name == "checkpoint-6.pt", "the step that stopped it was the ninth"
+    for ranks in (1, 5):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        shutil.copy(newest(tmp_path), folder)
+        assert distance(ranks, str(folder)) < TOLERANCE
+
+
 # What differs by rank or is kept from step to step, beside the usual.
 WAYS = (
     {},
-    {"compress": "top-k:0.01"},
-    {"compress": "power:2"},
-    {"average_every": 3, "outer": "nesterov:0.7,0.9"},
+    {"checkpoint_every": 2},
+    {"checkpoint_every": 1, "compress": "top-k:0.01"},
+    {"checkpoint_every": 3, "compress": "power:2"},
+    {"checkpoint_every": 3, "average_every": 3, "outer": "nesterov:0.7,0.9"},
     {"average_every": 4, "fragments": 2, "warm_up": 2},
 )
 
@@ -283,10 +320,14 @@ def killed_in_a_random_step(comms, folder, way, step):
 
 
 def resumed_and_whole(comms, folder, way):
-    config = small(epochs=3, **way)
+    config = small(epochs=3, **way | {"checkpoint_every": 0})
     whole = train(config, comms)
-    result = train(dataclasses.replace(config, checkpoint=Path(folder), resume=True), comms)
+    first = []
+    options = {"checkpoint": Path(folder), "resume": True} | way
+    result = train(dataclasses.replace(config, **options), comms, lambda n, _: first.append(n))
     assert torch.equal(flat(whole.model.parameters()), flat(result.model.parameters()))
+    assert [e.loss for e in whole.epochs] == [e.loss for e in result.epochs]
+    return first[0] - 1 if first else 3 * STEPS
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: " ".join(way) or "usual")
@@ -295,7 +336,10 @@ def test_killed_on_all_ranks_in_a_random_step_and_resumed_it_is_the_same_run(way
     print("killed after step", step)
     codes = run(killed_in_a_random_step, 2, str(tmp_path), way, step, dies=[0, 1])
     assert codes == [-signal.SIGKILL] * 2
-    run(resumed_and_whole, 2, str(tmp_path), way)
+    after, _ = run(resumed_and_whole, 2, str(tmp_path), way)
+    # One more checkpoint may have been under way, which is whole or not there.
+    every = way.get("checkpoint_every", STEPS)
+    assert 0 <= step - after <= 2 * every, "no more than two intervals are lost"
 
 
 def with_dropout(config, comms):
@@ -322,8 +366,8 @@ def test_a_model_that_draws_random_numbers_draws_the_same_when_it_is_resumed(tmp
 
 
 def state_in(folder):
-    state = torch.load(folder / "checkpoint.pt", weights_only=True)
-    return len(state["history"]), flat(state["model"].values())
+    state = torch.load(newest(folder), weights_only=True)
+    return state["step"], flat(state["model"].values())
 
 
 def test_a_job_of_torchrun_that_loses_a_rank_can_be_resumed(tmp_path):
@@ -334,7 +378,7 @@ def test_a_job_of_torchrun_that_loses_a_rank_can_be_resumed(tmp_path):
     with subprocess.Popen(job, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as torchrun:
         try:
             deadline = time.monotonic() + 60
-            while not (folder / "checkpoint.pt").exists() and time.monotonic() < deadline:
+            while not list(folder.glob("*.pt")) and time.monotonic() < deadline:
                 time.sleep(0.05)
             time.sleep(random.uniform(0, 0.5))
             random.choice(psutil.Process(torchrun.pid).children()).kill()
@@ -342,10 +386,11 @@ def test_a_job_of_torchrun_that_loses_a_rank_can_be_resumed(tmp_path):
         finally:
             torchrun.kill()
     assert torchrun.returncode != 0, output
-    epochs, _ = state_in(folder)
+    step, _ = state_in(folder)
+    epochs = step // 42
     assert 1 <= epochs < 20, output
     done = subprocess.run(job, capture_output=True, text=True, timeout=120, check=True)
-    assert f"Resuming after epoch {epochs}, from {folder}" in done.stdout
+    assert f"Resuming after step {step}, from {folder}" in done.stdout
     assert f"epoch {epochs + 1}/20" in done.stdout
     assert f"epoch {epochs}/20" not in done.stdout
     run(main, 2, *options, "--checkpoint", str(reference), join=False)
@@ -458,6 +503,13 @@ def test_a_mean_step_is_over_steps_and_ranks():
         ("--seed -1", "--seed: expected a number in 0..2147483647, got -1"),
         ("--json no/such/folder/file", "--json: expected a file in a folder that exists"),
         ("--resume", "--resume: expected --checkpoint DIR with it"),
+        ("--checkpoint-every 5", "--checkpoint-every: expected --checkpoint DIR with it"),
+        ("--checkpoint-every -5 --checkpoint x", "--checkpoint-every: expected 0 or more .* -5"),
+        (
+            "--checkpoint-every 5 --checkpoint x --average-every 2",
+            "--checkpoint-every: expected steps .* multiples of 2 .* got 5, 0 and 1",
+        ),
+        ("--keep 0", "--keep: expected at least 1, got 0"),
         (f"--checkpoint {__file__}", "--checkpoint: expected a folder, got the file"),
         ("--no-such-option", "unrecognized arguments: --no-such-option"),
         ("--data text", "--data: expected --model transformer with text, got cnn"),
@@ -483,8 +535,8 @@ def test_a_configuration_checks_its_choices_too():
             "least 1, got 0",
         ),
         (
-            "--accumulate 5",
-            "rank 0: --batch-size: expected a multiple of 2 ranks x 5 accumulated parts, got 96",
+            "--accumulate 49",
+            "rank 0: --batch-size: expected at least 2 ranks x 49 accumulated parts, got 96",
         ),
     ],
 )
