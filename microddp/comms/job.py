@@ -21,7 +21,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from microddp.comms.collectives import DEFAULT_TIMEOUT, Comms
 from microddp.comms.identity import most_rounds
-from microddp.comms.machine import cpu_cores, schedule_threads
+from microddp.comms.machine import cpu_cores, end_with_parent, schedule_threads
+from microddp.comms.record import start_record
+from microddp.comms.witness import answer_signals, tell_of_errors
 
 TORCHRUN_NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 TORCHRUN_VARIABLES = (*TORCHRUN_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
@@ -52,37 +54,25 @@ def init(backend: str | None = None, timeout: float | None = None) -> Comms:
             f"rank {dist.get_rank()}: microddp.init() was called before in this process; "
             "close the first Comms, or pass it on"
         )
-    seconds = _timeout(timeout)
+    seconds = patience(timeout)
     most_rounds()  # an error of the environment's is told before there is anything to close
     environment = _torchrun_environment()
     rank, world_size = environment["RANK"], environment["WORLD_SIZE"]
     local_rank, local_world_size = environment["LOCAL_RANK"], environment["LOCAL_WORLD_SIZE"]
+    start_record(rank, world_size, answers=answer_signals())
+    tell_of_errors()
     if backend:
         _check_built(backend, rank)
-    gpus = torch.cuda.device_count()
-    device = torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(_threads(local_world_size))
     under_torchrun = "RANK" in os.environ
-    patience = timedelta(seconds=seconds)
     store: Store = HashStore()
     try:
         if under_torchrun:
-            store, *_ = next(rendezvous("env://", rank, world_size, timeout=patience))
+            limit = timedelta(seconds=seconds)
+            store, *_ = next(rendezvous("env://", rank, world_size, timeout=limit))
         # A second job of these processes must not read the addresses of the first.
         store = PrefixStore(f"microddp-{next(_joined)}", store)
-        backend = _choose_backend(backend, store, rank, world_size, device)
-        if backend == "gloo" and world_size > 1:
-            schedule_threads("batch")
-        dist.init_process_group(
-            backend,
-            timeout=patience,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            device_id=device if backend == "nccl" else None,
+        comms = form_group(
+            store, rank, world_size, local_rank, local_world_size, backend=backend, timeout=seconds
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -90,12 +80,10 @@ def init(backend: str | None = None, timeout: float | None = None) -> Comms:
             f"rank {rank}: expected {world_size} ranks to meet at {where} within {seconds:g} s, "
             f"got: {error}"
         ) from error
-    assert dist.group.WORLD is not None
-    comms = Comms(dist.group.WORLD, device, local_rank, local_world_size, seconds)
-    # A rank that left at once would break the connections that others are still making.
-    comms.barrier()
-    if backend == "gloo":
-        atexit.register(_end_of_gloo, comms)
+    if comms.backend == "gloo":
+        atexit.register(end_of_gloo, comms)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
     if not under_torchrun:
         script = getattr(sys.modules["__main__"], "__file__", None)  # not in a notebook
         name = os.path.relpath(script) if script else "script.py"
@@ -103,7 +91,59 @@ def init(backend: str | None = None, timeout: float | None = None) -> Comms:
     return comms
 
 
-def _end_of_gloo(comms: Comms) -> None:
+def form_group(
+    store: Store,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    local_world_size: int,
+    *,
+    backend: str | None,
+    timeout: float,
+) -> Comms:
+    """The group of all processes that share a store, with this process's device and threads set.
+
+    Args:
+        store: that nothing else is kept in.
+        rank: this process's, of ``world_size``.
+        world_size: how many there are.
+        local_rank: this process's, among those on its machine.
+        local_world_size: how many there are on its machine.
+        backend: ``None``: NCCL if no two ranks share a GPU, else gloo.
+        timeout: seconds to wait for the others, here and in each operation.
+
+    Raises:
+        RuntimeError: the others could not be reached in time, or the backend lacks a device.
+    """
+    gpus = torch.cuda.device_count()
+    device = torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(_threads(local_world_size))
+    backend = _choose_backend(backend, store, rank, world_size, device)
+    if backend == "gloo" and world_size > 1:
+        schedule_threads("batch")
+    dist.init_process_group(
+        backend,
+        timeout=timedelta(seconds=timeout),
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        device_id=device if backend == "nccl" else None,
+    )
+    assert dist.group.WORLD is not None
+    comms = Comms(dist.group.WORLD, device, local_rank, local_world_size, timeout)
+    try:
+        # A rank that left at once would break the connections that others are still making.
+        comms.barrier()
+    except RuntimeError:
+        comms.close()
+        raise
+    return comms
+
+
+def end_of_gloo(comms: Comms) -> None:
     """Let gloo's threads end, or come to rest, before Python does, which would abort the process.
 
     They end with the last reference to the group, see ``Comms.close``. Where PyTorch's DDP still
@@ -124,8 +164,13 @@ def _threads(local_world_size: int) -> int:
     return max(1, cpu_cores() // local_world_size)
 
 
-def _timeout(argument: float | None) -> float:
-    text = os.environ.get("MICRODDP_TIMEOUT", str(DEFAULT_TIMEOUT))
+def patience(argument: float | None, default: float = DEFAULT_TIMEOUT) -> float:
+    """Seconds to wait for other ranks: the argument, or ``MICRODDP_TIMEOUT``, or the default.
+
+    Raises:
+        ValueError: it is no positive number.
+    """
+    text = os.environ.get("MICRODDP_TIMEOUT", str(default))
     try:
         seconds = float(text) if argument is None else float(argument)
     except ValueError:

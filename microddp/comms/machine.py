@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
+import signal
 import sys
 
 import torch
+
+PR_SET_PDEATHSIG = 1
 
 
 def schedule_threads(policy: str) -> None:
@@ -29,6 +33,16 @@ def schedule_threads(policy: str) -> None:
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
             os.sched_setscheduler(int(thread), getattr(os, policies[policy]), os.sched_param(0))
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, in whatever way. Linux only.
+
+    A launcher that is killed cannot stop what it has started. Without it, ranks would train on
+    with nobody to restart them or to tell them to stop.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def cpu_cores() -> int:
