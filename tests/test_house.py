@@ -13,7 +13,7 @@ FLOORS = (
     ("report",),
     ("hosts",),
     ("comms",),
-    ("allreduce", "timing", "model", "data"),
+    ("allreduce", "elastic", "timing", "model", "data"),
     ("replicas", "hooks", "compression"),
     ("bucketing", "local_sgd"),
     ("ddp",),

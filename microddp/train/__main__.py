@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from microddp.comms import Comms, init
+from microddp.elastic import Members
 from microddp.model import gradient_bytes, parameter_count
 from microddp.report import human_bytes, human_seconds, write_result
+from microddp.train.elastic import train_elastically
 from microddp.train.loop import Trainer, TrainingResult
 from microddp.train.options import TrainingConfig, parse
 
@@ -19,6 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config, problem = None, ""
     try:
         config = parse(arguments)
+        if config.elastic:
+            _be_a_member(config)
+            return
     except ValueError as error:
         problem = str(error)
     with init() as comms:
@@ -36,13 +41,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{config.model} of {parameter_count(trainer.model):,} parameters, "
             f"{human_bytes(gradient_bytes(trainer.model))} of gradients a step"
         )
-        result = trainer.run()
-        if comms.rank == 0:
-            _report(result, config, comms)
+        _report(trainer.run(), config, comms)
+
+
+def _be_a_member(config: TrainingConfig) -> None:
+    with Members(config.elastic, least=config.least) as members:
+        result = train_elastically(config, members)
+        if result is None:
+            print(f"The job at {config.elastic} is over")
+        else:
+            _report(result, config, members.comms)
 
 
 def _report(result: TrainingResult, config: TrainingConfig, comms: Comms) -> None:
-    """Print where the time went; write the file that was asked for."""
+    """Print where the time went, and write the file that was asked for, on rank 0."""
+    if comms.rank:
+        return
     print(
         f"{len(result.epochs)} epochs of {result.steps // len(result.epochs)} steps; this run took "
         f"{human_seconds(result.seconds)}."

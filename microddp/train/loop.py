@@ -168,7 +168,7 @@ class Trainer:
     def run(self) -> TrainingResult:
         """Train the steps that are left, and write the files that were asked for."""
         began = time.perf_counter()
-        if self.config.resume:
+        if self.checkpoints and self.config.resume:
             done = f"after step {self.step}" if self.step else "nothing: starting anew"
             self.comms.print(f"Resuming {done}, from {self.config.checkpoint}")
         with _deterministic_convolutions():
@@ -289,7 +289,6 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """What all ranks have in common after a step, not copied."""
-        cuda = self.comms.device.type == "cuda"
         return {
             "options": self.config.result_options(),
             "step": self.step,
@@ -298,6 +297,12 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "history": [asdict(result) for result in self.history],
+            **self._random_state(),
+        }
+
+    def _random_state(self) -> dict[str, Any]:
+        cuda = self.comms.device.type == "cuda"
+        return {
             "generator": torch.get_rng_state(),
             "cuda_generator": torch.cuda.get_rng_state(self.comms.device) if cuda else None,
         }

@@ -65,6 +65,9 @@ class TrainingConfig:
         keep: how many of them stay, the last ones.
         resume: go on from the newest checkpoint that is whole, or from the beginning if there is
             none yet. On any number of ranks; on as many it is bitwise the same run.
+        elastic: ``"HOST:PORT"``, where ranks meet that may be lost and may join while training goes
+            on, instead of those that torchrun starts.
+        least: of those, with how many to train at least.
         json: a file for options, results and times.
 
     Raises:
@@ -95,6 +98,8 @@ class TrainingConfig:
     checkpoint_every: int = 0
     keep: int = 2
     resume: bool = False
+    elastic: str = ""
+    least: int = 1
     json: Path | None = None
 
     def __post_init__(self) -> None:
@@ -108,7 +113,16 @@ class TrainingConfig:
         if self.compress != "none":
             self._check_compression()
         self._check_local_steps()
-        for name in ("hidden", "depth", "width", "epochs", "batch_size", "accumulate", "keep"):
+        for name in (
+            "hidden",
+            "depth",
+            "width",
+            "epochs",
+            "batch_size",
+            "accumulate",
+            "keep",
+            "least",
+        ):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{_flag(name)}: expected at least 1, got {value}")
         if not self.channels or min(self.channels) < 1:
@@ -124,6 +138,9 @@ class TrainingConfig:
                 raise ValueError(f"{_flag(name)}: expected a file in a folder that exists: {path}")
         if self.checkpoint is not None and self.checkpoint.is_file():
             raise ValueError(f"--checkpoint: expected a folder, got the file {self.checkpoint}")
+        if self.elastic and (self.compress != "none" or self.average_every):
+            # What a lost rank had kept back, or learned by itself, would be lost with it.
+            raise ValueError("--elastic: expected no --compress and no --average-every with it")
         for name in ("checkpoint_every", "resume"):
             if getattr(self, name) and self.checkpoint is None:
                 raise ValueError(f"{_flag(name)}: expected --checkpoint DIR with it")
@@ -231,6 +248,8 @@ def parse(arguments: Sequence[str] | None) -> TrainingConfig:
     add("checkpoint_every", "steps between more checkpoints; 0: none but those", metavar="N")
     add("keep", "how many checkpoints stay", metavar="K")
     add("resume", "go on from the checkpoint, if there is one", action="store_true")
+    add("elastic", "where ranks meet that come and go, without torchrun", metavar="HOST:PORT")
+    add("least", "with how many of those to train at least", metavar="N")
     add("json", "write options, results and times", type=Path, metavar="FILE")
     options = vars(parser.parse_args(arguments))
     return TrainingConfig(**options | {"channels": tuple(options["channels"])})

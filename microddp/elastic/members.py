@@ -1,0 +1,270 @@
+"""A member of a job whose ranks come and go, without a restart of those that stay."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self
+
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from microddp.comms import Comms
+from microddp.comms.job import end_of_gloo, form_group, patience
+from microddp.elastic import meeting
+
+TIMEOUT = 10.0  # seconds, unless MICRODDP_TIMEOUT says more: how long a hung rank goes unnoticed
+PATIENCE = 300.0  # seconds to find the meeting, and enough members there
+PAUSE = 0.02
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The ranks that train together until one is lost or joins.
+
+    Attributes:
+        number: of the generation, from 1.
+        comms: the group.
+        steps: for each rank, how many steps it has behind it; -1: it is new.
+    """
+
+    number: int
+    comms: Comms
+    steps: tuple[int, ...]
+
+    @property
+    def source(self) -> int:
+        """A rank that is furthest: what it has, all go on from."""
+        return self.steps.index(max(self.steps))
+
+
+class Members:
+    """This process's place among those that meet at an address, generation by generation.
+
+    A process that is killed, hung or unreachable is left behind by the others, and one that comes
+    later is taken in when the others next :meth:`meet`. Close it at the end.
+
+    The meeting is a server of a few lines, ``meeting.py``. Whoever finds none at the address, and
+    has that address, starts it, and it ends with that process; then another one on that machine
+    does. So a job lives as long as one member there, or one that is started there within
+    ``PATIENCE`` seconds.
+
+    Args:
+        address: as ``"10.0.0.1:29400"``, the same for all.
+        least: members with which to train at least.
+        timeout: seconds after which a member that does not answer counts as lost. Default:
+            ``MICRODDP_TIMEOUT``, or 10.
+
+    Raises:
+        ValueError: the address, the number or the time-out cannot be.
+
+    Source: in the spirit of torchft's lighthouse, and of the rendezvous of torchrun.
+    """
+
+    def __init__(self, address: str, *, least: int = 1, timeout: float | None = None) -> None:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16 or least < 1:
+            raise ValueError(
+                f"expected HOST:PORT and at least 1 member, got {address!r} and {least}"
+            )
+        self.host, self.port, self.least = host, int(port), least
+        self.timeout = patience(timeout, TIMEOUT)
+        self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._last: tuple[int, list[str]] = (0, [])
+        self._line: socket.socket | None = None
+        self._received = b""
+        self._server: subprocess.Popen[bytes] | None = None
+        self._waiting = False
+        self._looked = 0.0
+        self._comms: Comms | None = None
+
+    def meet(self, steps: int) -> Generation | None:
+        """Leave the last group, and return the next one, when it is clear who is in it.
+
+        Args:
+            steps: that this process has behind it; -1 if it is new.
+
+        Returns:
+            The next generation; ``None`` if the job is over, and this process too late.
+
+        Raises:
+            RuntimeError: there was no meeting, or too few came, for ``PATIENCE`` seconds.
+        """
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            self._leave()
+            # For the others, should this process become rank 0: where they make their group.
+            with socket.create_server(("", 0)) as listening:
+                answer = self._come(steps, listening.getsockname()[1], deadline)
+                if answer is None:
+                    return None
+                number, members = answer["number"], answer["members"]
+                self._last, self._waiting = (number, [name for name, _ in members]), False
+                try:
+                    self._comms = comms = self._form_group(number, members, listening)
+                except RuntimeError:  # one was lost meanwhile
+                    time.sleep(PAUSE)
+                    continue
+            return Generation(number, comms, tuple(told["steps"] for _, told in members))
+        raise RuntimeError(
+            f"{self.name}: expected at least {self.least} members at {self.host}:{self.port} "
+            f"within {PATIENCE:g} s"
+        )
+
+    def others_wait(self) -> bool:
+        """Whether somebody waits to be taken in, or the meeting no longer knows this generation.
+
+        Costs microseconds, and looks after the connection.
+        """
+        if self._line is None and time.monotonic() > self._looked + 10 * PAUSE:
+            self._looked = time.monotonic()
+            with suppress(OSError):
+                self._connect(limit=PAUSE)
+        for message in self._messages(wait=0.0):
+            self._waiting |= "waiting" in message
+        return self._waiting
+
+    @property
+    def comms(self) -> Comms:
+        """The group of the last generation."""
+        assert self._comms is not None, "after meet()"
+        return self._comms
+
+    @property
+    def names(self) -> list[str]:
+        """The members of the last generation that this process was in, by rank."""
+        return self._last[1]
+
+    def done(self) -> None:
+        """Say that the job is over, so that who waits to join ends."""
+        with suppress(OSError):
+            self._send({"done": True})
+
+    def close(self) -> None:
+        """Leave the group and the meeting."""
+        self._leave()
+        if self._line is not None:
+            self._line.close()
+        if self._server is not None:
+            time.sleep(PAUSE)  # it may have something to pass on
+            self._server.kill()
+            self._server.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _leave(self) -> None:
+        if self._comms is not None:
+            end_of_gloo(self._comms)
+            self._comms = None
+
+    def _come(self, steps: int, port: int, deadline: float) -> dict[str, Any] | None:
+        """Say that this process wants to be in the next generation, until it is told of it."""
+        while time.monotonic() < deadline:
+            with suppress(OSError):
+                line = self._line or self._connect(limit=self.timeout)
+                address = line.getsockname()[0]
+                told = {"steps": steps, "address": address, "port": port}
+                self._send({"come": {**told, "machine": socket.gethostname()}})
+                while self._line and time.monotonic() < deadline:
+                    for message in self._messages(wait=1.0):
+                        if "done" in message:
+                            return None
+                        if "number" in message:
+                            return message
+            time.sleep(PAUSE)
+        raise RuntimeError(
+            f"{self.name}: expected at least {self.least} members at {self.host}:{self.port} "
+            f"within {PATIENCE:g} s"
+        )
+
+    def _form_group(
+        self, number: int, members: Sequence[tuple[str, dict[str, Any]]], listening: socket.socket
+    ) -> Comms:
+        rank = [name for name, _ in members].index(self.name)
+        first = members[0][1]
+        here = [i for i, (_, told) in enumerate(members) if told["machine"] == socket.gethostname()]
+        store = TCPStore(
+            first["address"],
+            first["port"],
+            is_master=rank == 0,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=self.timeout),
+            master_listen_fd=listening.detach() if rank == 0 else None,
+        )
+        return form_group(
+            PrefixStore(f"generation-{number}", store),
+            rank,
+            len(members),
+            here.index(rank),
+            len(here),
+            backend="gloo",  # NCCL cannot lose a rank
+            timeout=self.timeout,
+        )
+
+    def _connect(self, limit: float) -> socket.socket:
+        """Find the meeting, or start it where its address is this machine's and nobody has it."""
+        if self._server is None or self._server.poll() is not None:
+            self._start_server()
+        line = socket.create_connection((self.host, self.port), timeout=limit)
+        self._line, self._received = line, b""
+        number, members = self._last
+        self._send({"name": self.name, "number": number, "members": members})
+        return line
+
+    def _start_server(self) -> None:
+        try:
+            socket.create_server((self.host, 0)).close()  # is it ours?
+            listening = socket.create_server(("", self.port))
+        except OSError:
+            return
+        arguments = listening.fileno(), self.least, os.getpid()
+        with listening:
+            self._server = subprocess.Popen(
+                [sys.executable, "-I", meeting.__file__, *map(str, arguments)],
+                pass_fds=[listening.fileno()],
+            )
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._line is None:
+            raise OSError("not connected")
+        try:
+            self._line.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            self._line = None
+            raise
+
+    def _messages(self, wait: float) -> Iterator[dict[str, Any]]:
+        """What the server says within so many seconds, up to the first."""
+        if self._line is None:
+            return
+        try:
+            self._line.settimeout(wait)
+            data = self._line.recv(1 << 16)
+        except (BlockingIOError, TimeoutError):
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._line.close()
+            self._line = None
+            return
+        *lines, self._received = (self._received + data).split(b"\n")
+        yield from map(json.loads, lines)

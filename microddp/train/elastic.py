@@ -1,0 +1,152 @@
+"""Training whose ranks may be lost and may join: ``python -m microddp.train --elastic HOST:PORT``.
+
+Whatever happens, a step has all the samples of its batch and their mean, so the result is that of
+any other number of ranks, up to rounding. Nothing is read from a disk: who is new, or behind, gets
+the state of a rank that is furthest.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from microddp.elastic import Generation, Members
+from microddp.schedule import apply_gradients, compute_gradients
+from microddp.train.checkpoint import encode_state, share_state
+from microddp.train.loop import OnStep, Trainer, TrainingResult
+from microddp.train.options import TrainingConfig
+
+
+def train_elastically(
+    config: TrainingConfig, members: Members, on_step: OnStep | None = None
+) -> TrainingResult | None:
+    """Train with those who are there, until the job is done.
+
+    Args:
+        config: the same for all members.
+        members: that this process is one of.
+        on_step: as for :func:`~microddp.train.loop.train`. A step that was lost is taken again.
+
+    Returns:
+        ``None`` if the job was over before this process could take part.
+
+    Raises:
+        ValueError: as for :func:`~microddp.train.loop.train`.
+        RuntimeError: too few members came, or something failed that was no loss of a member.
+    """
+    began = time.perf_counter()
+    state: dict[str, Any] | None = None
+    failed: tuple[object, ...] = ()
+    while generation := members.meet(state["step"] if state else -1):
+        result, state, error = _train_generation(config, generation, members, state, on_step)
+        if result:
+            members.done()
+            return replace(result, seconds=time.perf_counter() - began)
+        if error:
+            # Once more with the same members at the same step, and nobody was lost.
+            now = members.names, state and state["step"]
+            if not is_loss(error) or failed == now:
+                raise error
+            failed = now
+        # What refers to the group keeps its connections open, and those at their ends waiting.
+        error = None
+        gc.collect()
+    return None
+
+
+def is_loss(error: Exception) -> bool:
+    """Whether another rank is gone or hung, and not the program wrong."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
+
+
+def _train_generation(
+    config: TrainingConfig,
+    generation: Generation,
+    members: Members,
+    state: dict[str, Any] | None,
+    on_step: OnStep | None,
+) -> tuple[TrainingResult | None, dict[str, Any] | None, Exception | None]:
+    """Train until the end or the next generation: the result, or the state and what went wrong."""
+    try:
+        trainer = ElasticTrainer(config, generation, members, state, on_step)
+    except RuntimeError as error:
+        return None, state, error.with_traceback(None)
+    try:
+        return trainer.run(), None, None
+    except OthersWait:
+        return None, trainer.state(), None
+    except RuntimeError as error:
+        print(
+            f"{members.name}, rank {trainer.comms.rank}: after step {trainer.step}: "
+            f"{str(error).splitlines()[0]}",
+            flush=True,
+        )
+        return None, trainer.state(), error.with_traceback(None)
+
+
+class OthersWait(Exception):
+    """Between two steps: all ranks are to meet anew."""
+
+
+class ElasticTrainer(Trainer):
+    """A training run of one generation, which goes on from what its members have.
+
+    Args:
+        config: the same for all members.
+        generation: the ranks.
+        members: that this process is one of.
+        state: what it has from the generation before, if it was in that.
+        on_step: as for :func:`~microddp.train.loop.train`.
+
+    Raises:
+        OthersWait: from :meth:`run`, on every rank after the same step.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        generation: Generation,
+        members: Members,
+        state: dict[str, Any] | None,
+        on_step: OnStep | None,
+    ) -> None:
+        self.generation, self.members, self.brought = generation, members, state
+        self.others_wait = False
+        super().__init__(config, generation.comms, on_step)
+        self.random = self._random_state()
+
+    def _begin_from(self) -> dict[str, Any] | None:
+        steps, source, comms = self.generation.steps, self.generation.source, self.comms
+        who = f"Generation {self.generation.number}, {comms.describe()}"
+        if steps[source] < 0:
+            comms.print(f"{who}: from the beginning")
+            return super()._begin_from()
+        comms.print(f"{who}: from rank {source}'s state after step {steps[source]}")
+        if len(set(steps)) == 1:
+            return self.brought
+        data = encode_state(self.brought) if self.brought and comms.rank == source else None
+        return share_state(data, comms, source)
+
+    def _step(self, batch: Sequence[torch.Tensor]) -> None:
+        if self.others_wait:
+            raise OthersWait
+        self.optimizer.zero_grad()
+        loss = compute_gradients(self.strategy, self.task.loss, batch, **self._precision())
+        # Before the weights change: a step is taken with its loss known to all, or it is lost.
+        waiting = float(self.members.others_wait())
+        told = torch.tensor([loss.item(), waiting], dtype=torch.float64, device=loss.device)
+        self.comms.all_reduce_mean(told)
+        apply_gradients(self.strategy, self.optimizer, self.scaler)
+        self._done(told[0])
+        self.others_wait = told[1].item() > 0
+        self.random = self._random_state()
+
+    def state(self) -> dict[str, Any]:
+        """As it was after the last step, whatever has become of the one after it."""
+        return super().state() | self.random

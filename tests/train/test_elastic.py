@@ -1,0 +1,204 @@
+"""Members that are lost, hung, cut off or late: the others go on, and the result is the same."""
+
+import contextlib
+import io
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from ranks import run
+from test_train import distances, flat, small
+
+from microddp.elastic import Members, members
+from microddp.train import train
+from microddp.train.elastic import train_elastically
+
+CONFIG = small(epochs=4)  # of 5 steps
+STEPS = 20
+# Relative, of losses and weights. Any two numbers of ranks differ by as much, without a fault: in
+# these steps rounding moves one ReLU's input across zero.
+WITHIN = 1e-4
+LIMIT = {"MICRODDP_TIMEOUT": "1.5", "OMP_NUM_THREADS": "1"}
+
+
+def whole(comms):
+    return outcome(train(CONFIG, comms))
+
+
+def outcome(result):
+    losses = [(epoch.loss, epoch.test_loss) for epoch in result.epochs]
+    return losses, flat(result.model.parameters()).numpy()
+
+
+@pytest.fixture(scope="module")
+def right():
+    return run(whole, 1)[0]
+
+
+def free_address():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+def member(address, folder, least, faults):
+    """Train as a member to which, by its RANK, something happens after a step."""
+    me, folder = int(os.environ["RANK"]), Path(folder)
+
+    def on_step(step, _):
+        (folder / str(me)).write_text(str(step))
+        for rank, when, what in faults:
+            if (rank, when) == (me, step) and not (mark := folder / f"{rank} {when}").exists():
+                mark.touch()
+                what(folder, meeting)
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), Members(address, least=least) as meeting:
+        result = train_elastically(CONFIG, meeting, on_step)
+        return (*outcome(result), said.getvalue(), meeting.names)
+
+
+def kill(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_for_a_while(*_):
+    """Be stopped, until somebody outside continues this process."""
+    pid = os.getpid()
+    subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {pid}"])
+    os.kill(pid, signal.SIGSTOP)
+
+
+def kill_the_server(_, meeting):
+    if meeting._server:
+        meeting._server.kill()
+
+
+def fail(*_):
+    raise ValueError("something of this rank's own")
+
+
+def check(results, right, lost=()):
+    for rank, result in enumerate(results):
+        if rank not in lost:
+            assert max(distances(result[:2], right)) < WITHIN, rank
+    kept = [result for rank, result in enumerate(results) if rank not in lost]
+    assert all((result[1] == kept[0][1]).all() for result in kept), "bitwise the same on all"
+    return kept
+
+
+@pytest.mark.parametrize("lost", [(0,), (1,), (0, 1), (1, 2)], ids=str)
+def test_those_who_stay_go_on_when_members_are_killed(lost, right, tmp_path):
+    faults = [(rank, 7, kill) for rank in lost]
+    arguments = free_address(), str(tmp_path), 1, faults
+    results = run(member, 3, *arguments, join=False, dies=lost, environment=LIMIT)
+    kept = check(results, right, lost)
+    assert {len(names) for *_, names in kept} == {3 - len(lost)}
+    assert "state after step" in kept[0][2]
+
+
+def test_a_member_that_was_stopped_is_left_behind_and_taken_in_again(right, tmp_path):
+    faults = [(1, 3, stop_for_a_while), *((0, step, nap) for step in range(8, 20))]
+    results = run(
+        member, 3, free_address(), str(tmp_path), 1, faults, join=False, environment=LIMIT
+    )
+    assert {len(names) for *_, names in check(results, right)} == {3}
+
+
+def nap(_, meeting):
+    """Give others the time to come."""
+    end = time.monotonic() + 0.5
+    while not meeting.others_wait() and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def test_the_meeting_itself_may_be_killed(right, tmp_path):
+    faults = [(rank, 5, kill_the_server) for rank in range(3)] + [(2, 12, kill)]
+    arguments = free_address(), str(tmp_path), 1, faults
+    check(run(member, 3, *arguments, join=False, dies=[2], environment=LIMIT), right, [2])
+
+
+def late_member(address, folder, least, faults):
+    if os.environ["RANK"] == "2":
+        while not Path(folder, "0").exists():
+            time.sleep(0.02)
+    return member(address, folder, least, faults)
+
+
+def test_who_comes_later_is_taken_in_and_gets_the_state_of_another(right, tmp_path):
+    arguments = free_address(), str(tmp_path), 2, [(0, 9, nap)]
+    results = check(run(late_member, 3, *arguments, join=False, environment=LIMIT), right)
+    assert {len(names) for *_, names in results} == {3}
+    assert "3 ranks" in results[0][2]
+
+
+def raised(address, folder, least, faults):
+    try:
+        return member(address, folder, least, faults)
+    except ValueError as error:
+        return str(error)
+
+
+def test_an_error_of_its_own_ends_a_member_and_no_other(right, tmp_path):
+    arguments = free_address(), str(tmp_path), 1, [(1, 6, fail)]
+    first, second = run(raised, 2, *arguments, join=False, environment=LIMIT)
+    assert second == "something of this rank's own"
+    check([first], right)
+
+
+def wrong_program(address):
+    def on_step(*_):
+        raise RuntimeError("the program is wrong")
+
+    with (
+        Members(address) as meeting,
+        pytest.raises(RuntimeError, match="the program is wrong"),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        train_elastically(CONFIG, meeting, on_step)
+
+
+def test_an_error_of_the_program_ends_all():
+    run(wrong_program, 2, free_address(), join=False, environment=LIMIT)
+
+
+def too_few(address):
+    members.PATIENCE = 1.5
+    message = f"expected at least 3 members at {address} within 1.5 s"
+    with Members(address, least=3) as meeting, pytest.raises(RuntimeError, match=message):
+        meeting.meet(-1)
+    nobody = "127.0.0.2:1"  # a port that only root may open
+    if os.getuid():
+        with Members(nobody) as meeting, pytest.raises(RuntimeError, match="at least 1 member"):
+            meeting.meet(-1)
+
+
+def test_too_few_members_are_an_error_in_time():
+    run(too_few, 2, free_address(), join=False, environment=LIMIT)
+
+
+@pytest.mark.parametrize("address", ["29400", "here:", "here:port", "here:70000"])
+def test_an_address_that_cannot_be_is_refused(address):
+    with pytest.raises(
+        ValueError, match=f"expected HOST:PORT and at least 1 member, got '{address}'"
+    ):
+        Members(address)
+
+
+def leave_nothing(address):
+    with Members(address, timeout=2) as meeting:
+        meeting.meet(-1)
+        children = psutil.Process().children()
+        assert len(children) == 1, "the meeting"
+    assert not psutil.Process().children()
+    assert threading.active_count() == 1 or torch.get_num_threads()
+
+
+def test_the_meeting_ends_with_who_started_it():
+    run(leave_nothing, 1, free_address(), join=False)
