@@ -1,4 +1,4 @@
-"""All-reduce from messages between two ranks: four ways to agree on a sum, and what each costs.
+"""All-reduce from messages between two ranks: five ways to agree on a sum, and what each costs.
 
 With n ranks and a tensor of S bytes:
 
@@ -9,6 +9,7 @@ naive                  2 (n-1)         (n-1) S on rank 0     showing why rank 0 
 direct                 n-1             (n-1) S               two ranks
 ring                   2 (n-1)         2 (n-1)/n S           large tensors: bytes do not grow with n
 recursive doubling     log2 n          S log2 n              small tensors: fewest rounds
+weighted               2 a column      S over a slow link    links of unequal speed
 =====================  ==============  ====================  ====================================
 
 Every function works in place, on any dtype the backend can send, and leaves bitwise the same
@@ -29,6 +30,7 @@ from microddp.allreduce.cost import (
     fit_alpha_beta,
 )
 from microddp.allreduce.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from microddp.allreduce.weighted import parts_by_speed, weighted_all_reduce, weighted_time
 from microddp.allreduce.whole_tensor import (
     direct_all_reduce,
     naive_all_reduce,

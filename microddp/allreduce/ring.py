@@ -54,18 +54,33 @@ def ring_all_gather(tensor: torch.Tensor, comms: Comms) -> None:
         _ring(tensor.view(-1), comms, torch.add, scatter=False, gather=True)
 
 
-def ring_all_reduce(tensor: torch.Tensor, comms: Comms, op: str = "sum") -> None:
+def ring_all_reduce(
+    tensor: torch.Tensor, comms: Comms, op: str = "sum", order: Sequence[int] | None = None
+) -> None:
     """All-reduce in place around a ring: reduce-scatter, then all-gather, without a pause between.
 
     A rank sends 2 (n-1)/n S bytes (and up to one element more per round where n does not divide
     the size), to its right-hand neighbour only. Scratch: two pieces, or a chunk if it is one piece.
-    Arguments and errors are those of :func:`~microddp.allreduce.whole_tensor.naive_all_reduce`.
+
+    Args:
+        order: the ranks as they follow each other around the ring, the same on every rank; from 0
+            to n-1 by default. It decides how often the ring crosses a link that hosts share.
+
+    The others, and errors, are those of :func:`~microddp.allreduce.whole_tensor.naive_all_reduce`.
+
+    Raises:
+        ValueError: also if a rank is not in ``order`` once.
 
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
     workstations", 2009, section 3.
     """
+    if order is not None and sorted(order) != [*range(comms.world_size)]:
+        raise ValueError(
+            f"rank {comms.rank}: expected an order of the ranks 0 to {comms.world_size - 1}, "
+            f"got {list(order)}"
+        )
     with flattened(tensor, comms, op) as (flat, combine):
-        _ring(flat, comms, combine, scatter=True, gather=True)
+        _ring(flat, comms, combine, scatter=True, gather=True, order=order)
 
 
 def _ring(
@@ -75,6 +90,7 @@ def _ring(
     *,
     scatter: bool,
     gather: bool,
+    order: Sequence[int] | None = None,
 ) -> None:
     """Run one or both halves of the ring, a few pieces at a time.
 
@@ -82,18 +98,20 @@ def _ring(
     one of its lane begins: what was just received is still in the cache when it is added and sent
     on. The lanes take turns, and each has one piece under way while the other's is added.
     """
-    rank, n = comms.rank, comms.world_size
+    n = comms.world_size
     if n == 1 or flat.numel() == 0:
         return
+    order = order or range(n)
+    place = order.index(comms.rank)
     largest = -(-flat.numel() // n)
     pieces = -(-largest * flat.element_size() // PIECE_BYTES)
     columns = [*zip(*(chunk.tensor_split(pieces) for chunk in flat.tensor_split(n)), strict=True)]
     # In each round: the chunk sent to the right, the chunk received from the left, whether to add.
-    rounds = [((rank - 1 - s) % n, (rank - 2 - s) % n, True) for s in range(n - 1) if scatter]
-    rounds += [((rank - s) % n, (rank - 1 - s) % n, False) for s in range(n - 1) if gather]
+    rounds = [((place - 1 - s) % n, (place - 2 - s) % n, True) for s in range(n - 1) if scatter]
+    rounds += [((place - s) % n, (place - 1 - s) % n, False) for s in range(n - 1) if gather]
     lanes = min(LANES, pieces)
     scratch = comms.scratch(lanes * -(-largest // pieces) if scatter else 0, flat)
-    exchange_with_neighbours = comms.exchanger(flat, (rank + 1) % n, (rank - 1) % n)
+    exchange_with_neighbours = comms.exchanger(flat, order[(place + 1) % n], order[place - 1])
     sending: list[Exchange] = []
 
     def run(columns: Sequence[Sequence[torch.Tensor]], scratch: torch.Tensor) -> Iterator[None]:

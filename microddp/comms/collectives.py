@@ -95,10 +95,10 @@ class Comms(PointToPoint):
                 f"expected subgroup() of their group of {dist.get_world_size()}, got it of one of "
                 f"{self.world_size}"
             )
-        self.agree(f"subgroup({list(ranks)})")
         members = [dist.get_global_rank(self.group, member) for member in ranks]
         seconds = self.timeout if timeout is None else timeout
-        with nullcontext() if whole else self._own_name():
+        made = self.agree(f"subgroup({list(ranks)})")
+        with made, nullcontext() if whole else self._own_name():
             group: Any = dist.new_group(members, timeout=timedelta(seconds=seconds))
         if self.rank not in ranks:
             return None
@@ -153,8 +153,8 @@ class Comms(PointToPoint):
             sys.exit()
         return group
 
-    def relink(self, speed: str) -> None:
-        """Give the hosts in a box that these ranks are on links of another speed. A collective.
+    def relink(self, speed: str, host: int | None = None, uplink: Sequence[int] = ()) -> None:
+        """Give the hosts in a box that these ranks are on other links. A collective.
 
         What other messages have under way then is lost. TCP sends it again, after 0.2 s or more.
         Connections that were made on a slow link may stay below the speed of a fast one: begin on
@@ -162,37 +162,48 @@ class Comms(PointToPoint):
 
         Args:
             speed: as ``"100mbit"`` or ``"2.5gbit"``.
+            host: whose link it is; ``None``: every host's, and all are at one switch.
+            uplink: hosts that share an uplink of this speed, instead. Their own links stay.
 
         Raises:
-            RuntimeError: on every rank, if one is on no such host, its host cannot do it, or the
+            RuntimeError: on every rank, if one is on no such host, the hosts cannot do it, or the
                 speed cannot be read.
+
+        Example:
+            >>> comms.relink("100mbit", host=2)
+            >>> comms.relink("1gbit", uplink=[2, 3])
         """
-        problem = ""
+        problem, box = "", self.box
         self.barrier()  # so that what was called before is through
         try:
-            if self.box is None:
+            if box is None:
                 raise RuntimeError("the machine's own links")
-            self.box = self.box.relink(speed)
+            box = box.relink(speed, host, uplink)
+            if self.rank == 0:
+                box.set_up()
         except (OSError, RuntimeError, ValueError) as error:
             problem = str(error)
         self.fail_together(problem, f"hosts in a box, and links of {speed}")
+        assert box is not None
+        self.box = box
+        os.environ.update(box.as_environment())
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
-        self.agree("barrier()")
-        if self.backend == "nccl":
-            dist.barrier(self.group, device_ids=[self.device.index])
-            torch.cuda.synchronize(self.device)
-        else:
-            dist.barrier(self.group)
+        with self.agree("barrier()"):
+            if self.backend == "nccl":
+                dist.barrier(self.group, device_ids=[self.device.index])
+                torch.cuda.synchronize(self.device)
+            else:
+                dist.barrier(self.group)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0, *, async_op: bool = False) -> Pending:
         """Overwrite ``tensor`` on every rank with that of rank ``src``, in place."""
         check_rank(self, "src", src)
         check_tensor(self, "broadcast", tensor)
-        self.agree(f"broadcast({describe(tensor)}, src={src})")
+        call = self.agree(f"broadcast({describe(tensor)}, src={src})")
         work: Any = dist.broadcast(tensor, group=self.group, group_src=src, async_op=True)
-        return started(Pending(work.wait), async_op)
+        return started(Pending(work.wait, call=call), async_op)
 
     def all_reduce(
         self, tensor: torch.Tensor, op: str = "sum", *, async_op: bool = False
@@ -205,9 +216,9 @@ class Comms(PointToPoint):
         """
         check_tensor(self, "all_reduce", tensor)
         reduce_op = self._reduce_op(op)
-        self.agree(f"all_reduce({describe(tensor)}, op={op})")
+        call = self.agree(f"all_reduce({describe(tensor)}, op={op})")
         work = dist.all_reduce(tensor, reduce_op, group=self.group, async_op=True)
-        return started(Pending(work.wait), async_op)
+        return started(Pending(work.wait, call=call), async_op)
 
     def all_reduce_mean(self, tensor: torch.Tensor, *, async_op: bool = False) -> Pending:
         """Replace ``tensor`` (floating point or complex) by its mean over all ranks, in place.
@@ -232,10 +243,10 @@ class Comms(PointToPoint):
             A tensor of shape ``(world_size, *tensor.shape)``.
         """
         check_tensor(self, "all_gather", tensor)
-        self.agree(f"all_gather({describe(tensor)})")
-        wire = self.to_wire(tensor)
-        result = wire.new_empty((self.world_size, *wire.shape))
-        dist.all_gather(list(result.unbind()), wire, group=self.group)
+        with self.agree(f"all_gather({describe(tensor)})"):
+            wire = self.to_wire(tensor)
+            result = wire.new_empty((self.world_size, *wire.shape))
+            dist.all_gather(list(result.unbind()), wire, group=self.group)
         return result.to(tensor.device)
 
     def all_gather_data(self, value: Any) -> list[Any]:
@@ -284,11 +295,11 @@ class Comms(PointToPoint):
         """
         reduce_op = self._reduce_op(op)
         check_divides(self, "reduce_scatter", tensor)
-        self.agree(f"reduce_scatter({describe(tensor)}, op={op})")
-        wire = self.to_wire(tensor)
-        parts = list(wire.chunk(self.world_size))
-        result = torch.empty_like(parts[0])
-        dist.reduce_scatter(result, parts, reduce_op, group=self.group)
+        with self.agree(f"reduce_scatter({describe(tensor)}, op={op})"):
+            wire = self.to_wire(tensor)
+            parts = list(wire.chunk(self.world_size))
+            result = torch.empty_like(parts[0])
+            dist.reduce_scatter(result, parts, reduce_op, group=self.group)
         return result.to(tensor.device)
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -301,10 +312,10 @@ class Comms(PointToPoint):
             ValueError: the first dimension does not divide.
         """
         check_divides(self, "all_to_all", tensor)
-        self.agree(f"all_to_all({describe(tensor)})")
-        wire = self.to_wire(tensor)
-        result = torch.empty_like(wire)
-        dist.all_to_all_single(result, wire, group=self.group)
+        with self.agree(f"all_to_all({describe(tensor)})"):
+            wire = self.to_wire(tensor)
+            result = torch.empty_like(wire)
+            dist.all_to_all_single(result, wire, group=self.group)
         return result.to(tensor.device)
 
     def scatter(
@@ -326,7 +337,12 @@ class Comms(PointToPoint):
                 not one tensor for each rank.
         """
         check_rank(self, "src", src)
-        self.agree(f"scatter(src={src})")
+        with self.agree(f"scatter(src={src})"):
+            return self._scatter(tensor, src)
+
+    def _scatter(
+        self, tensor: torch.Tensor | Sequence[torch.Tensor] | None, src: int
+    ) -> torch.Tensor:
         parts: list[torch.Tensor] = []
         if isinstance(tensor, torch.Tensor):
             parts = list(tensor.tensor_split(self.world_size)) if tensor.dim() else []
@@ -372,7 +388,10 @@ class Comms(PointToPoint):
         """
         check_rank(self, "dst", dst)
         check_tensor(self, "gather", tensor)
-        self.agree(f"gather(dst={dst})")
+        with self.agree(f"gather(dst={dst})"):
+            return self._gather(tensor, dst)
+
+    def _gather(self, tensor: torch.Tensor, dst: int) -> torch.Tensor | None:
         # Everybody hears from everybody, so that all can refuse together.
         said = [
             text.split()

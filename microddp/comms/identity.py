@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from microddp.comms.agreement import Headers
 from microddp.comms.machine import cpu_cores, cpu_name
+from microddp.comms.record import Call, current_record, name_members, start_record
 from microddp.hosts import Box
 
 
@@ -64,6 +65,9 @@ class Identity:
         self._parts: list[Identity] = []  # in sub-groups
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        self._record = current_record() or start_record(dist.get_rank(), dist.get_world_size())
+        members = dist.get_process_group_ranks(group)
+        self._members = "" if group is dist.group.WORLD else name_members(members)
         self.local_rank = local_rank
         self.local_world_size = local_world_size
         self.device = device
@@ -112,13 +116,24 @@ class Identity:
         """Short texts between the ranks."""
         return Headers(self.group, self.wire_device)
 
-    def agree(self, call: str) -> None:
-        """With ``MICRODDP_DEBUG=1``: raise on every rank unless all are about to make this call.
+    def agree(self, call: str) -> Call:
+        """Record that a collective is called. With ``MICRODDP_DEBUG=1`` compare it, too.
 
-        Without it, do nothing. A collective when it does something.
+        Then this is a collective itself, and raises on every rank unless all make the same call.
+
+        Returns:
+            The context in which to wait for it.
         """
+        recorded = self._record.begin(call, self.group.group_name, self._members, collective=True)
         if self.debug:
-            self.headers.agree(call)
+            with recorded:
+                self.headers.agree(call)
+            recorded.begin()
+        return recorded
+
+    def _message(self, call: str) -> Call:
+        """Record that a message is sent or received; for what is returned see :meth:`agree`."""
+        return self._record.begin(call, self.group.group_name, self._members)
 
     def __enter__(self) -> Self:
         return self
@@ -148,6 +163,8 @@ class Identity:
         while self._parts:
             self._parts.pop()._leave(end)
         group, self._group = self._group, None
+        if group is dist.group.WORLD and group is not None:
+            self._record.left()
         if group is not None and dist.is_initialized():
             end(None if group is dist.group.WORLD else group)
 

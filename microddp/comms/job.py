@@ -23,7 +23,7 @@ from microddp.comms.collectives import DEFAULT_TIMEOUT, Comms
 from microddp.comms.identity import most_rounds
 from microddp.comms.machine import cpu_cores, end_with_parent, schedule_threads
 from microddp.comms.record import start_record
-from microddp.comms.witness import answer_signals, tell_of_errors
+from microddp.comms.witness import answer_signals, tell_of_the_end
 
 TORCHRUN_NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 TORCHRUN_VARIABLES = (*TORCHRUN_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
@@ -45,7 +45,8 @@ def init(backend: str | None = None, timeout: float | None = None) -> Comms:
 
     Raises:
         ValueError: the environment is incomplete or contradicts itself, the time-out or
-            ``MICRODDP_ROUNDS`` is not a positive number, or the backend is unknown.
+            ``MICRODDP_ROUNDS`` is not a positive number, the backend is unknown, or
+            ``MICRODDP_RECORD`` names no folder that can be written to.
         RuntimeError: called a second time, the backend is not built or lacks a device, or the
             other ranks could not be reached in time.
     """
@@ -59,8 +60,6 @@ def init(backend: str | None = None, timeout: float | None = None) -> Comms:
     environment = _torchrun_environment()
     rank, world_size = environment["RANK"], environment["WORLD_SIZE"]
     local_rank, local_world_size = environment["LOCAL_RANK"], environment["LOCAL_WORLD_SIZE"]
-    start_record(rank, world_size, answers=answer_signals())
-    tell_of_errors()
     if backend:
         _check_built(backend, rank)
     under_torchrun = "RANK" in os.environ
@@ -69,8 +68,10 @@ def init(backend: str | None = None, timeout: float | None = None) -> Comms:
         if under_torchrun:
             limit = timedelta(seconds=seconds)
             store, *_ = next(rendezvous("env://", rank, world_size, timeout=limit))
-        # A second job of these processes must not read the addresses of the first.
-        store = PrefixStore(f"microddp-{next(_joined)}", store)
+        # A second job of these processes must not read the addresses of the first, nor ranks that
+        # torchrun has restarted those of the dead: it gives them the same store.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = PrefixStore(f"microddp-{attempt}-{next(_joined)}", store)
         comms = form_group(
             store, rank, world_size, local_rank, local_world_size, backend=backend, timeout=seconds
         )
@@ -113,8 +114,11 @@ def form_group(
         timeout: seconds to wait for the others, here and in each operation.
 
     Raises:
+        ValueError: ``MICRODDP_RECORD`` names no folder that can be written to.
         RuntimeError: the others could not be reached in time, or the backend lacks a device.
     """
+    start_record(rank, world_size, answers=answer_signals())
+    tell_of_the_end()
     gpus = torch.cuda.device_count()
     device = torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
     if device.type == "cuda":

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
+
+NO_CALL: AbstractContextManager[None] = nullcontext()
 
 
 class Pending:
-    """A transfer under way. Its tensors may be read or written again once ``wait()`` returns."""
+    """A transfer under way. Its tensors may be read or written again once ``wait()`` returns.
 
-    __slots__ = ("_steps",)
+    Args:
+        steps: what is to be waited for, in this order.
+        call: what the time of waiting is recorded as.
+    """
 
-    def __init__(self, *steps: Callable[[], object]) -> None:
+    __slots__ = ("_call", "_steps")
+
+    def __init__(
+        self, *steps: Callable[[], object], call: AbstractContextManager[None] = NO_CALL
+    ) -> None:
         self._steps = list(steps)
+        self._call = call
 
     def wait(self) -> None:
         """Block until the transfer is complete (on CUDA: until the stream may use the result).
@@ -21,8 +32,13 @@ class Pending:
             RuntimeError: the other side failed, or the time-out passed; see
                 :class:`~microddp.Comms` for what NCCL does instead.
         """
-        while self._steps:
-            self._steps.pop(0)()
+        self._wait_until_left(0)
+
+    def _wait_until_left(self, count: int) -> None:
+        if len(self._steps) > count:
+            with self._call:
+                while len(self._steps) > count:
+                    self._steps.pop(0)()
 
 
 class Exchange(Pending):
@@ -35,8 +51,21 @@ class Exchange(Pending):
 
         Errors are those of ``wait()``.
         """
-        if len(self._steps) == 2:
-            self._steps.pop(0)()
+        self._wait_until_left(1)
+
+
+class QuickExchange(Exchange):
+    """One of many, each too quick to record that it is waited for; an error is recorded."""
+
+    __slots__ = ()
+
+    def _wait_until_left(self, count: int) -> None:
+        try:
+            while len(self._steps) > count:
+                self._steps.pop(0)()
+        except RuntimeError as error:
+            self._call.__exit__(type(error), error, error.__traceback__)
+            raise
 
 
 AnyPending = TypeVar("AnyPending", bound=Pending)

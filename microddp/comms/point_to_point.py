@@ -16,7 +16,7 @@ import torch.distributed as dist
 from microddp.comms.agreement import describe
 from microddp.comms.checks import check_peer, check_tensor
 from microddp.comms.identity import Identity
-from microddp.comms.pending import Exchange, Pending, started
+from microddp.comms.pending import Exchange, Pending, QuickExchange, started
 
 
 class Scratch:
@@ -69,7 +69,8 @@ class PointToPoint(Identity, Scratch):
         """
         check_peer(self, "dst", dst)
         check_tensor(self, "send", tensor)
-        return started(Pending(self._send(tensor, dst)), async_op)
+        call = self._message(f"send({describe(tensor)}, dst={dst})")
+        return started(Pending(self._send(tensor, dst), call=call), async_op)
 
     def recv(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Pending:
         """Receive from rank ``src`` into a contiguous tensor of the same shape and dtype.
@@ -78,7 +79,8 @@ class PointToPoint(Identity, Scratch):
         """
         check_peer(self, "src", src)
         check_tensor(self, "recv", tensor)
-        return started(Pending(self._recv(tensor, src)), async_op)
+        call = self._message(f"recv({describe(tensor)}, src={src})")
+        return started(Pending(self._recv(tensor, src), call=call), async_op)
 
     def sendrecv(
         self,
@@ -96,7 +98,10 @@ class PointToPoint(Identity, Scratch):
         Arguments and errors are those of :meth:`send`.
         """
         check_tensor(self, "sendrecv", outgoing)
-        return started(self.exchanger(incoming, dst, src)(outgoing, incoming), async_op)
+        self._check_exchange(incoming, dst, src)
+        call = self._message(f"sendrecv({describe(incoming)}, dst={dst}, src={src})")
+        exchange = self._exchanger(dst, src, partial(Exchange, call=call))
+        return started(exchange(outgoing, incoming), async_op)
 
     def exchanger(
         self, tensor: torch.Tensor, dst: int, src: int
@@ -105,7 +110,8 @@ class PointToPoint(Identity, Scratch):
 
         It takes what goes out and what comes in, and starts to exchange them. What Python does
         between two messages of a megabyte it does with cold caches: a ring that had every piece
-        checked took 3 % longer. So the checks of :meth:`sendrecv` are made here, once.
+        checked took 3 % longer. So the checks of :meth:`sendrecv` are made here, once, and the
+        exchanges are recorded as one call, whose end is not.
 
         Args:
             tensor: what will be exchanged is contiguous parts of it, or lies where it does.
@@ -115,17 +121,26 @@ class PointToPoint(Identity, Scratch):
         Raises:
             ValueError: as for :meth:`sendrecv`.
         """
+        self._check_exchange(tensor, dst, src)
+        call = self._message(f"exchanger({describe(tensor)}, dst={dst}, src={src})")
+        return self._exchanger(dst, src, partial(QuickExchange, call=call))
+
+    def _check_exchange(self, tensor: torch.Tensor, dst: int, src: int) -> None:
         check_peer(self, "dst", dst)
         check_peer(self, "src", src)
         check_tensor(self, "sendrecv", tensor)
+
+    def _exchanger(
+        self, dst: int, src: int, exchange: Callable[..., Exchange]
+    ) -> Callable[[torch.Tensor, torch.Tensor], Exchange]:
         if self.backend == "nccl":
-            return partial(self._exchange_batched, dst, src)
+            return partial(self._exchange_batched, dst, src, exchange)
         if self.debug or self.through_host or self.on_send:
-            return lambda outgoing, incoming: Exchange(
+            return lambda outgoing, incoming: exchange(
                 self._recv(incoming, src), self._send(outgoing, dst)
             )
         send, recv = self._transport.send, self._transport.recv
-        return lambda outgoing, incoming: Exchange(
+        return lambda outgoing, incoming: exchange(
             recv([incoming], src, 0).wait, send([outgoing], dst, 0).wait
         )
 
@@ -149,7 +164,12 @@ class PointToPoint(Identity, Scratch):
         return message if wire is tensor else Pending(message, partial(tensor.copy_, wire)).wait
 
     def _exchange_batched(
-        self, dst: int, src: int, outgoing: torch.Tensor, incoming: torch.Tensor
+        self,
+        dst: int,
+        src: int,
+        exchange: Callable[..., Exchange],
+        outgoing: torch.Tensor,
+        incoming: torch.Tensor,
     ) -> Exchange:
         if self.on_send:
             self.on_send(outgoing, dst)
@@ -159,7 +179,7 @@ class PointToPoint(Identity, Scratch):
         ]
         # NCCL completes the two as one.
         both = Pending(*(work.wait for work in dist.batch_isend_irecv(batch)))
-        return Exchange(both.wait, both.wait)
+        return exchange(both.wait, both.wait)
 
     def _checked_recv(self, tensor: torch.Tensor, src: int) -> None:
         if (coming := self.headers.recv(src)) != describe(tensor):

@@ -7,13 +7,14 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from microddp.doctor import hang
 from microddp.doctor.checks import CHECKS
 from microddp.doctor.job import JobFailed, JobStopped, run_job
 from microddp.doctor.machine import facts
@@ -35,17 +36,35 @@ class Job:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 1 if a check failed, else 0."""
+    """Run the command line and return its exit status: 1 if a check failed, 2 without records."""
     options = _parse(arguments)
     # Being told to end is an exception, so that the job under way is ended, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    start = time.monotonic()
     said: list[str] = []
 
     def say(text: str, end: str = "\n") -> None:
         print(text, end=end, flush=True)
         said.append(text + end)
 
+    failed = 0
+    if options.folder:
+        try:
+            say(hang.report(options.folder))
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
+    else:
+        failed = _examine(options, say)
+    if options.report:
+        with whole_file(options.report) as path:
+            path.write_text("".join(said), encoding="utf-8")
+        print(f"The report is in {options.report}")
+    return min(1, failed)
+
+
+def _examine(options: argparse.Namespace, say: Callable[..., None]) -> int:
+    """Ask this machine what it has, run the checks, and return how many failed."""
+    start = time.monotonic()
     say("# microddp.doctor\n\n## The machine\n")
     for name, text in facts():
         said_of_it = _block(text) if "\n" in text else text
@@ -65,11 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(end + _block(detail))
     seconds = time.monotonic() - start
     say(f"\n## {', '.join(f'{n} {end}' for end, n in ends.items())} in {seconds:.0f} s")
-    if options.report:
-        with whole_file(options.report) as path:
-            path.write_text("".join(said), encoding="utf-8")
-        print(f"The report is in {options.report}")
-    return min(1, ends["FAILED"])
+    return ends["FAILED"]
 
 
 def _block(text: str) -> str:
@@ -112,7 +127,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m microddp.doctor",
         description="Say what this machine has, and check that ranks on it compute what they "
-        "should: in jobs over NCCL, with a rank on each GPU, and over gloo.",
+        "should: in jobs over NCCL, with a rank on each GPU, and over gloo. With a folder of "
+        "records, say why a job hangs.",
+    )
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        help="of the records of a job that hangs: what MICRODDP_RECORD is in its environment",
     )
     parts = [*CHECKS, "chapters"]
     parser.add_argument("--only", nargs="+", choices=parts, default=parts, help="default: all")

@@ -2,6 +2,7 @@
 
 python -m microddp.hosts --hosts 4 --link 1gbit -- chapters/02_all_reduce.py
 python -m microddp.hosts --hosts 2 --link 100mbit --link-of 1=50mbit -- -m microddp.bench allreduce
+python -m microddp.hosts --hosts 4 --uplink 2,3=1gbit  # hosts 2 and 3 behind a switch of their own
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.distributed import run as torchrun
 
 from microddp.hosts.calibration import calibration_table
 from microddp.hosts.cluster import Cluster
-from microddp.hosts.link import Link
+from microddp.hosts.link import Link, Uplink
 from microddp.hosts.namespaces import FORWARDED
 from microddp.report import positive
 
@@ -35,8 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status of the first agent that failed, or 0."""
     options = _parse(arguments)
     try:
-        cluster = Cluster(options.links)
-    except RuntimeError as error:
+        cluster = Cluster(options.links, options.uplinks)
+    except (RuntimeError, ValueError) as error:
         print(f"microddp.hosts: error: {error}", file=sys.stderr)
         return 2
     with cluster:
@@ -54,9 +55,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks-per-host", type=positive(int), default=1, help="default: 1")
     parser.add_argument("--link", default="1gbit", help="of each host, both ways (default: 1gbit)")
     parser.add_argument("--delay", default="0ms", help="of each link, as 1ms; needs netem")
-    parser.add_argument(
-        "--link-of", action="append", default=[], metavar="HOST=LINK", help="as 3=100mbit"
-    )
+    for name, metavar, example in (
+        ("--link-of", "HOST=LINK", "as 3=100mbit or 3=1gbit+5ms"),
+        ("--uplink", "HOSTS=LINK", "that hosts share, as 2,3=1gbit"),
+    ):
+        parser.add_argument(name, action="append", default=[], metavar=metavar, help=example)
     parser.add_argument(
         "job",
         nargs="*",
@@ -66,6 +69,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     try:
         options.links = links(options.hosts, options.link, options.delay, options.link_of)
+        options.uplinks = [Uplink.parse(text) for text in options.uplink]
     except ValueError as error:
         parser.error(str(error))
     return options

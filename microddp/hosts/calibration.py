@@ -19,7 +19,7 @@ class Measured:
     """From a host to the next.
 
     Attributes:
-        asked: bits a second of the slower of the two links.
+        asked: bits a second of the slowest link on the way.
         bits_per_second: of large messages, with their start left out.
         round_trip: seconds for one byte there and one back.
     """
@@ -40,7 +40,7 @@ def calibrate(cluster: Cluster) -> list[Measured]:
         programs, asked = [], []
         for host in hosts:
             following = (host + 1) % len(hosts)
-            asked.append(min(cluster.links[each].bits_per_second for each in (host, following)))
+            asked.append(cluster.box.bits_per_second(host, following))
             addresses = cluster.address(host), cluster.address(following)
             program = subprocess.Popen(
                 [*cluster.on(host), sys.executable, sockets.__file__, *addresses, str(asked[-1])],

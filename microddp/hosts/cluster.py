@@ -10,11 +10,11 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import NoReturn, Self
 
 from microddp.hosts import namespaces
-from microddp.hosts.link import Box, Link
+from microddp.hosts.link import Box, Link, Uplink
 
 
 class Cluster:
@@ -22,19 +22,22 @@ class Cluster:
 
     Attributes:
         links: one for each host.
+        box: the same, with the uplinks that hosts share; as it was in the beginning.
         environment: what programs on the hosts need to know, to be added to their environment.
 
     Raises:
+        ValueError: an uplink is of a host that there is not, or that has another one.
         RuntimeError: the machine has or allows no network namespaces, or no such links. The
             message says why, and what helps.
     """
 
-    def __init__(self, links: Sequence[Link]) -> None:
+    def __init__(self, links: Sequence[Link], uplinks: Sequence[Uplink] = ()) -> None:
         self.links = list(links)
-        wanted = json.dumps([asdict(link) for link in self.links])
+        box = Box(tuple(links), 0, tuple(uplinks))  # cores: as the keeper counts them
+        wanted = [json.dumps([asdict(each) for each in kind]) for kind in (links, uplinks)]
         # Without PyTorch and outside of the terminal's process group: Ctrl-C is for the job.
         self._keeper = subprocess.Popen(
-            [sys.executable, namespaces.__file__, "keep", wanted],
+            [sys.executable, namespaces.__file__, "keep", *wanted],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -46,7 +49,8 @@ class Cluster:
             self.close()
             raise RuntimeError(f"no hosts in a box: {answer['error']}")
         self._first, self._hosts = answer["first"], answer["hosts"]
-        self.environment = Box(tuple(links), answer["cores"]).as_environment() | {
+        self.box = replace(box, cores=answer["cores"])
+        self.environment = self.box.as_environment() | {
             "GLOO_SOCKET_IFNAME": namespaces.INTERFACE,
             "NCCL_SOCKET_IFNAME": namespaces.INTERFACE,
         }
@@ -77,6 +81,26 @@ class Cluster:
     def address(self, host: int) -> str:
         """Where the others reach a host."""
         return namespaces.address(host)
+
+    def cut(self, host: int) -> None:
+        """Take a host's link down, until :meth:`mend`: as :meth:`Box.cut`, from outside.
+
+        Raises:
+            ValueError: there is no such host.
+            OSError: the hosts are gone.
+        """
+        self._ask("cut", host)
+
+    def mend(self, host: int) -> None:
+        """Bring a host's link up again. Errors are those of :meth:`cut`."""
+        self._ask("mend", host)
+
+    def _ask(self, name: str, host: int) -> None:
+        self.box.check(host)
+        assert self._keeper.stdin is not None
+        assert self._keeper.stdout is not None
+        print(json.dumps([name, host]), file=self._keeper.stdin, flush=True)
+        namespaces.granted(self._keeper.stdout.readline().strip())
 
     def close(self) -> None:
         """End all that runs on the hosts, and the hosts; returns when they are gone."""

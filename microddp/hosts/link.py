@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
 from microddp.hosts import namespaces
 
@@ -27,25 +28,32 @@ class Link:
 
     @classmethod
     def parse(cls, rate: str, delay: float = 0.0) -> Link:
-        """From ``"1gbit"``, ``"2.5gbit"`` or ``"100mbit"``, in units of 1000 as networks count.
+        """From ``"1gbit"``, ``"100mbit"`` or ``"2.5gbit+5ms"``, in units of 1000 as networks count.
+
+        Args:
+            rate: the speed, and after a plus the delay.
+            delay: seconds, where ``rate`` says nothing of it.
 
         Raises:
             ValueError: it is written otherwise, or outside of what a token bucket can do.
         """
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", rate.strip().lower())
+        number = r"(\d+(?:\.\d+)?)"
+        match = re.fullmatch(rf"{number}([kmg])bit(?:\+{number}ms)?", rate.strip().lower())
         if not match or not 1e5 <= float(match[1]) * FACTORS[match[2]] <= 34e9:
             raise ValueError(
                 f"expected a link's speed from 100kbit to 34gbit, as 1gbit or 100mbit, got {rate!r}"
             )
+        delay = float(match[3]) / 1e3 if match[3] else delay
         if not 0 <= delay < 10:
             raise ValueError(f"expected a delay from 0 to 10 seconds, got {delay:g}")
         return cls(float(match[1]) * FACTORS[match[2]], delay)
 
     @property
     def option(self) -> str:
-        """Its speed as :meth:`parse` reads it."""
+        """As :meth:`parse` reads it."""
         letter = next(k for k in "gmk" if self.bits_per_second >= FACTORS[k])
-        return f"{self.bits_per_second / FACTORS[letter]:.12g}{letter}bit"
+        delay = f"+{self.delay * 1e3:.12g}ms" if self.delay else ""
+        return f"{self.bits_per_second / FACTORS[letter]:.12g}{letter}bit{delay}"
 
     @property
     def bytes_per_second(self) -> float:
@@ -65,16 +73,56 @@ def human_bits(per_second: float) -> str:
 
 
 @dataclass(frozen=True)
+class Uplink:
+    """What hosts that have a switch of their own share: the one link of theirs to the first switch.
+
+    Attributes:
+        hosts: from 0, in ascending order.
+        link: its speed is that of either direction, its delay comes on top of the hosts' own.
+    """
+
+    hosts: tuple[int, ...]
+    link: Link
+
+    @classmethod
+    def parse(cls, text: str) -> Uplink:
+        """From ``"2,3=1gbit"``: the hosts, and what :meth:`Link.parse` reads.
+
+        Raises:
+            ValueError: it is written otherwise.
+        """
+        hosts, _, link = text.partition("=")
+        if not re.fullmatch(r"\d+(,\d+)*", hosts):
+            raise ValueError(f"expected an uplink as 2,3=1gbit, got {text!r}")
+        return cls(tuple(sorted(map(int, hosts.split(",")))), Link.parse(link))
+
+    def __str__(self) -> str:
+        name = "hosts" if len(self.hosts) > 1 else "host"
+        return f"{name} {', '.join(map(str, self.hosts))} behind an uplink of {self.link}"
+
+
+@dataclass(frozen=True)
 class Box:
     """What a program on a host knows of the machine that all hosts are in.
 
     Attributes:
         links: one for each host.
         cores: of all hosts together; a host has its own only while there are enough.
+        uplinks: of the hosts that are not at the first switch.
+
+    Raises:
+        ValueError: an uplink is of a host that there is not, or that has another one.
     """
 
     links: tuple[Link, ...]
     cores: int
+    uplinks: tuple[Uplink, ...] = ()
+
+    def __post_init__(self) -> None:
+        hosts = [host for uplink in self.uplinks for host in uplink.hosts]
+        self.check(*hosts)
+        if len(set(hosts)) < len(hosts):
+            raise ValueError(f"expected at most one uplink for each host, got them of {hosts}")
 
     @classmethod
     def of_this_job(cls) -> Box | None:
@@ -82,34 +130,91 @@ class Box:
         if VARIABLE not in os.environ:
             return None
         told = json.loads(os.environ[VARIABLE])
-        return cls(tuple(Link(**link) for link in told["links"]), told["cores"])
+        uplinks = (Uplink(tuple(each["hosts"]), Link(**each["link"])) for each in told["uplinks"])
+        return cls(tuple(Link(**link) for link in told["links"]), told["cores"], tuple(uplinks))
 
     @property
     def seconds_per_byte(self) -> float:
-        """Of the slowest link, which a ring waits for."""
-        return 1 / min(link.bytes_per_second for link in self.links)
+        """Of the slowest link or uplink, which a ring waits for."""
+        uplinks = (uplink.link for uplink in self.uplinks)
+        return 1 / min(link.bytes_per_second for link in (*self.links, *uplinks))
 
-    def relink(self, speed: str) -> Box:
-        """Give the host that this process runs on another link; what the box is if all hosts do.
+    def bits_per_second(self, source: int, target: int) -> float:
+        """From one host to another, while nobody else sends: of the slowest link on the way."""
+        crossed = (
+            uplink.link
+            for uplink in self.uplinks
+            if (source in uplink.hosts) != (target in uplink.hosts)
+        )
+        links = self.links[source], self.links[target], *crossed
+        return min(link.bits_per_second for link in links)
+
+    def relink(self, speed: str, host: int | None = None, uplink: Sequence[int] = ()) -> Box:
+        """What the box is with other links. Nothing changes before :meth:`set_up`.
 
         Args:
-            speed: as :meth:`Link.parse` reads it; the delay stays.
+            speed: as :meth:`Link.parse` reads it. If it says no delay, that of a host stays.
+            host: whose link it is; ``None``: every host's, and all are at the first switch.
+            uplink: hosts that share an uplink of this speed, instead. Their own links stay.
 
         Raises:
-            ValueError: the speed cannot be read.
-            OSError: the host is gone.
-            RuntimeError: the kernel refused; the message says what.
+            ValueError: the speed cannot be read, there is no such host, or both are given.
         """
-        links = tuple(Link.parse(speed, link.delay) for link in self.links)
-        namespaces.change_link(links[0].bits_per_second)
-        box = Box(links, self.cores)
-        os.environ |= box.as_environment()
-        return box
+        if uplink and host is not None:
+            raise ValueError(f"expected a host or an uplink, got {host} and {list(uplink)}")
+        if uplink:
+            new = Uplink(tuple(sorted(uplink)), Link.parse(speed))
+            others = (each for each in self.uplinks if each.hosts != new.hosts)
+            return replace(self, uplinks=(*others, new))
+        if host is not None:
+            self.check(host)
+        links = tuple(
+            Link.parse(speed, link.delay) if host in (None, number) else link
+            for number, link in enumerate(self.links)
+        )
+        return replace(self, links=links, uplinks=() if host is None else self.uplinks)
+
+    def set_up(self) -> None:
+        """Give the hosts these links and uplinks, from a process on any of them.
+
+        What waits in the queues of those that change is lost, and TCP sends it again.
+
+        Raises:
+            OSError: this process is on no such host.
+            RuntimeError: the kernel refused; the message says what. Some may have changed.
+        """
+        told = asdict(self)
+        namespaces.ask("set_links", told["links"], told["uplinks"])
+
+    def cut(self, host: int) -> None:
+        """Take a host's link down, from a process on any host, until :meth:`mend`.
+
+        What is sent there or from there is lost. TCP sends it again, after ever longer waits: what
+        a link held up that was cut for t seconds arrives within about t seconds of its mending, or
+        within one if t is less (Linux 6.18).
+
+        Raises:
+            ValueError: there is no such host.
+            OSError: this process is on no host in a box.
+        """
+        self.check(host)
+        namespaces.ask("cut", host)
+
+    def mend(self, host: int) -> None:
+        """Bring a host's link up again. Errors are those of :meth:`cut`."""
+        self.check(host)
+        namespaces.ask("mend", host)
 
     def as_environment(self) -> dict[str, str]:
         """What :meth:`of_this_job` reads."""
         return {VARIABLE: json.dumps(asdict(self))}
 
+    def check(self, *hosts: int) -> None:
+        """Raise ``ValueError`` if there is no such host."""
+        if not set(hosts) <= set(range(len(self.links))):
+            raise ValueError(f"expected hosts from 0 to {len(self.links) - 1}, got {list(hosts)}")
+
     def __str__(self) -> str:
         speeds = " or ".join(dict.fromkeys(map(str, self.links)))
-        return f"{len(self.links)} hosts in a box with links of {speeds}"
+        uplinks = "".join(f", {uplink}" for uplink in self.uplinks)
+        return f"{len(self.links)} hosts in a box with links of {speeds}{uplinks}"

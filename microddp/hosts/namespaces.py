@@ -2,16 +2,17 @@
 
 A program of its own, run by its path, so that it starts without PyTorch:
 
-    namespaces.py keep LINKS              build the hosts; keep them until standard input closes
+    namespaces.py keep LINKS UPLINKS      build the hosts; keep them until standard input closes
     namespaces.py enter KEEPER HOST ...   run a command on a host, and end as it does
 
-and :func:`change_link` for what runs on a host.
+and :func:`ask` for what runs on a host and wishes for other links.
 
 ``keep`` unshares the namespaces of users (unless root calls), processes, mounts and networks. Its
 child is the first process in them and the switch: a bridge. Each host is a child of that child,
 with a network of its own, joined to the bridge by a pair of devices. A token bucket at each end
-holds back what goes through. When the first process of a process namespace ends, the kernel kills
-all others in it, and with the last process go namespaces and devices: nothing needs to be
+holds back what goes through. Hosts that share an uplink are joined to a bridge of their own, and
+this to the first by such a pair. When the first process of a process namespace ends, the kernel
+kills all others in it, and with the last process go namespaces and devices: nothing needs to be
 cleaned up, whatever was killed. What ``enter`` starts is in there too.
 """
 
@@ -29,14 +30,15 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from pyroute2 import IPRoute
 
 NETWORK = "10.77.0"  # seen by nobody but the hosts
 INTERFACE = "eth0"  # a host's end of its link
-COUNTER = "\0microddp-link"  # where a host takes wishes; such a name is known on that host only
+COUNTER = "\0microddp-links"  # where the switch takes wishes; on every host, and known there only
+LONGEST = 1 << 16  # bytes of a wish
 MTU = 9000  # bytes; clusters use such frames, and their headers take 0.7 % of the link
 # Bytes. What all others have under way to one host must find room, or is sent twice.
 QUEUE = 1 << 26
@@ -67,8 +69,11 @@ def _call(name: str, *arguments: object) -> None:
         raise OSError(code, os.strerror(code), name)
 
 
-def keep(links: list[dict[str, float]]) -> None:
-    """Build the hosts, write one line of JSON about them, and keep them until stdin closes."""
+def keep(links: list[dict[str, float]], uplinks: list[dict[str, Any]]) -> None:
+    """Build the hosts, write one line of JSON about them, and keep them until stdin closes.
+
+    Meanwhile a line that comes in is a wish, as for :func:`ask`, and is answered with a line.
+    """
     if sys.platform != "linux":
         raise Refused(f"hosts in a box are Linux's network namespaces, this is {sys.platform}")
     with _allowed():
@@ -79,12 +84,13 @@ def keep(links: list[dict[str, float]]) -> None:
         _call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
         os.close(told)
         try:
-            switch, hosts, lines = _be_the_switch(links)
+            network = _Network(len(links))
+            network.set_links(links, uplinks)
         except Exception as error:
             _send(tell, {"error": _story(error)})
             os._exit(1)
-        _send(tell, {"hosts": hosts, "cores": len(os.sched_getaffinity(0))})
-        _serve(switch, lines)
+        _send(tell, {"hosts": network.hosts, "cores": len(os.sched_getaffinity(0))})
+        network.serve()
         os._exit(0)
     os.close(tell)
     with open(told) as answer:
@@ -93,21 +99,27 @@ def keep(links: list[dict[str, float]]) -> None:
     os.waitpid(first, 0)  # returns when all processes in there are gone
 
 
-def change_link(bits_per_second: float) -> None:
-    """Give the host that this process runs on a link of another speed, at both ends.
+def ask(*wish: object) -> None:
+    """Wish for something of the switch, from a process on a host.
 
-    What waits in the link's queues is lost, and sent again by whoever sent it. The delay stays.
+    Args:
+        wish: ``"set_links", links, uplinks``, ``"cut", host`` or ``"mend", host``.
 
     Raises:
-        OSError: this process is on no such host, or its host is gone.
+        OSError: this process is on no such host.
         RuntimeError: the kernel refused; the message says what.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
+        line.bind("")  # a name that nobody else has, for the answer to find
         line.connect(COUNTER)
-        line.send(str(bits_per_second).encode())
-        answer = line.recv(1000).decode()
+        line.send(json.dumps(wish).encode())
+        granted(line.recv(LONGEST).decode())
+
+
+def granted(answer: str) -> None:
+    """Raise ``RuntimeError`` if the switch's answer says that a wish was not fulfilled."""
     if answer != "done":
-        raise RuntimeError(answer or "the host died")
+        raise RuntimeError(answer or "the hosts died")
 
 
 def _story(error: Exception) -> str:
@@ -144,63 +156,136 @@ def _allowed() -> Iterator[None]:
         ) from error
 
 
-def _be_the_switch(
-    links: list[dict[str, float]],
-) -> tuple[IPRoute, list[int], dict[socket.socket, int]]:
-    """Build the network: the process of each host, and for the line to each host its port."""
-    from pyroute2 import IPRoute
+class _Network:
+    """The switch, the hosts and what joins them: the first process in the namespaces.
 
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps what is orphaned in here
-    with _allowed():
-        _call("mount", b"none", b"/", None, MS_REC | MS_PRIVATE, None)
-        _call("mount", b"proc", b"/proc", b"proc", 0, None)
-        _name_the_hosts(len(links))
-        switch = IPRoute()
-        switch.link("add", ifname="switch", kind="bridge")
-    bridge = switch.link_lookup(ifname="switch")[0]
-    switch.link("set", index=bridge, state="up")
-    cores = sorted(os.sched_getaffinity(0))
-    hosts, lines = [], {}
-    for number, link in enumerate(links):
-        ours, theirs = socket.socketpair()
+    Attributes:
+        hosts: the first process on each.
+    """
+
+    def __init__(self, count: int) -> None:
+        from pyroute2 import IPRoute
+
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps what is orphaned in here
+        with _allowed():
+            _call("mount", b"none", b"/", None, MS_REC | MS_PRIVATE, None)
+            _call("mount", b"proc", b"/proc", b"proc", 0, None)
+            _name_the_hosts(count)
+            self._switch = IPRoute()
+            self._bridge = self._add_bridge("switch")
+        cores = sorted(os.sched_getaffinity(0))
+        self._here = os.open("/proc/self/ns/net", os.O_RDONLY)
+        self.hosts: list[int] = []
+        self._counters: list[socket.socket] = []
+        self._ports: list[int] = []  # of the switch, to each host
+        self._ends: list[tuple[IPRoute, int]] = []  # a host's own of its link
+        self._links: list[dict[str, float]] = [{}] * count  # as they are
+        # By hosts: the uplink, and devices, with which all of the rack goes.
+        self._racks: dict[tuple[int, ...], tuple[dict[str, float], list[int]]] = {}
+        for number in range(count):
+            self._add_host(number, _share(cores, number, count))
+
+    def _add_bridge(self, name: str) -> int:
+        self._switch.link("add", ifname=name, kind="bridge", state="up")
+        index: int = self._switch.link_lookup(ifname=name)[0]
+        return index
+
+    def _add_host(self, number: int, cores: list[int]) -> None:
+        """Have a process stay in a network of its own, joined to the switch by a link."""
+        from pyroute2 import IPRoute
+
+        # What is opened in a network is of that network from then on.
+        _call("unshare", CLONE_NEWNET)
         host = os.fork()
         if host == 0:
-            ours.close()
-            _be_a_host(number, link, _share(cores, number, len(links)), theirs)
-        theirs.close()
-        ours.recv(1)  # its network is there
-        port, peer = f"port{number}", {"ifname": INTERFACE, "net_ns_pid": host}
-        switch.link("add", ifname=port, kind="veth", peer=peer)
-        index = switch.link_lookup(ifname=port)[0]
-        switch.link("set", index=index, master=bridge)
-        _shape(switch, index, link["bits_per_second"])
-        ours.send(b"1")
-        hosts.append(host)
-        lines[ours] = index
-    for line in lines:
-        if (answer := line.recv(1000)) != b"ready":
-            raise Refused(answer.decode() or "a host died as it started")
-    return switch, hosts, lines
+            while True:
+                signal.pause()
+        os.sched_setaffinity(host, cores)
+        inside, counter = IPRoute(), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        counter.bind(COUNTER)
+        _call("setns", self._here, CLONE_NEWNET)
+        name, peer = f"port{number}", {"ifname": INTERFACE, "net_ns_pid": host, "mtu": MTU}
+        self._switch.link("add", ifname=name, kind="veth", peer=peer, mtu=MTU)
+        port = self._switch.link_lookup(ifname=name)[0]
+        self._switch.link("set", index=port, master=self._bridge, state="up")
+        end = inside.link_lookup(ifname=INTERFACE)[0]
+        inside.addr("add", index=end, address=address(number), prefixlen=24)
+        for index in (end, inside.link_lookup(ifname="lo")[0]):
+            inside.link("set", index=index, state="up")
+        self.hosts.append(host)
+        self._counters.append(counter)
+        self._ports.append(port)
+        self._ends.append((inside, end))
 
+    def serve(self) -> None:
+        """Fulfil what is wished, on a host or on standard input, until that closes."""
+        lines: list[Any] = [0, *self._counters]
+        while True:
+            for line in select.select(lines, [], [])[0]:
+                if line != 0:
+                    wish, caller = line.recvfrom(LONGEST)
+                    with contextlib.suppress(OSError):  # a caller that is gone
+                        line.sendto(self._answer(wish), caller)
+                elif wish := os.read(0, LONGEST):
+                    os.write(1, self._answer(wish) + b"\n")
+                else:
+                    return
 
-def _serve(switch: IPRoute, lines: dict[socket.socket, int]) -> None:
-    """Shape the ports as hosts ask for it, until standard input closes."""
-    watched: list[int | socket.socket] = [0, *lines]
-    while 0 not in (ready := select.select(watched, [], [])[0]):
-        for line in lines.keys() & ready:
-            if wish := line.recv(100):
-                line.send(_answer(switch, lines[line], wish))
-            else:  # the host is gone
-                watched.remove(line)
+    def _answer(self, wish: bytes) -> bytes:
+        can: dict[str, Callable[..., None]]
+        can = {"set_links": self.set_links, "cut": self.cut, "mend": self.mend}
+        try:
+            name, *arguments = json.loads(wish)
+            can[name](*arguments)
+        except Exception as error:
+            return _story(error).encode()
+        return b"done"
 
+    def cut(self, host: int) -> None:
+        """Take a host's link down."""
+        self._switch.link("set", index=self._ports[host], state="down")
 
-def _answer(network: IPRoute, index: int, wish: bytes, delay: float = 0.0) -> bytes:
-    """Shape a device to as many bits a second as are wished."""
-    try:
-        _shape(network, index, float(wish), delay)
-    except Exception as error:
-        return _story(error).encode()
-    return b"done"
+    def mend(self, host: int) -> None:
+        """Bring a host's link up."""
+        self._switch.link("set", index=self._ports[host], state="up")
+
+    def set_links(self, links: list[dict[str, float]], uplinks: list[dict[str, Any]]) -> None:
+        """Change what is to be otherwise than it is, and leave the others' messages alone."""
+        for host, link in enumerate(links):
+            if self._links[host] != link:
+                self._links[host] = {}  # unknown, should the kernel refuse
+                inside, end = self._ends[host]
+                _shape(inside, end, **link)
+                _shape(self._switch, self._ports[host], link["bits_per_second"])
+                self._links[host] = link
+        wanted = {tuple(uplink["hosts"]): uplink["link"] for uplink in uplinks}
+        for hosts, (link, _) in list(self._racks.items()):
+            if wanted.get(hosts) != link:
+                self._remove_rack(hosts)
+        for hosts in wanted.keys() - self._racks.keys():
+            self._add_rack(hosts, wanted[hosts])
+
+    def _add_rack(self, hosts: tuple[int, ...], link: dict[str, float]) -> None:
+        """Join some hosts to a switch of their own, and that to the first."""
+        name = f"rack{hosts[0]}"
+        rack, ends = self._add_bridge(name), [f"{name}up", f"{name}down"]
+        peer = {"ifname": ends[1], "mtu": MTU}
+        self._switch.link("add", ifname=ends[0], kind="veth", peer=peer, mtu=MTU)
+        indices = [self._switch.link_lookup(ifname=end)[0] for end in ends]
+        devices = [rack, indices[0]]
+        self._racks[hosts] = {}, devices  # not as wanted, should the kernel refuse
+        for index, bridge in zip(indices, (rack, self._bridge), strict=True):
+            self._switch.link("set", index=index, master=bridge, state="up")
+            _shape(self._switch, index, **link)
+        for host in hosts:
+            self._switch.link("set", index=self._ports[host], master=rack)
+        self._racks[hosts] = link, devices
+
+    def _remove_rack(self, hosts: tuple[int, ...]) -> None:
+        for host in hosts:
+            self._switch.link("set", index=self._ports[host], master=self._bridge)
+        for index in self._racks.pop(hosts)[1]:
+            self._switch.link("del", index=index)
 
 
 def _name_the_hosts(count: int) -> None:
@@ -220,44 +305,6 @@ def _share(cores: list[int], host: int, hosts: int) -> list[int]:
     return cores[host * each : (host + 1) * each] or [cores[host % len(cores)]]
 
 
-def _be_a_host(number: int, link: dict[str, float], cores: list[int], line: socket.socket) -> None:
-    """Have a network, set its end of the link up, and stay, to change it as is wished."""
-    from pyroute2 import IPRoute
-
-    try:
-        os.sched_setaffinity(0, cores)
-        _call("unshare", CLONE_NEWNET)
-        line.send(b"1")
-        line.recv(1)
-        here = IPRoute()
-        index = _join(here, number, link)
-        counter = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        counter.bind(COUNTER)
-        counter.listen()
-        line.send(b"ready")
-    except Exception as error:
-        line.send(_story(error).encode())
-        os._exit(1)
-    while True:
-        caller, _ = counter.accept()
-        with caller, contextlib.suppress(OSError):  # a caller that is gone
-            wish = caller.recv(100)
-            answer = _answer(here, index, wish, link["delay"])
-            if answer == b"done":
-                line.send(wish)
-                answer = line.recv(1000)
-            caller.send(answer)
-
-
-def _join(here: IPRoute, number: int, link: dict[str, float]) -> int:
-    """Set a host's devices up; returns the index of its end of the link."""
-    here.link("set", index=here.link_lookup(ifname="lo")[0], state="up")
-    index: int = here.link_lookup(ifname=INTERFACE)[0]
-    here.addr("add", index=index, address=address(number), prefixlen=24)
-    _shape(here, index, link["bits_per_second"], link["delay"])
-    return index
-
-
 def _shape(network: IPRoute, index: int, bits_per_second: float, delay: float = 0.0) -> None:
     """Set a device up to send so many bits a second, each so many seconds later.
 
@@ -265,7 +312,7 @@ def _shape(network: IPRoute, index: int, bits_per_second: float, delay: float = 
     and is larger than the new burst would wait for ever, and all behind it.
     """
     largest = _largest(bits_per_second)
-    network.link("set", index=index, mtu=MTU, gso_max_size=largest, state="up")
+    network.link("set", index=index, gso_max_size=largest)
     bucket = next(HANDLES)
     rate = {"rate": round(bits_per_second / 8), "burst": _burst(bits_per_second), "limit": QUEUE}
     with _known("tbf, the token bucket, so links have no speed"):
@@ -357,7 +404,7 @@ def main(arguments: list[str]) -> None:
     """Be one of the two programs."""
     if arguments[0] == "keep":
         try:
-            keep(json.loads(arguments[1]))
+            keep(*map(json.loads, arguments[1:]))
         except Refused as error:
             print(json.dumps({"error": str(error)}), flush=True)
     else:

@@ -1,7 +1,9 @@
 """Hosts in a box: their links, who may have them, jobs on them, and what is left of them."""
 
+import contextlib
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import psutil
 import pytest
 from boxes import left, needs_hosts
 
-from microddp.hosts import Box, Cluster, Link, calibrate, human_bits
+from microddp.hosts import Box, Cluster, Link, Uplink, calibrate, human_bits
 from microddp.hosts.__main__ import links, main
 
 HERE = Path(__file__).parent
@@ -68,16 +70,25 @@ class TestLinks:
         assert str(link) == human_bits(bits) == written
         assert Link.parse(link.option) == link
 
+    def test_a_link_may_say_its_delay(self):
+        link = Link.parse("1gbit+0.5ms", delay=2)
+        assert link == Link(1e9, 0.0005)
+        assert Link.parse(link.option) == link
+        assert str(link) == "1 Gbit/s and 0.5 ms of delay"
+        assert Link.parse("1gbit", delay=2) == Link(1e9, 2)
+
     @pytest.mark.parametrize(
-        "text", ["", "1", "gbit", "1 gb", "-1gbit", "1e3mbit", "99kbit", "35gbit"]
+        "text",
+        ["", "1", "gbit", "1 gb", "-1gbit", "1e3mbit", "99kbit", "35gbit", "1gbit+5", "1gbit5ms"],
     )
     def test_not_a_link(self, text):
-        with pytest.raises(ValueError, match=f"100kbit to 34gbit, .* got {text!r}"):
+        with pytest.raises(ValueError, match=f"100kbit to 34gbit, .* got {re.escape(repr(text))}"):
             Link.parse(text)
 
     def test_one_host_has_another_link(self):
-        all_of_them = links(4, "1gbit", "2ms", ["3=100mbit"])
-        assert all_of_them == [Link(1e9, 0.002)] * 3 + [Link(1e8, 0.002)]
+        all_of_them = links(4, "1gbit", "2ms", ["3=100mbit", "1=1gbit+5ms"])
+        common = Link(1e9, 0.002)
+        assert all_of_them == [common, Link(1e9, 0.005), common, Link(1e8, 0.002)]
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -88,24 +99,102 @@ class TestLinks:
             (["--link-of", "2=1gbit"], "with a host from 0 to 1: '2=1gbit'"),
             (["--link-of", "fast"], "with a host from 0 to 1: 'fast'"),
             (["--hosts", "0"], "argument --hosts"),
+            (["--uplink", "2=fast"], "expected a link's speed"),
+            (["--uplink", "2,=1gbit"], "expected an uplink as 2,3=1gbit, got '2,=1gbit'"),
+            (["--uplink", "1,2=1gbit"], "expected hosts from 0 to 1, got [1, 2]"),
+            (["--uplink", "1,1=1gbit"], "at most one uplink for each host, got them of [1, 1]"),
         ],
     )
     def test_the_command_says_what_it_cannot_read(self, arguments, message, capsys):
         with pytest.raises(SystemExit) as end:
-            main(arguments)
+            sys.exit(main(arguments))
         assert end.value.code == 2
         assert message in capsys.readouterr().err.splitlines()[-1]
 
-    def test_the_box_tells_its_programs(self, monkeypatch):
-        box = Box((Link(1e9), Link(1e8, 0.001)), cores=2)
+    @pytest.mark.parametrize(
+        ("uplinks", "written"),
+        [((), ""), ((Uplink((0, 1), Link(5e8)),), ", hosts 0, 1 behind an uplink of 500 Mbit/s")],
+    )
+    def test_the_box_tells_its_programs(self, monkeypatch, uplinks, written):
+        box = Box((Link(1e9), Link(1e8, 0.001)), 2, uplinks)
         for name, value in box.as_environment().items():
             monkeypatch.setenv(name, value)
         assert Box.of_this_job() == box
         expected = "2 hosts in a box with links of 1 Gbit/s or 100 Mbit/s and 1 ms of delay"
-        assert str(box) == expected
+        assert str(box) == expected + written
+
+    def test_other_links(self):
+        """Of one host, shared by some, and of all hosts, which then are at one switch."""
+        plain = Box((Link(1e9, 0.001),) * 4, cores=2)
+        slow = plain.relink("100mbit", host=2)
+        assert slow.links == (Link(1e9, 0.001), Link(1e9, 0.001), Link(1e8, 0.001), plain.links[3])
+        shared = slow.relink("2gbit+1ms", uplink=[3, 2]).relink("500mbit", uplink=(2, 3))
+        assert shared.uplinks == (Uplink((2, 3), Link(5e8)),)
+        assert shared.links == slow.links
+        assert shared.relink("1gbit", host=2).uplinks == shared.uplinks
+        assert shared.relink("1gbit") == plain
+        assert [
+            shared.bits_per_second(*pair) for pair in ((0, 1), (1, 3), (3, 0), (2, 3), (2, 0))
+        ] == [1e9, 5e8, 5e8, 1e8, 1e8]
+        assert shared.seconds_per_byte == 8 / 1e8
+        assert plain.relink("500mbit", uplink=[1]).seconds_per_byte == 8 / 5e8
+        for wrong in ({"host": 4}, {"host": -1}, {"uplink": [4]}):
+            with pytest.raises(ValueError, match="expected hosts from 0 to 3, got "):
+                plain.relink("1gbit", **wrong)
+        with pytest.raises(ValueError, match="at most one uplink for each host"):
+            shared.relink("1gbit", uplink=[1, 2])
+        with pytest.raises(ValueError, match=r"a host or an uplink, got 1 and \[2\]"):
+            plain.relink("1gbit", host=1, uplink=[2])
 
     def test_outside_there_is_no_box(self):
         assert Box.of_this_job() is None
+
+
+LISTENS = """
+import socket, sys, time
+listener = socket.create_server((sys.argv[1], 29000))
+for line in listener.accept()[0].makefile():
+    print(time.monotonic(), flush=True)
+"""
+SENDS = """
+import socket, sys, time
+address, size = sys.argv[1:]
+for _ in range(200):
+    try:
+        connection = socket.create_connection((address, 29000))
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.05)
+connection.sendall(b"first\\n")
+sys.stdin.read()
+print(time.monotonic())
+connection.sendall(b"x" * int(size) + b"\\n")
+"""
+
+
+@contextlib.contextmanager
+def senders(cluster, pairs, size):
+    """A program on the first host of each pair that sends to the second once its input closes.
+
+    What it sends, and the other receives, is a line of that size. Both tell the moment.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def start(host, script, *arguments):
+            command = [*cluster.on(host), sys.executable, "-c", script, *arguments]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            program = stack.enter_context(subprocess.Popen(command, **pipes))
+            stack.callback(program.kill)
+            return program
+
+        programs = []
+        for source, target in pairs:
+            address = cluster.address(target)
+            receiver = start(target, LISTENS, address)
+            programs.append((start(source, SENDS, address, str(size)), receiver))
+        for _, receiver in programs:
+            assert receiver.stdout.readline()
+        yield programs
 
 
 @needs_hosts
@@ -130,6 +219,41 @@ class TestCluster:
         assert [each.asked for each in measured] == [5e7, 5e7, 2e8]
         assert all(each.bits_per_second < 1.05 * each.asked for each in measured)
         assert measured[2].bits_per_second > 1.5 * measured[0].bits_per_second
+
+    def test_an_uplink_decides_for_the_hosts_behind_it(self):
+        with Cluster([Link.parse("200mbit")] * 3, [Uplink.parse("1,2=50mbit")]) as cluster:
+            measured = calibrate(cluster)
+        assert [each.asked for each in measured] == [5e7, 2e8, 5e7]
+        assert all(each.bits_per_second < 1.05 * each.asked for each in measured)
+        assert measured[1].bits_per_second > 1.5 * measured[0].bits_per_second
+
+    def test_hosts_that_send_at_once_get_half_of_their_uplink_each(self):
+        """Late starts make a time shorter than it should be, other work longer."""
+        size, alone = 1 << 20, (1 << 20) / Link.parse("50mbit").bytes_per_second
+        with Cluster([Link.parse("200mbit")] * 4, [Uplink.parse("2,3=50mbit")]) as cluster:
+            for attempt in range(4):
+                with senders(cluster, [(2, 0), (3, 1)], size) as programs:
+                    for sender, _ in programs:
+                        sender.stdin.close()
+                    started = [float(sender.stdout.readline()) for sender, _ in programs]
+                    ended = [float(receiver.stdout.readline()) for _, receiver in programs]
+                shares = [(e - s) / alone for s, e in zip(started, ended, strict=True)]
+                if 1.7 < min(shares) <= max(shares) < 2.3:
+                    break
+                assert attempt < 3, shares
+
+    def test_what_is_sent_over_a_cut_link_arrives_when_it_is_mended(self):
+        with Cluster([Link.parse("100mbit")] * 2) as cluster:
+            with senders(cluster, [(1, 0)], 1) as [(sender, receiver)]:
+                cluster.cut(1)
+                sender.stdin.close()
+                assert sender.stdout.readline()
+                assert not select.select([receiver.stdout], [], [], 0.3)[0]
+                cluster.mend(1)
+                assert receiver.stdout.readline()
+            for host in (-1, 2):
+                with pytest.raises(ValueError, match="expected hosts from 0 to 1"):
+                    cluster.cut(host)
 
     def test_a_host_has_cores_of_its_own_while_there_are_enough(self):
         ask = [sys.executable, "-c", "import os; print(*os.sched_getaffinity(0))"]
@@ -210,14 +334,18 @@ class TestWhoMay:
         assert f"refuses {who} network namespaces" in line
         assert "Run as root, or allow them" in line
 
-    def test_a_delay_takes_netem(self):
-        done = hosts("--link", "100mbit", "--delay", "5ms")
+    @pytest.mark.parametrize(
+        ("delay", "least"), [(["--delay", "5ms"], 10), (["--link-of", "1=100mbit+5ms"], 5)]
+    )
+    def test_a_delay_takes_netem(self, delay, least):
+        done = hosts("--link", "100mbit", *delay)
         if done.returncode:
             assert done.returncode == 2
             assert "this kernel has no netem, so links have no delay (--delay)" in done.stderr
         else:
             assert all(
-                each[4].endswith(" ms") and float(each[4][:-3]) > 10 for each in rows(done.stdout)
+                each[4].endswith(" ms") and float(each[4][:-3]) > least
+                for each in rows(done.stdout)
             )
 
 
@@ -297,16 +425,25 @@ import torch
 import microddp
 
 comms = microddp.init()
-tensor, least = torch.zeros(2**18), []
-for speed in ("400mbit", "50mbit", "400mbit"):
-    comms.relink(speed)
+tensor, least, boxes = torch.zeros(2**17), [], []
+for speed, of in (
+    ("400mbit", {}),
+    ("50mbit", {}),
+    ("400mbit", {}),
+    ("50mbit", {"host": 1}),
+    ("400mbit", {}),
+    ("50mbit", {"uplink": [1]}),
+    ("400mbit", {}),
+):
+    comms.relink(speed, **of)
     seconds = []
-    for _ in range(4):
+    for _ in range(3):
         comms.barrier()
         start = time.perf_counter()
         comms.all_reduce(tensor)
         seconds.append(time.perf_counter() - start)
     least.append(min(seconds) / tensor.nbytes / comms.box.seconds_per_byte)
+    boxes += comms.all_gather_data(str(comms.box))
 assert str(comms.subgroup([0, 1]).box) == str(comms.box)
 # Even what is under way while the links change arrives.
 large = torch.ones(2**21)
@@ -315,10 +452,28 @@ time.sleep(0.05)
 comms.relink("100mbit")
 pending.wait()
 assert large.unique().tolist() == [2.0]
+# A host that is cut off can ask for its link, and another speed does not mend it.
+moment = 0.0
+comms.barrier()
+if comms.rank == 1:
+    comms.box.cut(1)
+    comms.box.relink("400mbit", host=1).set_up()
+    message = comms.send(torch.ones(1), 0, async_op=True)
+    time.sleep(0.3)
+    moment = time.monotonic()
+    comms.box.mend(1)
+    message.wait()
+else:
+    comms.recv(torch.zeros(1), 1)
+    moment = time.monotonic()
+received, mended = comms.all_gather_data(moment)
+assert received > mended
 try:
     comms.relink("fast" if comms.rank else "1gbit")
 except RuntimeError as error:
     comms.print(error)
+    for box in boxes:
+        comms.print(box)
     comms.print(*least)
 """
 
@@ -332,12 +487,21 @@ def test_links_change_while_a_job_runs(tmp_path, user):
     tmp_path.chmod(0o755)
     done = hosts("--link", "1gbit", "--", script, user=user, limits="user" if user == 0 else "")
     assert done.returncode == 0, done.stderr
-    error, least = done.stdout.splitlines()[-2:]
+    error, *boxes, least = done.stdout.splitlines()[-16:]
     assert "got rank 1: expected a link's speed from 100kbit to 34gbit" in error
-    before, slow, after = map(float, least.split())
-    assert 0.7 < slow < 1.5  # the bucket's burst is free
-    assert 0.7 < before < 4
-    assert 0.7 < after < 4
+    fast, slow, one_slow, behind = (
+        f"2 hosts in a box with links of {links}"
+        for links in (
+            "400 Mbit/s",
+            "50 Mbit/s",
+            "400 Mbit/s or 50 Mbit/s",
+            "400 Mbit/s, host 1 behind an uplink of 50 Mbit/s",
+        )
+    )
+    assert boxes[::2] == boxes[1::2] == [fast, slow, fast, one_slow, fast, behind, fast]
+    for number, each in enumerate(map(float, least.split())):
+        # The bucket's burst is free.
+        assert 0.7 < each < (1.5 if number % 2 else 4), (number, least)
 
 
 SITS = """
