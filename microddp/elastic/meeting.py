@@ -139,6 +139,7 @@ async def serve(listening: socket.socket, least: int, parent: int) -> None:
         while os.getppid() == parent:
             await asyncio.sleep(TICK)
             meeting.close()
+    os._exit(0)  # at once: to be cancelled, each connection's task would print a traceback
 
 
 if __name__ == "__main__":

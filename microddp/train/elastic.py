@@ -22,6 +22,8 @@ from microddp.train.checkpoint import encode_state, share_state
 from microddp.train.loop import OnStep, Trainer, TrainingResult
 from microddp.train.options import TrainingConfig
 
+TRIES = 5  # of a step by the same members, all of which are still there
+
 
 def train_elastically(
     config: TrainingConfig, members: Members, on_step: OnStep | None = None
@@ -42,18 +44,17 @@ def train_elastically(
     """
     began = time.perf_counter()
     state: dict[str, Any] | None = None
-    failed: tuple[object, ...] = ()
+    failed: list[object] = []  # the members and the step, each time since one of both changed
     while generation := members.meet(state["step"] if state else -1):
         result, state, error = _train_generation(config, generation, members, state, on_step)
         if result:
             members.done()
             return replace(result, seconds=time.perf_counter() - began)
         if error:
-            # Once more with the same members at the same step, and nobody was lost.
             now = members.names, state and state["step"]
-            if not is_loss(error) or failed == now:
+            failed = [*(each for each in failed if each == now), now]
+            if not is_loss(error) or len(failed) == TRIES:  # then nobody was lost
                 raise error
-            failed = now
         # What refers to the group keeps its connections open, and those at their ends waiting.
         error = None
         gc.collect()
@@ -82,11 +83,8 @@ def _train_generation(
     except OthersWait:
         return None, trainer.state(), None
     except RuntimeError as error:
-        print(
-            f"{members.name}, rank {trainer.comms.rank}: after step {trainer.step}: "
-            f"{str(error).splitlines()[0]}",
-            flush=True,
-        )
+        what = str(error).partition(". ")[0]  # without gloo's advice
+        print(f"{members.name}, after step {trainer.step}: {what}", flush=True)
         return None, trainer.state(), error.with_traceback(None)
 
 
