@@ -69,6 +69,8 @@ def _report(result: TrainingResult, config: TrainingConfig, comms: Comms) -> Non
         f"({step.exposed / step.total:.0%} overhead). {human_seconds(step.hidden)} of "
         "communication was hidden behind computing."
     )
+    if result.report:
+        print(f"\n{result.report}\n")
     if (written := result.checkpoints) and written.writing:
         stopped, writing = map(statistics.median, (written.stopped, written.writing))
         print(

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from microddp.comms import Comms
 from microddp.data import ShardedBatches, shard_sizes
 from microddp.local_sgd import LocalSteps, Outer
-from microddp.performance import StepTimes, break_down
+from microddp.performance import StepTimes, StragglerReport, break_down, straggler_report
 from microddp.replicas import check_replicas
 from microddp.report import human_seconds
 from microddp.schedule import STRATEGIES, Local, Strategy, compute_gradients, take_step
@@ -63,6 +63,7 @@ class TrainingResult:
         steps: number of optimizer steps since the beginning.
         seconds: that this run took on rank 0.
         checkpoints: that this run wrote, with what they cost, where it writes some.
+        report: who held the others up in the first steps of the last epoch, where asked for.
     """
 
     model: nn.Module
@@ -70,6 +71,7 @@ class TrainingResult:
     steps: int
     seconds: float
     checkpoints: Checkpoints | None = None
+    report: StragglerReport | None = None
 
 
 def train(config: TrainingConfig, comms: Comms, on_step: OnStep | None = None) -> TrainingResult:
@@ -114,6 +116,7 @@ class Trainer:
         self.total = torch.zeros((), dtype=torch.float64, device=comms.device)  # of this epoch
         self.history: list[EpochResult] = []
         self.profiled: list[Span] = []
+        self.traced = 0  # steps that those are of
         # Of the steps before this run: what was not sent of gradients, how averaged weights move.
         self.kept_back: dict[str, Any] | None = None
         self.local_steps: dict[str, Any] | None = None
@@ -138,6 +141,11 @@ class Trainer:
             raise ValueError(
                 f"rank {comms.rank}: --batch-size: expected {what} {comms.world_size} ranks x "
                 f"{config.accumulate} accumulated parts, got {config.batch_size}"
+            )
+        if config.report and len(self.task.train) < 2 * config.batch_size:
+            raise ValueError(
+                f"rank {comms.rank}: --report: expected at least 2 steps in an epoch, got "
+                f"{len(self.task.train)} samples in batches of {config.batch_size}"
             )
         sizes = shard_sizes(config.batch_size, comms.world_size)
         return ShardedBatches(
@@ -181,11 +189,20 @@ class Trainer:
                 self._save()
         if self.checkpoints:
             self.checkpoints.finish()
+        report = None
+        if self.config.report and self.traced > 1:
+            report = straggler_report(self.profiled, self.comms, self.strategy.sent_bytes())
         self.strategy.remove()
         if self.config.profile and self.comms.rank == 0:
             save_chrome_trace(self.profiled, self.config.profile)
-        seconds = time.perf_counter() - began
-        return TrainingResult(self.model, tuple(self.history), self.step, seconds, self.checkpoints)
+        return TrainingResult(
+            self.model,
+            tuple(self.history),
+            self.step,
+            time.perf_counter() - began,
+            self.checkpoints,
+            report,
+        )
 
     def _rehearse(self) -> None:
         """Run a backward whose gradients nobody uses.
@@ -239,7 +256,7 @@ class Trainer:
         seconds = time.perf_counter() - began
         spans = timeline.gather()
         if epoch == self.config.epochs - 1:
-            self.profiled = spans
+            self.profiled, self.traced = spans, traced
         with self._autocast():
             test_loss, test_accuracy = evaluate(self.task, self.comms, self.config.batch_size)
         loss = total.item() / len(self.batches)

@@ -60,6 +60,7 @@ class TrainingConfig:
         lr: learning rate of Adam.
         seed: of the first weights, of the order of the data, and of synthetic data.
         profile: a file for the first steps of the last epoch on all ranks, as a Chrome trace.
+        report: who holds the others up in those steps: a slow rank, a slow link, or neither.
         checkpoint: a folder for what is needed to go on, written after each epoch.
         checkpoint_every: steps between more such checkpoints; 0: none but those.
         keep: how many of them stay, the last ones.
@@ -94,6 +95,7 @@ class TrainingConfig:
     lr: float = 1e-3
     seed: int = 0
     profile: Path | None = None
+    report: bool = False
     checkpoint: Path | None = None
     checkpoint_every: int = 0
     keep: int = 2
@@ -178,6 +180,8 @@ class TrainingConfig:
         ]
         if changed and not self.average_every:
             raise ValueError(f"{_flag(changed[0])}: expected --average-every with it")
+        if self.average_every and self.report:  # which looks at collectives in steps
+            raise ValueError("--report: expected no --average-every with it")
         meetings = (self.checkpoint_every, self.warm_up)
         if (
             self.average_every
@@ -244,6 +248,7 @@ def parse(arguments: Sequence[str] | None) -> TrainingConfig:
     add(
         "profile", "write a Chrome trace of the last epoch's first steps", type=Path, metavar="FILE"
     )
+    add("report", "say which rank or link holds the others up, if one does", action="store_true")
     add("checkpoint", "write what is needed to go on after each epoch", type=Path, metavar="DIR")
     add("checkpoint_every", "steps between more checkpoints; 0: none but those", metavar="N")
     add("keep", "how many checkpoints stay", metavar="K")

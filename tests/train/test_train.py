@@ -428,6 +428,28 @@ def test_a_rank_that_drifts_is_named_with_the_step_where_asked_for():
     run(perturb_rank_1, 2, environment={"MICRODDP_DEBUG": "1"})
 
 
+# ---- who is slow
+
+
+def slow_rank(comms, planted):
+    def be_slow(*_):
+        if comms.rank == planted:
+            time.sleep(0.1)
+
+    config = small(batch_size=256, report=True)
+    for schedule in ("ddp", "torch", "naive"):
+        result = train(dataclasses.replace(config, schedule=schedule), comms, be_slow)
+        assert (result.report.rank, result.report.link) == (planted, None), str(result.report)
+    assert train(dataclasses.replace(config, report=False), comms).report is None
+    with pytest.raises(ValueError, match=r"--report: expected at least 2 steps .* got 4096"):
+        Trainer(small(batch_size=2049, report=True), comms)
+
+
+@pytest.mark.parametrize("planted", [0, 2])
+def test_the_report_names_the_rank_that_holds_the_others_up(planted):
+    run(slow_rank, 3, planted)
+
+
 # ---- the command line
 
 
@@ -521,6 +543,9 @@ def test_a_mean_step_is_over_steps_and_ranks():
             "--checkpoint-every: expected steps .* multiples of 2 .* got 5, 0 and 1",
         ),
         ("--keep 0", "--keep: expected at least 1, got 0"),
+        ("--report --average-every 2", "--report: expected no --average-every with it"),
+        ("--elastic h:1 --average-every 2", "--elastic: expected no --compress and no --average"),
+        ("--least 0", "--least: expected at least 1, got 0"),
         (f"--checkpoint {__file__}", "--checkpoint: expected a folder, got the file"),
         ("--no-such-option", "unrecognized arguments: --no-such-option"),
         ("--data text", "--data: expected --model transformer with text, got cnn"),
