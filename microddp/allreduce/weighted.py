@@ -36,7 +36,7 @@ def parts_by_speed(count: int, speeds: Sequence[float]) -> list[int]:
         speeds: of each rank's link, in any unit.
 
     Returns:
-        A number for each rank, from 0. Two ranks get a half each: both send S, whatever their part.
+        A number for each rank, from 0. Two ranks get a half each, as both send S in any case.
 
     Raises:
         ValueError: there is no speed, or one is not a positive number.

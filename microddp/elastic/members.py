@@ -43,7 +43,7 @@ class Generation:
 
     @property
     def source(self) -> int:
-        """A rank that is furthest: what it has, all go on from."""
+        """A rank that is furthest, from whose state all go on."""
         return self.steps.index(max(self.steps))
 
 

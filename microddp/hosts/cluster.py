@@ -83,7 +83,9 @@ class Cluster:
         return namespaces.address(host)
 
     def cut(self, host: int) -> None:
-        """Take a host's link down, until :meth:`mend`: as :meth:`Box.cut`, from outside.
+        """Take a host's link down, until :meth:`mend`.
+
+        :meth:`~microddp.hosts.link.Box.cut` does that from a host.
 
         Raises:
             ValueError: there is no such host.
