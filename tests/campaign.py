@@ -94,8 +94,8 @@ class Fault:
     @property
     def victims(self) -> list[int]:
         """The ranks to which it may be done."""
-        if self.kind in (MEETING, ITS_HOST):
-            return list(range(self.ranks))  # whoever has it
+        if self.kind in (MEETING, ITS_HOST) or self.moment == "checkpoint":
+            return list(range(self.ranks))  # whoever has it, or writes
         return [self.rank, (self.rank + 1) % self.ranks] if self.kind == TWO else [self.rank]
 
 
@@ -126,7 +126,7 @@ def draw(count: int, *, hosts: bool, short: bool, seed: int) -> Iterator[Fault]:
         last = STEPS - 2 * FULL_STEPS if kind == FULL else STEPS - 2
         yield Fault(
             *(mode, ranks, kind, moment, choose.randrange(2, last)),
-            rank=0 if moment == "checkpoint" or kind == FULL else rank,  # which is rank 0's work
+            rank=rank,
             replaced=choose.random() < 0.5,
         )
 
@@ -186,7 +186,7 @@ class Injector:
             return
         if kind in (CUT, CUT_LONG, CUT_SHORT) or (kind in (MEETING, ITS_HOST) and not hosting):
             return
-        self.mark.touch()
+        self.mark.write_text(str(self.rank))
         if kind in ("SIGKILL", TWO, ITS_HOST):
             os.kill(os.getpid(), signal.SIGKILL)
         elif kind == "SIGSTOP":
@@ -311,7 +311,7 @@ def elastic(fault: Fault, folder: Path, cluster: Cluster | None) -> None:
         member.is_alive() for rank, member in processes.items() if not gone(fault, folder, rank)
     ):
         if cluster and not (folder / "done to one").exists() and at_step(folder, fault):
-            (folder / "done to one").touch()
+            (folder / "done to one").write_text(str(fault.rank))
             cluster.cut(fault.rank)
             if fault.kind != CUT:
                 time.sleep(0.5 if fault.kind == CUT_SHORT else 6)
@@ -342,8 +342,8 @@ def at_step(folder: Path, fault: Fault) -> bool:
 
 def gone(fault: Fault, folder: Path, rank: int) -> bool:
     """Whether a rank will not end by itself."""
-    for_ever = fault.kind in ("SIGSTOP", CUT)
-    return for_ever and rank == fault.rank and (folder / "done to one").exists()
+    done = folder / "done to one"
+    return fault.kind in ("SIGSTOP", CUT) and done.exists() and done.read_text() == str(rank)
 
 
 def be_judged(

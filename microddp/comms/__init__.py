@@ -5,7 +5,13 @@ from microddp.comms.collectives import Comms
 from microddp.comms.counter import Message, MessageCounter
 from microddp.comms.history import History, read_record
 from microddp.comms.job import init
-from microddp.comms.machine import cpu_cores, cpu_name, peak_memory, schedule_threads
+from microddp.comms.machine import (
+    cpu_cores,
+    cpu_name,
+    end_with_parent,
+    peak_memory,
+    schedule_threads,
+)
 from microddp.comms.mesh import get, register_mesh
 from microddp.comms.pending import Exchange, Pending
 from microddp.comms.place import locate

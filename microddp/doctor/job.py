@@ -7,7 +7,6 @@ failed or where it was when it was told to stop.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import re
@@ -20,9 +19,10 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
+from microddp.comms import end_with_parent
+
 GRACE = 5  # seconds between SIGTERM and SIGKILL: for torchrun's ranks, then as many for torchrun
 END = re.compile(r"rank +: (\d+).*?\n +exitcode +: (-?\d+)", re.DOTALL)  # in torchrun's summary
-PR_SET_PDEATHSIG = 1
 
 
 class JobFailed(Exception):
@@ -115,8 +115,7 @@ def main() -> None:
     faulthandler.register(signal.SIGTERM, file=story, chain=True)
     # A rank that torchrun could not stop ends by itself: at the latest then, and with torchrun.
     faulthandler.dump_traceback_later(float(limit) + 3 * GRACE, exit=True, file=story)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     try:
         _run(Path(folder), what, backend)
     except BaseException as error:
