@@ -23,3 +23,12 @@ from microddp.performance.prediction import (
 from microddp.performance.profiler import ProfileSummary, profile_steps
 from microddp.performance.roofline import Rates, WorkCounter, find_bottleneck, measure_rates
 from microddp.performance.scaling import Scaling, ScalingPoint, measure_scaling
+from microddp.performance.stragglers import (
+    Collective,
+    LinkSpeed,
+    RankTimes,
+    StragglerReport,
+    find_stragglers,
+    probe_links,
+    straggler_report,
+)
