@@ -231,12 +231,12 @@ def test_the_debug_switch_changes_no_number(tmp_path):
         assert numbers == [(1, "done"), (2, "done"), (3, "failed")]
 
 
-@on_ranks(2, environment={"MICRODDP_TIMEOUT": "1"})
+@on_ranks(2)
 def test_a_wait_in_vain_says_which_it_was_and_leaves_the_error_as_it_is(comms):
     (folder,) = [current_record().folder]
     assert folder is None
-    part = comms.subgroup([0, 1])
-    ring = comms.subgroup([0, 1])
+    part = comms.subgroup([0, 1], timeout=1.0)
+    ring = comms.subgroup([0, 1], timeout=1.0)
     comms.barrier()
     if comms.rank == 0:
         with pytest.raises(RuntimeError) as caught:
@@ -262,7 +262,7 @@ def be_killed_in_a_call(comms):
 
 
 def test_the_record_outlives_its_process(tmp_path):
-    environment = {"MICRODDP_RECORD": str(tmp_path), "MICRODDP_TIMEOUT": "1"}
+    environment = {"MICRODDP_RECORD": str(tmp_path), "MICRODDP_TIMEOUT": "3"}
     with pytest.raises(AssertionError):
         run(be_killed_in_a_call, 2, environment=environment)
     assert told(calls(tmp_path, 1)) == [(1, "barrier()", "done")]

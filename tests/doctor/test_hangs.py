@@ -290,7 +290,7 @@ def caught(comms, mistake):
 
 def examine(tmp_path, mistake, ranks=3):
     """Who got an error, and the diagnosis of a job of so many ranks that make the mistake."""
-    environment = {"MICRODDP_RECORD": str(tmp_path), "MICRODDP_TIMEOUT": "1"}
+    environment = {"MICRODDP_RECORD": str(tmp_path), "MICRODDP_TIMEOUT": "2"}
     failed = run(caught, ranks, mistake, environment=environment)
     told = report(tmp_path).partition("## The diagnosis\n\n")[2]
     return failed, told, lines_of(mistake)
@@ -368,7 +368,7 @@ def too_long(comms):
 
 def test_a_message_too_long_for_its_receiver_ends_a_rank(tmp_path):
     """In gloo; it aborts the process, or is an error, as it comes."""
-    environment = {"MICRODDP_RECORD": str(tmp_path), "MICRODDP_TIMEOUT": "1"}
+    environment = {"MICRODDP_RECORD": str(tmp_path), "MICRODDP_TIMEOUT": "2"}
     with pytest.raises(AssertionError, match=r"rank . ended with status|raised"):
         run(too_long, 2, environment=environment)
     assert "different calls: rank 0 all_reduce 2 (float32 (3,), op=sum) at " in (

@@ -164,6 +164,7 @@ def fill_the_disk(comms, folder):
         checkpoints.finish()
     comms.barrier()
     assert names(folder) == ["checkpoint-1.pt"], "nothing half-written"
+    comms.barrier()
     torch.save = torch_save
     checkpoints.save(4, state_of(4))
     checkpoints.finish()
