@@ -165,6 +165,8 @@ class Identity:
         group, self._group = self._group, None
         if group is dist.group.WORLD and group is not None:
             self._record.left()
+        elif group is not None:
+            self._record.left(group.group_name, self._members)
         if group is not None and dist.is_initialized():
             end(None if group is dist.group.WORLD else group)
 

@@ -32,6 +32,7 @@ from microddp.comms.place import frames_here, place
 SLOTS = 64  # calls that are kept
 SLOT_BYTES = 1024  # the longest call is 256 (agreement.HEADER_BYTES), a path may be as long
 LEFT = "left"
+CLOSED = "closed"  # a group, after which nobody will come to its collectives
 ENDED_BY = "ended by "  # and an exception that nothing caught
 JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 
@@ -84,6 +85,11 @@ class Entry:
     def is_end(self) -> bool:
         """Whether it is no call, but says how this rank left, well or with an error."""
         return self.call == LEFT or self.call.startswith(ENDED_BY)
+
+    @property
+    def is_close(self) -> bool:
+        """Whether it is no call, but says that this rank left the group."""
+        return self.call == CLOSED
 
     def members(self, world_size: int) -> list[int]:
         """The ranks of its group."""
@@ -239,9 +245,9 @@ class Record:
         call.begin()
         call.end("failed")
 
-    def left(self) -> None:
-        """Record that this rank leaves the job."""
-        self.begin(LEFT).end("done")
+    def left(self, group: str = "", ranks: str = "") -> None:
+        """Record that this rank leaves a group, or, if none is named, the job."""
+        self.begin(CLOSED if group else LEFT, group, ranks).end("done")
 
     def write(self, entry: Entry, text: bytes) -> None:
         """Write to the start of an entry's slot, unless a later one has it by now."""

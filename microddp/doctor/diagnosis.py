@@ -27,7 +27,7 @@ class Rank:
     @property
     def call(self) -> Entry | None:
         """The one it waits in, else its last one."""
-        calls = [entry for entry in self.calls if not entry.is_end]
+        calls = [entry for entry in self.calls if not entry.is_end and not entry.is_close]
         waiting = [entry for entry in calls if entry.state == "waiting"]
         return next(reversed(waiting or calls), None)
 
@@ -87,7 +87,8 @@ def diagnose(ranks: Mapping[int, Rank], world_size: int, now: int) -> str:
         found = _compare_groups(of_torch, world_size, now)
         if found:
             found = ["PyTorch's own record has every collective, and counts them all:", *found]
-    if not found and any(_waits(rank.call) for rank in ranks.values()):
+    calls = [rank.call for rank in ranks.values()]
+    if not found and any(_waits(call) and not call.number for call in calls if call):
         found = ["Ranks wait for messages.", _list(ranks, now)]
     lines = [f"- {fate}" for fate in _fates(ranks, world_size)]
     paragraphs = (["\n".join(lines)] if lines else []) + found
@@ -113,15 +114,21 @@ def _fates(ranks: Mapping[int, Rank], world_size: int) -> list[str]:
 
 
 def _compare_groups(ranks: Mapping[int, Rank], world_size: int, now: int) -> list[str]:
-    """What is wrong in each group of ranks, in paragraphs; none if all are through the same."""
+    """What is wrong in each group of ranks, in paragraphs; none if all are through the same.
+
+    A group that all who called something in it have closed is over, whatever became of its calls.
+    """
     groups: dict[str, dict[int, dict[int, Entry]]] = {}
+    closed = {(e.group, number) for number, rank in ranks.items() for e in rank.calls if e.is_close}
     for number, rank in ranks.items():
         for entry in rank.calls:
             if entry.number:
                 calls = groups.setdefault(entry.group, {}).setdefault(number, {})
                 calls[entry.number] = entry
     lines = []
-    for by_rank in groups.values():
+    for group, by_rank in groups.items():
+        if all((group, number) in closed for number in by_rank):
+            continue
         some = next(iter(next(iter(by_rank.values())).values()))
         # A long record may have dropped what a rank called in a group that is not used any more.
         waited_for = any(_waits(calls[max(calls)]) for calls in by_rank.values())

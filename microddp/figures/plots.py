@@ -29,6 +29,7 @@ def lines(
     ylabel: str,
     log: str = "",
     zero: bool = True,
+    crosses: Sequence[tuple[float, float]] = (),
 ) -> Figure:
     """Curves of y against x, each named at its end.
 
@@ -39,6 +40,7 @@ def lines(
         ylabel: with unit.
         log: the axes with a logarithmic scale: ``"x"``, ``"y"``, ``"xy"`` or neither.
         zero: whether a linear y axis begins at 0, so that heights compare as the values do.
+        crosses: moments to mark, x and y.
     """
     figure, axes = new_axes(title, xlabel, ylabel)
     ends: dict[str, tuple[float, float, str]] = {}
@@ -61,6 +63,8 @@ def lines(
         axes.set_yscale("log")
     elif zero:
         axes.set_ylim(bottom=0)
+    for cross in crosses:
+        axes.plot(*cross, "x", color=axes.xaxis.label.get_color(), markersize=9, markeredgewidth=2)
     label_ends(axes, ends)
     return figure
 

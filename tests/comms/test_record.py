@@ -206,6 +206,7 @@ def test_every_call_is_recorded_with_its_number_and_how_it_went(tmp_path):
         ]
         assert found[: len(expected)] == expected
         assert found[-1] == (0, "left", "done")
+        assert ((0, "closed", "done") in found) == bool(rank), "the group of rank 1"
         assert numbers[-1] == (1 if rank else 9)
         assert HERE in last.place
         if rank:

@@ -158,6 +158,16 @@ def test_a_group_of_some_ranks_is_compared_among_its_members():
     assert "rank 0" not in where
 
 
+def test_a_group_that_its_ranks_have_closed_is_over():
+    given_up = history((SUM, "t.py:1", "failed"), group="5", ranks="0-1")
+    closed = Entry(7, "5", "0-1", 0, "closed", "t.py:2", 999 * SECOND, "done")
+    other = Rank([replace(closed, serial=0)])
+    assert of(Rank([*given_up.calls, closed]), other) == ["No rank waits for another one."]
+    headline, where = of(given_up, other)
+    assert headline.startswith("Among ranks 0-1: Rank 1 has not come to all_reduce 1 "), "one waits"
+    assert "rank 1: in no call yet" in where
+
+
 def test_calls_that_the_record_has_dropped_are_not_missed():
     group = history("barrier()", group="5", ranks="0-1").calls
     later = history(*[SUM] * SLOTS, serial=100).calls
