@@ -33,6 +33,8 @@ BUILDS = {
     "09_case_study": "one language model trained on one device and on several",
     "10_compression": "three ways to send less, and error feedback, which keeps the rest",
     "11_local_sgd": "training whose ranks meet now and then, and DiLoCo",
+    "12_uneven": "an all-reduce for links of unequal speed, and shards for ranks of unequal speed",
+    "13_faults": "training that outlives its ranks, and a reader for hangs",
 }
 
 

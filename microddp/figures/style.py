@@ -75,19 +75,24 @@ def new_axes(title: str, xlabel: str, ylabel: str, height: float = 3.4) -> tuple
 def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float, str]]) -> None:
     """Name each curve at its right end, in its colour, moving labels apart where they would meet.
 
-    The least gap is a 14th of the axis: about one line of text.
+    The least gap is a 14th of the axis: about one line of text. A label that begins an eighth of
+    the axis to the side of another one does not meet it.
     """
-    transform = axes.yaxis.get_transform()
+    transform, across = axes.yaxis.get_transform(), axes.xaxis.get_transform()
     bottom, top = (float(transform.transform(limit)) for limit in axes.get_ylim())
+    left, right = (float(across.transform(limit)) for limit in axes.get_xlim())
     gap = (top - bottom) / 14
     names = sorted(ends, key=lambda name: ends[name][1])
     places = [float(transform.transform(ends[name][1])) for name in names]
-    for i in range(1, len(places)):
-        places[i] = max(places[i], places[i - 1] + gap)
-    limit = top  # what was moved up past the top moves the others down
-    for i in reversed(range(len(places))):
-        places[i] = min(places[i], limit)
-        limit = places[i] - gap
+    sides = [float(across.transform(ends[name][0])) for name in names]
+    beside = [
+        [j for j in range(len(names)) if j != i and abs(sides[i] - sides[j]) < (right - left) / 8]
+        for i in range(len(names))
+    ]
+    for i in range(len(names)):
+        places[i] = max([places[i], *(places[j] + gap for j in beside[i] if j < i)])
+    for i in reversed(range(len(names))):  # what was moved up past the top moves the others down
+        places[i] = min([places[i], top, *(places[j] - gap for j in beside[i] if j > i)])
     for name, place in zip(names, places, strict=True):
         x, _, color = ends[name]
         axes.annotate(

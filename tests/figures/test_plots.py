@@ -47,6 +47,21 @@ def test_lines_are_named_at_their_ends_without_overlap():
     assert [list(line.get_ydata()) for line in axes.lines] == [[1, 2, 3], [1, 2, 3.001]]
 
 
+def test_names_of_curves_that_end_side_by_side_stay_where_they_are():
+    series = {"a": ([0, 5], [2, 1]), "b": ([0, 10], [2, 1])}
+    figures.lines(series, title="", xlabel="", ylabel="")
+    (axes,) = plt.gcf().axes
+    assert [text.xy for text in axes.texts] == [(5, 1), (10, 1)]
+
+
+def test_moments_are_crossed():
+    marks = [(1, 2), (3, 4)]
+    figures.lines({"a": ([0, 5], [2, 1])}, title="", xlabel="", ylabel="", crosses=marks)
+    (axes,) = plt.gcf().axes
+    crosses = [line for line in axes.lines if line.get_marker() == "x"]
+    assert [(*cross.get_xdata(), *cross.get_ydata()) for cross in crosses] == marks
+
+
 def test_curves_begin_at_zero_unless_asked_not_to():
     for zero in (True, False):
         figures.lines({"a": ([1, 2], [5, 6])}, title="", xlabel="", ylabel="", zero=zero)

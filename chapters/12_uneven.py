@@ -1,0 +1,646 @@
+# %% [markdown]
+r"""
+# One slow link, one slow rank
+
+What if one link, or one rank, is slow? Up to here all were alike. In a real cluster a cable is bad,
+two machines share an uplink, one GPU is older than the others. Since every rank waits for all in
+each step, one of them can slow down all. This chapter predicts by how much, takes bytes and work
+from what is slow, and tells a slow link from a slow rank.
+"""
+
+# %% tags=["imports"]
+import functools
+import itertools
+import time
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector
+
+import microddp
+from microddp import figures
+from microddp.allreduce import (
+    ALGORITHMS,
+    parts_by_speed,
+    ring_all_reduce,
+    weighted_all_reduce,
+    weighted_time,
+)
+from microddp.comms import MessageCounter
+from microddp.data import ShardedBatches, load_digits
+from microddp.model import FullMLP
+from microddp.performance import straggler_report
+from microddp.report import MIB, human_seconds, table
+from microddp.schedule import STRATEGIES, compute_gradients, take_step
+from microddp.timing import NOT_RECORDED, Timeline, measure
+
+# %%
+# sphinx_gallery_hosts = "4 x 1gbit"
+comms = microddp.init()
+comms.print(comms.describe())
+senders = comms.timed(computing=False)
+n, box = senders.world_size, senders.box
+if box is None or n < 4:
+    comms.print("For the links of this chapter: python -m microddp.hosts --hosts 4 -- chapters/...")
+
+# %% [markdown]
+r"""
+## The busiest link
+
+A message from one host to another crosses the sender's link outwards and the receiver's inwards. If
+hosts share an uplink, as those of a rack do, it also crosses that, unless it stays in the rack.
+
+**Predict.** However messages are arranged, every link must carry those that cross it. So a
+collective takes at least
+
+$$ T \ge \max_{\text{link}} \frac{\text{bytes that cross it}}{\text{its speed}}, $$
+
+the time of the *busiest* link, which need not be the slowest. For equal links that gives the ring's
+$\frac{2(n-1)}{n} \frac{S}{B}$ of chapter 02. It also tells what happens when links differ, without
+a new formula for each algorithm. What it does not know is phases: a link that waits for another one
+carries nothing meanwhile.
+
+**Build.** A counter tells who sent how much to whom:
+"""
+
+
+# %%
+def crossed(src, dst):
+    """The links on the way, in their directions, with their bytes a second."""
+    yield ("out of", src), box.links[src].bytes_per_second
+    yield ("into", dst), box.links[dst].bytes_per_second
+    for uplink in box.uplinks:
+        if (src in uplink.hosts) != (dst in uplink.hosts):
+            way = "out of" if src in uplink.hosts else "into"
+            yield (way, uplink.hosts), uplink.link.bytes_per_second
+
+
+# %%
+def busiest(call):
+    """The link that needs longest to carry what a call sends, and its seconds."""
+    with MessageCounter(senders) as counter:
+        call()
+    seconds = {("nothing", ""): 0.0}
+    for message in itertools.chain(*counter.gather()):
+        for link, speed in crossed(message.src, message.dst):
+            seconds[link] = seconds.get(link, 0.0) + message.nbytes / speed
+    return max(seconds.items(), key=lambda item: item[1])
+
+
+# %% [markdown]
+r"""
+Of {func}`ring <microddp.allreduce.ring.ring_all_reduce>` and the others this book has the order of
+messages, so it can count them. One more way knows which hosts share an uplink. Here that is 0 with
+1, and 2 with 3. Two in a *rack* add up a half of the tensor each, then each meets the one that has
+the same half in the other rack, and at last the halves are exchanged in the rack:
+"""
+
+
+# %%
+def by_racks(tensor, group):
+    """All-reduce of four ranks in two racks."""
+    halves, neighbour, across = tensor.chunk(2), group.rank ^ 1, group.rank ^ 2
+    mine, theirs = halves[group.rank % 2], halves[neighbour % 2]
+    got = torch.empty_like(mine)
+    group.sendrecv(theirs, neighbour, got, neighbour)
+    mine += got
+    group.sendrecv(mine, across, got, across)
+    mine += got
+    group.sendrecv(mine, neighbour, theirs, neighbour)
+
+
+# %% [markdown]
+r"""
+**Measure.** Four networks: all links alike; host 2's link at a tenth; host 0's link at a tenth; and
+an uplink at a fifth, which hosts 2 and 3 share. Where the kernel can delay packets, there is a
+fifth, in which all that host 2 sends is 5 ms late:
+"""
+
+# %%
+tensor = torch.randn(MIB // 4, device=senders.device)
+WAYS = {name: functools.partial(ALGORITHMS[name], tensor, senders) for name in ("naive", "ring")}
+if n == 4:
+    WAYS["ring 0 2 1 3"] = functools.partial(ring_all_reduce, tensor, senders, order=[0, 2, 1, 3])
+    WAYS["by racks"] = functools.partial(by_racks, tensor, senders)
+WAYS["backend"] = functools.partial(senders.all_reduce, tensor)
+NETWORKS = {
+    "alike": [("1gbit",)],
+    "host 2 slow": [("100mbit", 2)],
+    "host 0 slow": [("1gbit",), ("100mbit", 0)],
+    "2, 3 share": [("1gbit",), ("200mbit", None, [2, 3])],
+    "host 2 late": [("1gbit",), ("1gbit+5ms", 2)],
+}
+
+
+# %%
+def compare(ways):
+    """The busiest link of each way, and the seconds that it takes."""
+    links = {name: busiest(call) for name, call in ways.items() if name != "backend"}
+    times = measure(ways, senders, repeat=4, warmup=1)
+    return {name: (links.get(name), timing.median) for name, timing in times.items()}
+
+
+# %%
+results = {}
+for network, changes in NETWORKS.items() if box and n == 4 else ():
+    try:
+        for change in changes:
+            senders.relink(*change)
+    except RuntimeError as error:
+        senders.print(error)
+        continue
+    box = senders.box
+    results[network] = compare(WAYS)
+
+
+# %% tags=["plumbing"]
+rows = []
+for network, found in results.items():
+    for name, (link, measured) in found.items():
+        cells = ("", "", human_seconds(measured), "")
+        if link:
+            (way, who), least = link
+            cells = (f"{way} {who}", human_seconds(least), cells[2], f"{measured / least:.2f}")
+        rows.append((network, name, *cells))
+headers = ["links", "way", "busiest link", "its time", "measured", "ratio"]
+senders.print(table(rows, headers) if rows else "links of known speed: none here")
+
+# %% tags=["plumbing"]
+if results:
+    took = {network: {k: t for k, (_, t) in found.items()} for network, found in results.items()}
+    shared = took["2, 3 share"]
+    bars = {
+        f"{network}: {k}": {"busiest link": link[1], "more than that": max(0.0, t - link[1])}
+        for network in ("alike", "2, 3 share")
+        for k, (link, t) in results[network].items()
+        if link
+    }
+    in_order, other, racks = (shared[k] for k in ("ring", "ring 0 2 1 3", "by racks"))
+    figures.stacked_bars(
+        bars,
+        title=f"Two racks: {other / in_order:.1f} of the ring's time in another order, "
+        f"{racks / in_order:.1f} by racks",
+        xlabel="an all-reduce of 1 MiB",
+    )
+    for name in ("ring", "backend"):
+        assert took["host 2 slow"][name] > 4 * took["alike"][name], "all wait for one link"
+    assert took["host 0 slow"]["naive"] > 1.5 * took["host 2 slow"]["naive"]
+    assert other > 1.3 * in_order
+
+# %% [markdown]
+r"""
+**Explain.** The ring passes every byte over every link, so it runs at the speed of the slowest: a
+link at a tenth makes it about ten times as long, wherever it is. The backend does the same; it is a
+ring, too. Naive takes about twice the time of its busiest link, because it has two phases: rank 0
+first only receives, then only sends. And it depends on *where* the slow link is. At rank 0 all
+messages cross it, at rank 2 one each way.
+
+Where two racks are joined by a slow uplink, the *order* of the ring decides. In the order 0 1 2 3
+it crosses the uplink once each way, as every other link. In the order 0 2 1 3 each message leaves
+the rack or enters it, so the uplink carries twice as much. `by_racks` sends the least across, two
+halves each way, and loses a part of that again: its three phases wait for each other, and in two of
+them the uplink is idle. So number the ranks rack by rack; `torchrun` numbers them machine by
+machine by itself. NCCL finds out by itself which links there are in a machine and between machines,
+and makes its rings and trees by that.
+
+## Bytes taken from a slow link
+
+**Predict.** How little can a slow host do with? It must send what it has, $S$ bytes, and receive
+the sum, $S$ bytes. The ring makes it carry $2(n-1)/n \cdot S$ each way, since it also adds up a
+part for others and passes on what is not its own.
+
+Let every rank *own* a part of the tensor, owner $r$ of $c_r$ bytes. All send him their values of
+that part; he adds them up, in rank order, and sends the sum to all. Then rank $r$ sends the others'
+parts once, $S - c_r$, and his own $n - 1$ times: $S + (n-2)\,c_r$ in all, and he receives as much.
+With equal parts that is the ring's number. With $c_r = 0$ it is $S$, the least there is. So give
+each link what it can carry in the same time $T$:
+
+$$ c_r = \max\left(0,\ \frac{T B_r - S}{n - 2}\right), \qquad \sum_r c_r = S. $$
+
+**Build.**
+"""
+
+
+# %%
+def by_owners(tensor, group, counts):
+    """All-reduce in which rank r adds up `counts[r]` elements of a flat tensor."""
+    rank, n = group.rank, group.world_size
+    parts = torch.split(tensor, counts)
+    values = [parts[rank].clone() for _ in range(n)]  # of my part, from every rank
+    for k in range(1, n):
+        dst, src = (rank + k) % n, (rank - k) % n
+        group.sendrecv(parts[dst], dst, values[src], src)
+    parts[rank].copy_(functools.reduce(torch.add, values))  # in rank order
+    for k in range(1, n):
+        dst, src = (rank + k) % n, (rank - k) % n
+        group.sendrecv(parts[rank], dst, parts[src], src)
+
+
+# %% [markdown]
+r"""
+{func}`~microddp.allreduce.weighted.parts_by_speed` solves for the parts, and
+{func}`~microddp.allreduce.weighted.weighted_all_reduce` is the hardened version: it sends to all at
+once, in columns, so that a slow link does not stand idle while others are waited for. Both must
+give what the backend does:
+"""
+
+# %%
+tensor = torch.randn(4 * MIB // 4, device=senders.device)
+SPEEDS = [1.0, 1.0, 0.1, 1.0][:n] + [1.0] * (n - 4)
+counts = parts_by_speed(tensor.numel(), SPEEDS)
+given = torch.randint(-9, 9, tensor.shape, device=tensor.device).float()  # whose sums are exact
+sums = [given.clone() for _ in range(3)]
+by_owners(sums[0], senders, counts)
+weighted_all_reduce(sums[1], senders, speeds=SPEEDS)
+senders.all_reduce(sums[2])
+assert torch.equal(sums[0], sums[2])
+assert torch.equal(sums[1], sums[2])
+senders.print("parts in MiB:", ", ".join(f"{4 * count / MIB:.2f}" for count in counts))
+
+# %% [markdown]
+r"""
+**Measure.** Host 2's link at the others' speed, and at less and less of it:
+"""
+
+# %%
+MBITS = (1000, 500, 250, 100) if box and n == 4 else ()
+curves = {"ring": [], "by owners": [], "weighted": []}
+least = {"ring": [], "weighted": []}
+for mbit in MBITS:
+    senders.relink("1gbit")
+    senders.relink(f"{mbit}mbit", host=2)
+    box = senders.box
+    speeds = [link.bytes_per_second for link in box.links]
+    counts = parts_by_speed(tensor.numel(), speeds)
+    ways = {
+        "ring": functools.partial(ring_all_reduce, tensor, senders),
+        "by owners": functools.partial(by_owners, tensor, senders, counts),
+        "weighted": functools.partial(weighted_all_reduce, tensor, senders, speeds=speeds),
+    }
+    for name, timing in measure(ways, senders, repeat=4, warmup=1).items():
+        curves[name].append(timing.median)
+    least["ring"].append(2 * (n - 1) / n * tensor.nbytes / min(speeds))
+    least["weighted"].append(weighted_time(tensor.nbytes, speeds))
+
+# %% tags=["plumbing"]
+if MBITS:
+    gains, expected = (
+        [ring / weighted for ring, weighted in zip(of["ring"], of["weighted"], strict=True)]
+        for of in (curves, least)
+    )
+    rows = [
+        (f"{mbit} Mbit/s", *(human_seconds(times[i]) for times in curves.values()), gain, predicted)
+        for i, (mbit, gain, predicted) in enumerate(zip(MBITS, gains, expected, strict=True))
+    ]
+    headers = ["host 2", *curves, "ring / weighted", "predicted"]
+    senders.print(table(rows, headers, floats=["", "", "", "", ".2f", ".2f"]))
+    drawn = curves | {"bound": least["weighted"]}
+    figures.lines(
+        {name: ([1, 2, 4, 10], [1e3 * t for t in times]) for name, times in drawn.items()},
+        title=f"At a tenth of the speed, the ring takes {gains[-1]:.2f} times as long as weighted",
+        xlabel="how many times slower host 2's link is than the others",
+        ylabel="ms",
+        log="x",
+    )
+    senders.relink("1gbit")
+    assert gains[-1] > 1.2
+
+# %% [markdown]
+r"""
+**Explain.** From some speed on the slow link carries the tensor once each way and nothing else, and
+then nothing but compression or fewer steps (chapters 10 and 11) makes that shorter. Against the
+ring, more than $2(n-1)/n$ cannot be gained: a factor of 1.5 for four hosts, 2 for many. By owners
+without columns loses much of it, since a rank waits for one message before it sends the next, and
+the fast links wait with it.
+
+A job has to know its speeds first. They can be asked for, beside the training:
+{func}`~microddp.performance.stragglers.probe_links` sends messages around and takes the time. Which
+brings up the question who is slow at all.
+
+## Slow rank or slow link?
+
+A step takes longer than it should. Rank 0 looks at its own clock: it waits in collectives. That is
+all it can see. The cause may be a rank that computes slowly, for which all wait, or a link, over
+which bytes come slowly.
+
+**Predict.** The two differ in *when ranks arrive*. A collective cannot begin before the last rank
+is there. What passes until then is the last rank's doing; what passes from then on is the
+transfer's:
+
+$$ \text{wait} = \underbrace{\max_r a_r - a_{\text{me}}}_{\text{for ranks}} +
+\underbrace{\text{end} - \max_r a_r}_{\text{for transfers}}, $$
+
+with $a_r$ the moment at which rank $r$ launches it. Nobody can tell alone: it takes the clocks of
+all ranks, and these have to agree, to within much less than a step. (They do on one machine;
+{class}`~microddp.timing.timeline.Timeline` begins on all after a barrier.)
+
+**Build.** By hand, for the collectives of a timeline:
+"""
+
+
+# %%
+def waits(spans, rank):
+    """Seconds in which a rank's collectives waited for ranks, and for transfers."""
+    calls = [
+        sorted((s.start, s.end) for s in spans if s.lane == "communication" and s.rank == r)
+        for r in range(n)
+    ]
+    for_ranks = for_transfers = 0.0
+    for together in zip(*calls, strict=True):
+        start, end = together[rank]
+        all_there = min(max(start for start, _ in together), end)
+        for_ranks += all_there - start
+        for_transfers += end - all_there
+    return for_ranks, for_transfers
+
+
+# %% [markdown]
+r"""
+**Measure.** Four scenes of twelve steps each. In the second, rank 1 sleeps for 30 ms in each step.
+In the third, host 2's link is at a quarter of its speed. In the fourth, both:
+"""
+
+# %%
+NAP, COUNT = 0.03, 12
+torch.manual_seed(0)
+model = FullMLP(256, depth=4, inputs=64, outputs=10).to(senders.device)
+digits = load_digits(senders.device)
+batch = tuple(tensor[:16] for tensor in digits.train.tensors)
+strategy = STRATEGIES["naive"](model, senders)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+# %%
+def run(count, sleeper=None):
+    timeline = Timeline(senders)
+    strategy.record(timeline)
+    for _ in range(count):
+        if senders.rank == sleeper:
+            time.sleep(NAP)
+        take_step(strategy, cross_entropy, optimizer, batch)
+    strategy.record(NOT_RECORDED)
+    return timeline.gather()
+
+
+# %%
+SCENES = {"nothing": (None, None), "rank 1 sleeps": (1, None)}
+if box and n > 2:
+    SCENES |= {"host 2's link": (None, 2), "both": (1, 2)}
+reports, mine = {}, {}
+run(3)
+for scene, (sleeper, host) in SCENES.items() if n > 1 else ():
+    if host is not None:
+        senders.relink("250mbit", host=host)
+    spans = run(COUNT, sleeper)
+    mine[scene] = [1e3 * seconds / COUNT for seconds in waits(spans, rank=0)]
+    reports[scene] = straggler_report(spans, senders, strategy.sent_bytes())
+    if host is not None:
+        senders.relink("1gbit")
+
+# %% tags=["plumbing"]
+rows = [
+    (scene, sum(mine[scene]), *mine[scene], report.rank, report.link)
+    for scene, report in reports.items()
+]
+headers = ["planted", "rank 0 waits, ms a step", "for ranks", "for transfers"]
+senders.print(table(rows, [*headers, "named: rank", "link of"], floats=["", *[".1f"] * 3, "", ""]))
+for scene, report in reports.items():
+    assert (report.rank, report.link) == SCENES[scene], f"{scene}: {report}"
+
+# %% [markdown]
+r"""
+"Waits" alone tells a slow rank from a slow link as little as a thermometer tells one illness from
+another. Split at the last arrival, it does.
+
+The core's {func}`~microddp.performance.stragglers.straggler_report` has to be right where nothing
+was planted, too, so it asks for more. A rank is *last* in many collectives without being to blame:
+one has to be, and who was let go late comes late. So it is named only if it works longer than the
+others in most steps, and if the step would have been considerably shorter without it. And which
+link is slow, no collective can tell, for all wait for it. So messages from rank to rank are sent,
+after the training. `python -m microddp.train --report` prints what it says; of the last scene:
+"""
+
+# %%
+reports.get("both", next(reversed(reports.values()), None))
+
+# %% tags=["plumbing"]
+if "both" in reports:
+    bars = {
+        f"{scene}, rank {r}": parts
+        for scene in ("rank 1 sleeps", "host 2's link")
+        for r, parts in enumerate(reports[scene].bars.values())
+    }
+    figures.stacked_bars(
+        bars, title="A slow rank: the others wait for it. A slow link: all wait", xlabel="a step"
+    )
+
+# %% [markdown]
+r"""
+The rank that does not wait for others is the one that others wait for.
+
+What makes a rank slow? A GPU that is hot and clocks down, another process on the host, a loader
+that does not come along, longer samples, a garbage collection (chapter 07). What makes a link slow?
+A bad cable or port that sends again what was lost, another job's messages, half the lanes of a PCIe
+slot. Either is mended best by removing it. Until then, it can be given less to do.
+
+## Less work for a slow rank
+
+**Predict.** Let rank $r$ compute $v_r$ samples a second, and give it $b_r$ of a batch of $b$. A
+step takes as long as its slowest, $\max_r b_r / v_r$. With equal shards that is $b / (n
+\min_r v_r)$. It is least if all are done together, with $b_r$ in proportion to $v_r$:
+
+$$ T = \frac{b}{\sum_r v_r}, \qquad
+\text{gain} = \frac{\sum_r v_r}{n \min_r v_r}. $$
+
+With two ranks, one of them at a third of the other's speed, the gain is $\frac{4/3}{2/3} = 2$.
+
+But what is the average then? Each rank's loss is the mean over *its* samples, and the mean of the
+ranks' gradients counts each rank alike. A sample on a rank with few then counts for more than one
+on a rank with many. What one rank would compute on the whole batch is the mean over *samples*:
+
+$$ g = \sum_r \frac{b_r}{b}\, g_r = \frac1n \sum_r \frac{b_r}{b/n}\, g_r. $$
+
+So the all-reduce stays what it is, and each rank scales its loss by its number of samples, by what
+an equal share would be.
+
+**Build.** Devices of known speed are what this needs, as links of known speed before. Here they are
+made of sleep: a rank sleeps 1 ms for each sample, and rank 1 sleeps 3 ms. (A core that waits for
+its GPU does as much.) What is learned is real.
+"""
+
+# %%
+BATCH, SLOW = 96 - 96 % n, 1 if n > 1 else 0
+A_SAMPLE = 3e-3 if senders.rank == SLOW else 1e-3  # seconds
+
+
+# %%
+def build():
+    """The same model on every rank, on a device of the rank's speed."""
+    torch.manual_seed(0)
+    model = FullMLP(64, depth=3, inputs=64, outputs=10).to(senders.device)
+    model.register_forward_pre_hook(lambda _, inputs: time.sleep(A_SAMPLE * len(inputs[0])))
+    return model
+
+
+# %%
+def sizes_by_speed(batch, speeds):
+    """Samples for each rank, in proportion to its speed."""
+    ends = [round(batch * speed / sum(speeds)) for speed in itertools.accumulate(speeds)]
+    return [end - start for start, end in itertools.pairwise([0, *ends])]
+
+
+# %%
+def shard(sizes):
+    """This rank's shard of the first batch."""
+    return next(ShardedBatches(digits.train, BATCH, senders.rank, n, sizes=sizes).epoch(0))
+
+
+# %% [markdown]
+r"""
+How fast a rank is, it can say itself:
+"""
+
+# %%
+equal, model = [BATCH // n] * n, build()
+start = time.perf_counter()
+model(shard(equal)[0])
+speed = torch.tensor([BATCH // n / (time.perf_counter() - start)], device=senders.device)
+speeds = senders.all_gather(speed).flatten().tolist()
+by_speed = sizes_by_speed(BATCH, speeds)
+senders.print("samples a second:", [round(speed) for speed in speeds], "shards:", by_speed)
+
+# %% [markdown]
+r"""
+Now the gradient of all ranks together, beside that of one process on the whole batch:
+"""
+
+
+# %%
+def weighted_loss(outputs, targets):
+    return cross_entropy(outputs, targets) * len(targets) / (BATCH / n)
+
+
+def averaged(sizes, loss_fn):
+    strategy = STRATEGIES["naive"](build(), senders)
+    compute_gradients(strategy, loss_fn, shard(sizes))
+    return parameters_to_vector(p.grad for p in strategy.module.parameters())
+
+
+# %%
+alone = build()
+x, y = next(ShardedBatches(digits.train, BATCH, 0, 1).epoch(0))
+cross_entropy(alone(x), y).backward()
+whole = parameters_to_vector(p.grad for p in alone.parameters())
+for name, sizes, loss_fn in (
+    ("equal shards", equal, cross_entropy),
+    ("by speed", by_speed, weighted_loss),
+    ("by speed, not weighted", by_speed, cross_entropy),
+):
+    off = ((averaged(sizes, loss_fn) - whole).norm() / whole.norm()).item()
+    senders.print(f"{name}: {off:.1e} of the gradient's norm from that of the whole batch")
+    assert off < 1e-5 or name == "by speed, not weighted"
+
+# %% [markdown]
+r"""
+Weighted, unequal shards give the gradient of the whole batch, but for rounding. The core's
+{func}`~microddp.schedule.take_step` scales by the `share` that
+{class}`~microddp.data.ShardedBatches` knows.
+
+**Measure.**
+"""
+
+# %%
+steps = {}
+for name, sizes in (("equal", equal), ("by speed", by_speed)):
+    strategy = STRATEGIES["naive"](build(), senders)
+    optimizer = torch.optim.SGD(strategy.module.parameters(), lr=0.1)
+    batch = shard(sizes)
+    run(3)
+    steps[name] = straggler_report(run(COUNT), senders)
+least = {"equal": max(equal) / min(speeds), "by speed": BATCH / sum(speeds)}
+rows = [(name, 1e3 * least[name], 1e3 * report.step, report.rank) for name, report in steps.items()]
+headers = ["shards", "computing, predicted, ms", "a step, ms", "named: rank"]
+senders.print(table(rows, headers, floats=["", ".1f", ".1f", ""]))
+
+# %% tags=["plumbing"]
+gain = steps["equal"].step / steps["by speed"].step
+figures.stacked_bars(
+    {f"{k}, rank {r}": b for k, v in steps.items() for r, b in enumerate(v.bars.values())},
+    title=f"Shards by speed: a step in 1/{gain:.1f} of the time",
+    xlabel="a step",
+)
+assert n == 1 or gain > 1.2
+
+# %% [markdown]
+r"""
+**Explain.** Nobody waits for the slow rank any more. The step is longer than predicted by what a
+rank does besides: messages, the optimizer, and that sleep never ends on time.
+
+All this rests on speeds that stay as they are. Measured once, they are right until the GPU cools
+down; measured often, they follow noise. Nor is it free: a rank with more samples needs more memory
+for them, and batch normalisation sees batches of different size on each. Where ranks differ by a
+few per cent, equal shards lose these few per cent, and nothing else.
+
+## Where it breaks: a mean of means
+
+The third row above, shards by speed and a plain mean, gave no error. What the model learns from is
+another batch, in which some samples count more than others. **Predict.** A sample of rank $r$ has
+the weight $\frac{1}{n b_r}$ instead of $\frac1b$:
+"""
+
+# %%
+rows = [(f"rank {r}", size, BATCH / (n * size)) for r, size in enumerate(by_speed)]
+senders.print(table(rows, ["", "samples", "each counts"], floats=["", "", ".2f"]))
+
+# %% [markdown]
+r"""
+If samples are dealt at random, that is noise. If rank 1 has what others do not, the long sentences,
+or the patients of one hospital, the model gets a preference that nobody asked for. It takes no slow
+rank: the last batch of an epoch and batches counted in tokens are unequal as well, and chapter 06
+has ranks whose inputs end early.
+
+## What to take along
+
+- A collective takes at least what its busiest link needs for its bytes. The ring's is its slowest
+  link, so one link at a tenth makes it ten times as long.
+- What two racks send each other decides where they are joined by a slow link: number the ranks rack
+  by rack.
+- A slow link must carry the tensor once each way. All beyond that others can do.
+- Slow rank or slow link: compare the clocks of all ranks, and split a wait at the last arrival.
+- Unequal shards need a mean over samples, not over ranks.
+
+## Exercises
+
+1. There are only two hosts, and the link of one is slow. How many bytes can be taken from it?
+
+   <details class="solution"><summary>Solution</summary>
+
+   None. Each has to send its $S$ bytes and to receive the sum. The ring's $2(n-1)/n \cdot S$ is $S$
+   for two, and `parts_by_speed` gives a half to each. One link's speed is also the other's: what
+   one sends the other receives.
+
+   </details>
+
+2. Four hosts, one link at a share $x$ of the others' speed. Below which $x$ is it the slow link
+   that sets the time of the weighted all-reduce, and which ratio to the ring is there at most?
+
+   <details class="solution"><summary>Solution</summary>
+
+   The slow link needs $S / (xB)$, all links together $2(n-1)S / ((n-1+x)B)$. They are equal at $x =
+   (n-1)/(2n-3)$: for four hosts at 0.6. The ring needs $2(n-1)/n \cdot S/(xB)$, so from there on
+   down the ratio is $2(n-1)/n = 1.5$. The table above has 1.5 at 500 Mbit/s and below.
+
+   </details>
+
+3. Let rank 1 sleep in every third step only (`if step % 3 == 0` in `run`). Whom does the report
+   name?
+
+   <details class="solution"><summary>Solution</summary>
+
+   SOLUTION
+
+   </details>
+"""
+
+# %%
+comms.close()
