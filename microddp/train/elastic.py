@@ -43,6 +43,8 @@ def train_elastically(
         RuntimeError: too few members came, or something failed that was no loss of a member.
     """
     began = time.perf_counter()
+    # The first optimizer of a process imports for a second or so: before others wait for it.
+    torch.optim.SGD([torch.zeros(1)])
     state: dict[str, Any] | None = None
     failed: list[object] = []  # the members and the step, each time since one of both changed
     while generation := members.meet(state["step"] if state else -1):
