@@ -443,7 +443,7 @@ What these ways cost, from the death of a rank to the first step that nobody had
 """
 
 
-# %%
+# %% tags=["plumbing"]
 def fault(told):
     """When a rank died, when the first step after that was made, and when the first new one."""
     died = next(at for at, what, *_ in told if what == "dead")
@@ -619,7 +619,7 @@ with tempfile.TemporaryDirectory() as own:
 lives = few.all_gather_data(lives)  # by rank, interval, life
 
 
-# %%
+# %% tags=["plumbing"]
 def lost_share(total, writing, reading, made):
     """What a life took longer than its steps, each made once, as a share of these."""
     step = (total - sum(writing) - sum(reading)) / made
