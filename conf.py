@@ -68,7 +68,7 @@ gallery_launcher = {
     "log_dir": "gallery_logs",
     "depends": ["microddp/**/*.py", "docs/_ext/*.py"],
     # What ranks import takes seconds of each. Elsewhere a fork of such a process is not safe.
-    "imports": ["microddp.figures"] if sys.platform == "linux" else None,
+    "imports": ["microddp.figures", "torch._dynamo"] if sys.platform == "linux" else None,
     "preload": ["gallery_markdown.install"],
     "facts": "book_run.below_title",
 }
