@@ -50,15 +50,15 @@ r"""
 A message from one host to another crosses the sender's link outwards and the receiver's inwards. If
 hosts share an uplink, as those of a rack do, it also crosses that, unless it stays in the rack.
 
-**Predict.** However messages are arranged, every link must carry those that cross it. So a
-collective takes at least
+**Predict.** In whatever order an algorithm sends its messages, every link must carry those that
+cross it. So it takes at least
 
 $$ T \ge \max_{\text{link}} \frac{\text{bytes that cross it}}{\text{its speed}}, $$
 
-the time of the *busiest* link, which need not be the slowest. For equal links that gives the ring's
-$\frac{2(n-1)}{n} \frac{S}{B}$ of chapter 02. It also tells what happens when links differ, without
-a new formula for each algorithm. What it does not know is phases: a link that waits for another one
-carries nothing meanwhile.
+the time of the *busiest* link. For equal links that gives the ring's $\frac{2(n-1)}{n} \frac{S}{B}$
+of chapter 02. It also tells what happens when links differ, without a new formula for each
+algorithm. What it does not know is phases: a link that waits for another one carries nothing
+meanwhile.
 
 **Build.** A counter tells who sent how much to whom:
 """
@@ -89,10 +89,10 @@ def busiest(call):
 
 # %% [markdown]
 r"""
-Of {func}`ring <microddp.allreduce.ring.ring_all_reduce>` and the others this book has the order of
-messages, so it can count them. One more way knows which hosts share an uplink. Here that is 0 with
-1, and 2 with 3. Two in a *rack* add up a half of the tensor each, then each meets the one that has
-the same half in the other rack, and at last the halves are exchanged in the rack:
+It sees the messages of this book's algorithms, not the backend's. One more way knows which hosts
+are in one *rack*: here 0 and 1, and 2 and 3. The two in a rack add up a half of the tensor each,
+then each meets the one that has the same half in the other rack, and at last the halves are
+exchanged in the rack:
 """
 
 
@@ -117,7 +117,7 @@ fifth, in which all that host 2 sends is 5 ms late:
 """
 
 # %%
-tensor = torch.randn(MIB // 4, device=senders.device)
+tensor = torch.zeros(MIB // 4, device=senders.device)  # sums of which stay finite
 WAYS = {name: functools.partial(ALGORITHMS[name], tensor, senders) for name in ("naive", "ring")}
 if n == 4:
     WAYS["ring 0 2 1 3"] = functools.partial(ring_all_reduce, tensor, senders, order=[0, 2, 1, 3])
@@ -147,7 +147,7 @@ for network, changes in NETWORKS.items() if box and n == 4 else ():
         for change in changes:
             senders.relink(*change)
     except RuntimeError as error:
-        senders.print(error)
+        senders.print(f"not here, {network!r}: {error}")
         continue
     box = senders.box
     results[network] = compare(WAYS)
@@ -178,8 +178,8 @@ if results:
     in_order, other, racks = (shared[k] for k in ("ring", "ring 0 2 1 3", "by racks"))
     figures.stacked_bars(
         bars,
-        title=f"Two racks: {other / in_order:.1f} of the ring's time in another order, "
-        f"{racks / in_order:.1f} by racks",
+        title=f"Two racks: the ring takes {other / in_order:.1f} times as long in another order, "
+        f"by racks {racks / in_order:.1f}",
         xlabel="an all-reduce of 1 MiB",
     )
     for name in ("ring", "backend"):
@@ -189,19 +189,23 @@ if results:
 
 # %% [markdown]
 r"""
-**Explain.** The ring passes every byte over every link, so it runs at the speed of the slowest: a
-link at a tenth makes it about ten times as long, wherever it is. The backend does the same; it is a
-ring, too. Naive takes about twice the time of its busiest link, because it has two phases: rank 0
-first only receives, then only sends. And it depends on *where* the slow link is. At rank 0 all
-messages cross it, at rank 2 one each way.
+**Explain.** The ring sends as much over every link, so it runs at the speed of the slowest: a link
+at a tenth makes it about ten times as long, wherever it is. gloo's own all-reduce is a ring, too.
+Naive takes about twice the time of its busiest link, because it has two phases: rank 0 first only
+receives, then only sends; and it takes the others one by one, so a slow link also waits for the
+fast ones. It depends on *where* the slow link is. At rank 0 all messages cross it, at rank 2 one
+each way.
 
 Where two racks are joined by a slow uplink, the *order* of the ring decides. In the order 0 1 2 3
 it crosses the uplink once each way, as every other link. In the order 0 2 1 3 each message leaves
 the rack or enters it, so the uplink carries twice as much. `by_racks` sends the least across, two
 halves each way, and loses a part of that again: its three phases wait for each other, and in two of
-them the uplink is idle. So number the ranks rack by rack; `torchrun` numbers them machine by
-machine by itself. NCCL finds out by itself which links there are in a machine and between machines,
-and makes its rings and trees by that.
+them the uplink is idle. So number the ranks rack by rack: `torchrun` keeps a machine's ranks
+together, and the order of machines is yours to give. NCCL finds out which links there are in a
+machine and between machines, and makes its rings and trees by that.
+
+Where there is a fifth network, "host 2 late", its time beyond that of "alike" tells how many
+messages of host 2 were waited for, one after the other: 5 ms each.
 
 ## Bytes taken from a slow link
 
@@ -212,10 +216,16 @@ part for others and passes on what is not its own.
 Let every rank *own* a part of the tensor, owner $r$ of $c_r$ bytes. All send him their values of
 that part; he adds them up, in rank order, and sends the sum to all. Then rank $r$ sends the others'
 parts once, $S - c_r$, and his own $n - 1$ times: $S + (n-2)\,c_r$ in all, and he receives as much.
-With equal parts that is the ring's number. With $c_r = 0$ it is $S$, the least there is. So give
-each link what it can carry in the same time $T$:
+With equal parts that is the ring's number. With $c_r = 0$ it is $S$, the least there is. So for $n
+> 2$, give each link what it can carry in the same time $T$:
 
 $$ c_r = \max\left(0,\ \frac{T B_r - S}{n - 2}\right), \qquad \sum_r c_r = S. $$
+
+A link that is too slow even for $S$ gets no part, and then it sets the time. So the least time is
+
+$$ \max\left(\frac{S}{\min_r B_r},\ \frac{2(n-1)\,S}{\sum_r B_r}\right): $$
+
+the slowest link carries $S$, and all links together what all ranks send.
 
 **Build.**
 """
@@ -240,21 +250,22 @@ def by_owners(tensor, group, counts):
 r"""
 {func}`~microddp.allreduce.weighted.parts_by_speed` solves for the parts, and
 {func}`~microddp.allreduce.weighted.weighted_all_reduce` is the hardened version: it sends to all at
-once, in columns, so that a slow link does not stand idle while others are waited for. Both must
-give what the backend does:
+once, and in columns, so that first sums come in while later values still go out. All must give what
+the backend does:
 """
 
 # %%
-tensor = torch.randn(4 * MIB // 4, device=senders.device)
+tensor = torch.zeros(4 * MIB // 4, device=senders.device)
 SPEEDS = [1.0, 1.0, 0.1, 1.0][:n] + [1.0] * (n - 4)
 counts = parts_by_speed(tensor.numel(), SPEEDS)
 given = torch.randint(-9, 9, tensor.shape, device=tensor.device).float()  # whose sums are exact
-sums = [given.clone() for _ in range(3)]
-by_owners(sums[0], senders, counts)
-weighted_all_reduce(sums[1], senders, speeds=SPEEDS)
-senders.all_reduce(sums[2])
-assert torch.equal(sums[0], sums[2])
-assert torch.equal(sums[1], sums[2])
+sums = [given.clone() for _ in range(4)]
+senders.all_reduce(sums[0])
+by_owners(sums[1], senders, counts)
+weighted_all_reduce(sums[2], senders, speeds=SPEEDS)
+if n == 4:
+    by_racks(sums[3], senders)
+assert all(torch.equal(sums[0], each) for each in sums[1 : 4 if n == 4 else 3])
 senders.print("parts in MiB:", ", ".join(f"{4 * count / MIB:.2f}" for count in counts))
 
 # %% [markdown]
@@ -294,7 +305,7 @@ if MBITS:
     ]
     headers = ["host 2", *curves, "ring / weighted", "predicted"]
     senders.print(table(rows, headers, floats=["", "", "", "", ".2f", ".2f"]))
-    drawn = curves | {"bound": least["weighted"]}
+    drawn = curves | {"weighted, bound": least["weighted"]}
     figures.lines(
         {name: ([1, 2, 4, 10], [1e3 * t for t in times]) for name, times in drawn.items()},
         title=f"At a tenth of the speed, the ring takes {gains[-1]:.2f} times as long as weighted",
@@ -308,16 +319,19 @@ if MBITS:
 
 # %% [markdown]
 r"""
-**Explain.** With equal links there is nothing to shift, and more messages than the ring's cost a
-little. From some speed on the slow link carries the tensor once each way and nothing else, and then
-nothing but compression or fewer meetings (chapters 10 and 11) makes that shorter. Beside the ring's
-bound no more than $2(n-1)/n$ can be gained: a factor of 1.5 for four hosts, 2 for many. `by_owners`
-gains none of it here: a rank waits for one message before it sends the next, so its fast link waits
-with it.
+**Explain.** With equal links there is nothing to shift: both send the same bytes. Below some speed
+(exercise 2) the slow link carries the tensor once each way and nothing else, and then nothing but
+compression or fewer meetings (chapters 10 and 11) makes that shorter. By the bounds no more than
+$2(n-1)/n$ can be gained on the ring: a factor of 1.5 for four hosts, 2 for many. A measured ratio
+is larger where the ring misses its own bound by more.
 
-A job has to know its speeds first. They can be asked for, beside the training:
-{func}`~microddp.performance.stragglers.probe_links` sends messages around and takes the time. Which
-brings up the question who is slow at all.
+`by_owners` gains none of it. Host 2, which owns nothing, only sends in the first loop and only
+receives in the second. So its link is used one way at a time, for $2S/B_2$ instead of the ring's
+$1.5\,S/B_2$.
+
+A job has to know its speeds first. They can be measured, before the training:
+{func}`~microddp.performance.stragglers.probe_links` sends messages around and takes the time. But
+is it a link that is slow?
 
 ## Slow rank or slow link?
 
@@ -326,8 +340,8 @@ all it can see. The cause may be a rank that computes slowly, for which all wait
 which bytes come slowly.
 
 **Predict.** The two differ in *when ranks arrive*. A collective cannot begin before the last rank
-is there. What passes until then is the last rank's doing; what passes from then on is the
-transfer's:
+is there. What passes until then is waiting for ranks, what passes from then on is waiting for the
+transfer:
 
 $$ \text{wait} = \underbrace{\max_r a_r - a_{\text{me}}}_{\text{for ranks}} +
 \underbrace{\text{end} - \max_r a_r}_{\text{for transfers}}, $$
@@ -373,13 +387,13 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
 
 # %%
-def run(count, sleeper=None):
+def run(count, sleeper=None, share=None):
     timeline = Timeline(senders)
     strategy.record(timeline)
     for _ in range(count):
         if senders.rank == sleeper:
             time.sleep(NAP)
-        take_step(strategy, cross_entropy, optimizer, batch)
+        take_step(strategy, cross_entropy, optimizer, batch, share=share)
     strategy.record(NOT_RECORDED)
     return timeline.gather()
 
@@ -407,19 +421,23 @@ rows = [
 headers = ["planted", "rank 0 waits, ms a step", "for ranks", "for transfers"]
 senders.print(table(rows, [*headers, "named: rank", "link of"], floats=["", *[".1f"] * 3, "", ""]))
 for scene, report in reports.items():
-    assert (report.rank, report.link) == SCENES[scene], f"{scene}: {report}"
+    named = zip(SCENES[scene], (report.rank, report.link), strict=True)
+    assert all(planted in (None, found) for planted, found in named), f"{scene}: {report}"
 
 # %% [markdown]
 r"""
-"Waits" alone tells a slow rank from a slow link as little as a thermometer tells one illness from
-another. Split at the last arrival, it does.
+**Explain.** "Waits" alone tells a slow rank from a slow link as little as a thermometer tells one
+illness from another. Split at the last arrival, it does: the sleep adds to the waits for ranks, the
+slow link mostly to those for transfers. Mostly, because who is let go late comes late to the next
+collective. And each of the eight messages has a part that does not depend on its bytes, so a link
+at a quarter of the speed does not take four times as long.
 
 The core's {func}`~microddp.performance.stragglers.straggler_report` has to be right where nothing
-was planted, too, so it asks for more. A rank is *last* in many collectives without being to blame:
-one has to be, and who was let go late comes late. So it is named only if it works longer than the
-others in most steps, and if the step would have been considerably shorter without it. And which
-link is slow, no collective can tell, for all wait for it. So messages from rank to rank are sent,
-after the training. `python -m microddp.train --report` prints what it says; of the last scene:
+was planted, too, so it asks for more. In each collective somebody is last without being to blame.
+So a rank is named only if it works 15 % longer than the others in three steps of four, and if
+without it the step would have been shorter by 4 % or more. And which link is slow, no collective
+can tell, for all wait for it. So messages are sent from rank to rank, after the steps. `python -m
+microddp.train --report` prints what it says; of the last scene:
 """
 
 # %%
@@ -438,18 +456,19 @@ if "both" in reports:
 
 # %% [markdown]
 r"""
-The rank that does not wait for others is the one that others wait for.
+In the upper bars, the rank that does not wait for others is the one that others wait for. In the
+lower ones there is no such rank.
 
 What makes a rank slow? A GPU that is hot and clocks down, another process on the host, a loader
-that does not come along, longer samples, a garbage collection (chapter 07). What makes a link slow?
-A bad cable or port that sends again what was lost, another job's messages, half the lanes of a PCIe
-slot. Either is mended best by removing it. Until then, it can be given less to do.
+that does not keep up, longer samples, a garbage collection (chapter 07). What makes a link slow? A
+bad cable or port that sends again what was lost, another job's messages, half the lanes of a PCIe
+slot. It is best to repair or replace either. Until then, it can be given less to do.
 
 ## Less work for a slow rank
 
 **Predict.** Let rank $r$ compute $v_r$ samples a second, and give it $b_r$ of a batch of $b$. A
-step takes as long as its slowest, $\max_r b_r / v_r$. With equal shards that is $b / (n
-\min_r v_r)$. It is least if all are done together, with $b_r$ in proportion to $v_r$:
+step takes as long as its slowest, $\max_r b_r / v_r$. With equal shards that is $b / (n \min_r
+v_r)$. It is least if all are done together, with $b_r$ in proportion to $v_r$:
 
 $$ T = \frac{b}{\sum_r v_r}, \qquad
 \text{gain} = \frac{\sum_r v_r}{n \min_r v_r}. $$
@@ -462,12 +481,12 @@ on a rank with many. What one rank would compute on the whole batch is the mean 
 
 $$ g = \sum_r \frac{b_r}{b}\, g_r = \frac1n \sum_r \frac{b_r}{b/n}\, g_r. $$
 
-So the all-reduce stays what it is, and each rank scales its loss by its number of samples, by what
-an equal share would be.
+So the all-reduce stays what it is, and each rank multiplies its loss by its number of samples over
+that of an equal share.
 
-**Build.** Devices of known speed are what this needs, as links of known speed before. Here they are
-made of sleep: a rank sleeps 1 ms for each sample, and rank 1 sleeps 3 ms. (A core that waits for
-its GPU does as much.) What is learned is real.
+**Build.** This needs devices of known speed, as it needed links of known speed before. Here they
+are made of sleep: a rank sleeps 1 ms for each sample, and rank 1 sleeps 3 ms. (So a core idles
+while its GPU computes.) What is learned is real.
 """
 
 # %%
@@ -499,7 +518,8 @@ def shard(sizes):
 
 # %% [markdown]
 r"""
-How fast a rank is, it can say itself:
+How fast a rank is, it can say itself. (One forward will do here, where the sleep is. A job would
+time whole steps, without the waits.)
 """
 
 # %%
@@ -545,8 +565,8 @@ for name, sizes, loss_fn in (
 # %% [markdown]
 r"""
 Weighted, unequal shards give the gradient of the whole batch, but for rounding. The core's
-{func}`~microddp.schedule.take_step` scales by the `share` that
-{class}`~microddp.data.ShardedBatches` knows.
+{func}`~microddp.schedule.take_step` does it if it is passed `share`, the samples of an equal shard,
+which {class}`~microddp.data.ShardedBatches` knows. If it is left out, nothing is scaled.
 
 **Measure.**
 """
@@ -558,14 +578,15 @@ for name, sizes in (("equal", equal), ("by speed", by_speed)):
     optimizer = torch.optim.SGD(strategy.module.parameters(), lr=0.1)
     batch = shard(sizes)
     run(3)
-    steps[name] = find_stragglers(run(COUNT), n)
+    steps[name] = find_stragglers(run(COUNT, share=BATCH / n), n)
 least = {"equal": max(equal) / min(speeds), "by speed": BATCH / sum(speeds)}
 rows = [(name, 1e3 * least[name], 1e3 * report.step, report.rank) for name, report in steps.items()]
 headers = ["shards", "computing, predicted, ms", "a step, ms", "named: rank"]
 senders.print(table(rows, headers, floats=["", ".1f", ".1f", ""]))
+gain = steps["equal"].step / steps["by speed"].step
+senders.print(f"gain: {least['equal'] / least['by speed']:.1f} predicted, {gain:.1f} measured")
 
 # %% tags=["plumbing"]
-gain = steps["equal"].step / steps["by speed"].step
 figures.stacked_bars(
     {f"{k}, rank {r}": b for k, v in steps.items() for r, b in enumerate(v.bars.values())},
     title=f"Shards by speed: a step in 1/{gain:.1f} of the time",
@@ -575,8 +596,9 @@ assert n == 1 or gain > 1.2
 
 # %% [markdown]
 r"""
-**Explain.** Nobody waits for the slow rank any more. The step is longer than predicted by what a
-rank does besides: messages, the optimizer, and that sleep never ends on time.
+**Explain.** Hardly anybody waits for the slow rank any more. A step is longer than predicted by
+what a rank does besides: the messages, as the figure shows, backward, and the optimizer. These cost
+both steps as much, so the gain is less than predicted.
 
 All this rests on speeds that stay as they are. Measured once, they are right until the GPU cools
 down; measured often, they follow noise. Nor is it free: a rank with more samples needs more memory
@@ -585,9 +607,9 @@ few per cent, equal shards lose these few per cent, and nothing else.
 
 ## Where it breaks: a mean of means
 
-The third row above, shards by speed and a plain mean, gave no error. What the model learns from is
-another batch, in which some samples count more than others. **Predict.** A sample of rank $r$ has
-the weight $\frac{1}{n b_r}$ instead of $\frac1b$:
+The third line above, shards by speed and a plain mean, raised no exception, and its gradient is
+another one: that of a batch in which some samples count more than others. **Predict.** A sample of
+rank $r$ has the weight $\frac{1}{n b_r}$ instead of $\frac1b$:
 """
 
 # %%
@@ -596,18 +618,18 @@ senders.print(table(rows, ["", "samples", "each counts"], floats=["", "", ".2f"]
 
 # %% [markdown]
 r"""
-If samples are dealt at random, that is noise. If rank 1 has what others do not, the long sentences,
-or the patients of one hospital, the model gets a preference that nobody asked for. It takes no slow
-rank: the last batch of an epoch and batches counted in tokens are unequal as well, and chapter 06
-has ranks whose inputs end early.
+If samples are dealt at random, that is no bias, and only some more noise. If rank 1 has what others
+do not, the long sentences, or the patients of one hospital, the model gets a preference that nobody
+asked for. It takes no slow rank: the last batch of an epoch and batches counted in tokens are
+unequal as well, and chapter 06 has ranks whose inputs end early.
 
 ## What to take along
 
 - A collective takes at least what its busiest link needs for its bytes. The ring's is its slowest
-  link, so one link at a tenth makes it ten times as long.
-- What two racks send each other decides where they are joined by a slow link: number the ranks rack
-  by rack.
-- A slow link must carry the tensor once each way. All beyond that others can do.
+  link, so one link at a tenth makes it about ten times as long.
+- If two racks are joined by a slow link, what crosses it sets the time: number the ranks rack by
+  rack.
+- A slow link must carry the tensor once each way. The rest can be left to others.
 - Slow rank or slow link: compare the clocks of all ranks, and split a wait at the last arrival.
 - Unequal shards need a mean over samples, not over ranks.
 
@@ -630,20 +652,18 @@ has ranks whose inputs end early.
 
    The slow link needs $S / (xB)$, all links together $2(n-1)S / ((n-1+x)B)$. They are equal at $x =
    (n-1)/(2n-3)$: for four hosts at 0.6. The ring needs $2(n-1)/n \cdot S/(xB)$, so from there on
-   down the ratio is $2(n-1)/n = 1.5$. The table above has 1.5 at 500 Mbit/s and below.
+   down the ratio of the bounds is $2(n-1)/n = 1.5$: the column "predicted" above.
 
    </details>
 
-3. Let rank 1 sleep in every third step only (`if step % 3 == 0` in `run`). Whom does the report
-   name?
+3. Let rank 1 sleep in every third step only, and take the report of that alone. Whom does it name?
 
    <details class="solution"><summary>Solution</summary>
 
-   Nobody: "Rank 1 alone holds the others up for 30% of the time, but not steadily: for 0% of the
-   median step". (On the machine this was tried on, November 2026; the step had 27 ms in the
-   mean, 17 without sleep.) A rank is named for what it does in three steps of four. One that is
-   slow at times asks for another search: what does it do then? A checkpoint, a garbage
-   collection, a slow file.
+   Nobody, and it says so: "Rank 1 alone holds the others up for 30% of the time, but not steadily:
+   for 0% of the median step" (on the machine this was tried on, November 2026). A rank is named for
+   what it does in three steps of four. One that is slow at times asks for another search: what does
+   it do then? A checkpoint, a garbage collection, a slow file.
 
    </details>
 """

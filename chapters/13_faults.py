@@ -742,9 +742,9 @@ nothing: losses that agree on all ranks prove no more than that the ranks agree.
 
    <details class="solution"><summary>Solution</summary>
 
-   The first counts itself alone, and trains alone, with all the samples. The second counts two,
-   and waits for a first that is no longer there; its error is not caught in `meet`. If it were,
-   it would train alone as well: two jobs, each of which believes that it is the one. That is called
+   The first counts itself alone, and trains alone, with all the samples. The second counts two, and
+   waits for a first that is no longer there; its error is not caught in `meet`. If it were, it
+   would train alone as well: two jobs, each of which believes that it is the one. That is called
    *split brain*. A least number of members that is more than half of all prevents it, and so does
    one server that says who is in.
 
