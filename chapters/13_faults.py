@@ -49,40 +49,40 @@ comms.print(comms.describe())
 r"""
 ## How often
 
-**Predict.** If a device fails once in a time $M_1$ on average, independently of the others, then
-the first of $N$ fails after $M_1 / N$. Meta counted 466 interruptions in 54 days on 16 384 GPUs
-([Llama 3](https://arxiv.org/abs/2407.21783), section 3.3.4, 2024). What does that make of other
-sizes?
+**Predict.** If a device interrupts a job once in a time $M_1$ on average, independently of the
+others, then the first of $N$ does so after $M_1 / N$. Meta counted 466 interruptions in 54 days on
+16 384 GPUs, 47 of them planned ([Llama 3](https://arxiv.org/abs/2407.21783), section 3.3.4, 2024).
+What do the other 419 make of other sizes?
 """
 
 # %%
-M1 = 54 * 24 * 3600 / 466 * 16384  # seconds
+M1 = 54 * 24 * 3600 / 419 * 16384  # seconds
 rows = [(f"{count:,}", human_seconds(M1 / count)) for count in (1, 8, 256, 1024, 16384, 100_000)]
 comms.print(table(rows, ["devices", "time between interruptions"]))
 
 # %% [markdown]
 r"""
-One device runs for years. A job of thousands is interrupted every few hours. Others count more: in
-another cluster of Meta's, jobs of 1024 GPUs failed every 7.9 hours ([Kokolis and others,
-2024](https://arxiv.org/abs/2410.21680)). It depends on machines, and on what is counted. In any
-case somebody or something has to notice, to find the cause, and to go on.
+One device runs for years, a job of a thousand for two days, one of ten thousand for hours. Others
+count more: in another cluster of Meta's, jobs of 1024 GPUs failed every 7.9 hours ([Kokolis and
+others, 2024](https://arxiv.org/abs/2410.21680)). It depends on machines, and on what is counted. In
+any case somebody or something has to notice, to find the cause, and to go on.
 
 ## Reading a hang
 
-A rank that dies closes its connections, and its neighbours get an error at once. A rank that does
-not come to a collective gives no sign: the others wait. Chapter 07 showed what they see, if they
-see anything: a time-out that names a wait, in a rank that was right to wait.
+If a process dies, the kernel closes its connections, and with gloo its neighbours get an error. A
+rank that does not come to a collective gives no sign: the others wait. Chapter 07 showed what they
+see at best: a time-out, on a rank that waited.
 
-So each rank has to say where it *is*. With `MICRODDP_RECORD=DIR` in the environment it notes each
-call before it makes it: what it is, its number in its group, and the line of the program. The notes
-are in a file that is mapped into memory. What is written there belongs to the kernel, so it can be
-read while the process hangs, and when it is dead; the process need not be asked. That costs a few
-microseconds a call.
+So each rank has to say where it *is*. It notes each call before it makes it: what it is, its number
+in its group, and the line of the program. With `MICRODDP_RECORD=DIR` in the environment the last 64
+notes are in a file that is mapped into memory. What is written there belongs to the kernel, so it
+can be read while the process hangs, and when it is dead; the process need not be asked. That costs
+a few microseconds a call.
 
 `python -m microddp.doctor DIR` reads the records of all ranks and compares them. It asks each
 process for its stack, by a signal, and below, a thread of rank 0 calls its `report` while the ranks
 hang. Each mistake is made in a group of its own, with a time-out of three seconds. (With NCCL a
-time-out ends the process, so there nothing is done wrong.)
+time-out would end the process, so these mistakes are made with gloo only.)
 """
 
 # %%
@@ -119,7 +119,8 @@ def show(*mistakes):
 
 # %% [markdown]
 """
-Rank 1 departs from what the others do, as people do it:
+One rank departs from the others, as happens in real programs: rank 0 in the first two, rank 1 in
+the others:
 """
 
 # %%
@@ -154,14 +155,16 @@ show(only_rank_0_averages, save_then_barrier, early_continue, uneven_batches)
 
 # %% [markdown]
 r"""
-In each, a rank that waits is innocent, and one that is named as "not come" is where to look: its
-last call, and the line it is at now. (That line is `diagnosed` here, where it sleeps. In a program
-it is a loader, or the next thing that blocks.)
+A rank that waits is not stuck by itself. Compare its line with where those are that have not come:
+one of the two is wrong. In the first two it is the line that waits. In the others it is the rank
+that has not come. (It is in `diagnosed` here. In a program it is in a loader, or in the next thing
+that blocks.)
 
-An early `continue` and a batch less look alike, and are the same to a collective: rank 1 has made
-one call less. From there on its calls are paired with the wrong ones. Where these are alike,
-nothing hangs until the end, and what was trained is wrong. So the doctor also compares the lines
-that calls come from. Next, calls that differ:
+An early `continue` and a batch less are the same to a collective: rank 1 has made one call less.
+Had more batches followed, rank 1's next call would have been paired with the one that it left out,
+and nothing would hang until the end, while what was trained is wrong. Where the next call comes
+from another line of the program, the doctor sees that; in a loop of one line it cannot. Next, calls
+that differ:
 """
 
 
@@ -189,7 +192,7 @@ something is wrong. With *more* bytes on one rank gloo ends a process, and with 
 hangs or gives garbage. `MICRODDP_DEBUG=1` compares calls before they are made, and raises on all
 ranks (chapter 07); it costs a round of messages each time, and the record does not.
 
-An exception on one rank is last, and the most frequent. Here in a job of its own, under torchrun:
+Last, an exception on one rank, here in a job of its own, under torchrun:
 """
 
 # %%
@@ -238,18 +241,20 @@ assert "cannot be read" in said
 
 # %% [markdown]
 r"""
-torchrun saw that one process had failed, and ended the others. The records are still there.
+The others fail when rank 1's connections close, and torchrun ends whoever is still there. The
+records remain. (The numbers count all collectives of a group, and `init` makes one.)
 
-Where a job hangs and has no record, each process that imports the core prints its stack and its
-last collective when it gets SIGUSR1 (`kill -USR1`), and so it does at a time-out. For any other
-there is `py-spy dump --pid`. PyTorch has a record of its own, the *flight recorder*, with NCCL and
-with gloo; the doctor reads that, too, for calls that the core did not make. With gloo its `state`
-stays "scheduled", and `retired` tells whether a call is through. With NCCL a *watchdog* thread
-looks after each collective. When one is over its time-out, it aborts the communicator and ends the
-process, since the GPU's kernel would wait for ever ([PyTorch's environment variables of
+Where a job hangs and no folder was named, each process that has called `microddp.init()` prints its
+stack and its last collectives when it gets SIGUSR1 (`kill -USR1`). At a time-out the error has
+both. For any other process there is `py-spy dump --pid`. PyTorch has a record of its own, the
+*flight recorder*, with NCCL and with gloo; the doctor reads that, too, for calls that the core did
+not make. Of each call it has a field `state`, which with gloo stays "scheduled", and a field
+`retired`, which tells whether it is through. With NCCL a *watchdog* thread looks after each
+collective, and ends the process when one is over its time-out, since a GPU's kernel that waits
+would wait for ever ([PyTorch's environment variables of
 ProcessGroupNCCL](https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html)).
 
-## Without a restart, in 25 lines
+## Without a restart, in thirty lines
 
 Now a rank that is dead. The survivors are alive, and they have all that it takes to go on: every
 replica has the weights. What is broken is the group. So: make a new one.
@@ -288,13 +293,13 @@ weights, step, generation, group = torch.zeros(3), 0, 0, meet(0, least=3)
 while step < 60:
     if me == 2 and step == 30:
         os.kill(os.getpid(), signal.SIGKILL)
-    share = torch.ones(3) / group.size()
+    share, began = torch.ones(3) / group.size(), time.time()
     try:
         group.allreduce([share]).wait()
     except RuntimeError:
-        generation, lost, group = generation + 1, time.time(), None
+        generation, group = generation + 1, None
         group = meet(generation)
-        print(f"process {me}: {group.size()} left, together again after {time.time() - lost:.2f} s")
+        print(f"process {me}: {group.size()} left, together again in {time.time() - began:.2f} s")
         continue  # the step again
     weights, step = weights + share, step + 1
 print(f"process {me}: {weights.tolist()}")
@@ -320,16 +325,17 @@ assert said.count("[60.0, 60.0, 60.0]") == 2
 
 # %% [markdown]
 r"""
-**Explain.** Sixty steps have summed up to sixty ones, of three ranks at first and of two later. The
-step that was lost was taken again with larger shares. That is the whole idea, and the rest is what
-can go wrong. Who holds the store? Who is *hung*, and comes neither to the collective nor to the
-meeting? What if one dies while they meet? If one rank has finished the step, and another has not?
-And who comes later needs weights and optimizer state from somebody.
+**Explain.** Each weight is 60, one for each step: of three ranks up to the thirtieth, of two from
+there on. The step that was lost was taken again with larger shares. That is the whole idea, and the
+rest is what can go wrong. Who holds the store? Who is *hung*, and comes neither to the collective
+nor to the meeting? What if one dies while they meet? If one rank has finished the step, and another
+has not? And who comes later needs weights and optimizer state from somebody.
 
 `microddp.elastic` answers these. Members keep a connection to a small server, which a member
-starts, and another one if that member dies. It sees who is gone at once, and asks who is silent. A
-step's loss is averaged in one more message, before the weights change: a step is known to all, or
-lost for all. Who is new, or behind, gets the state of a rank that is furthest.
+starts, and another one if that member dies. It sees at once that a process has died, and leaves
+behind who stays silent for two seconds while the others meet. A step's loss is averaged in one more
+message, before the weights change: so who has taken a step has all its samples in it. Who is new,
+or missed the end of a step, gets the state of a rank that is furthest.
 [torchft](https://github.com/meta-pytorch/torchft) does this for clusters of GPUs.
 
 ## What a fault costs
@@ -342,7 +348,7 @@ the last checkpoint being of step $j$. Then a fault costs
 - **elastic**, the step that was lost, and what it takes to build a group and a training anew: that
   part of $R$ which comes after the imports.
 
-**Measure.** The same training four times: without a fault, and in each of these ways with rank 1
+**Measure.** The same training four times: without a fault, and in each of these ways with process 1
 dead after step 30 of 56. Restarts are torchrun's: when one rank dies, it ends all and starts all
 (`--max-restarts`). A checkpoint is written every 8 steps, the last one before the fault after 24.
 In the elastic job a fourth process stands by, and joins after the death. Each step sleeps 20 ms,
@@ -447,20 +453,19 @@ calm = events["no fault"]
 first = next(at for at, what, *_ in calm if what == 1)
 START = first - min(at for at, what, *_ in calm if what == "started")
 BUILD = first - max(at for at, what, *_ in calm if what == "imported")
-END = {way: max(at for at, what, *_ in told if what == 56) for way, told in events.items()}
-STEP = (END["no fault"] - first) / 55
+STEP = (max(at for at, what, *_ in calm if what == 56) - first) / 55
 predicted = {"nothing": START + 30 * STEP, "restart": START + 6 * STEP, "elastic": BUILD + STEP}
 
 # %% tags=["plumbing"]
-comms.print(f"no fault: the job took {END['no fault']:.1f} s, a step {human_seconds(STEP)};")
-comms.print(f"from a process's start to its first step {START:.1f} s, {BUILD:.2f} s after imports")
+comms.print(f"no fault: {START:.1f} s from a process's start to its first step, of which")
+comms.print(f"{BUILD:.2f} s after imports; then {human_seconds(STEP)} a step")
 cost, rows = {}, []
 for way in WAYS[1:]:
     died, _, new = fault(events[way])
     cost[way] = new - died
-    rows.append((way, predicted[way], cost[way], f"{END[way]:.1f} s"))
-headers = ["", "a fault costs, predicted, s", "measured, s", "the job took"]
-comms.print(table(rows, headers, floats=["", ".2f", ".2f", ""]))
+    rows.append((way, predicted[way], cost[way]))
+headers = ["", "a fault costs, predicted, s", "measured, s"]
+comms.print(table(rows, headers, floats=["", ".2f", ".2f"]))
 
 # %% tags=["plumbing"]
 PARTS = ("processes start", "imports", "meet, and read", "steps again")
@@ -481,7 +486,7 @@ figures.stacked_bars(
     {way: recovery(events[way]) for way in WAYS[1:]},
     title=f"From a death to the next new step: {cost['restart']:.1f} s by a restart, "
     f"{cost['elastic']:.2f} s elastic",
-    xlabel="after the death of rank 1",
+    xlabel="after the death of a process",
 )
 
 # %% tags=["plumbing"]
@@ -512,23 +517,25 @@ assert cost["elastic"] < cost["restart"]
 r"""
 **Explain.** A restart costs what a start costs: the processes, Python's imports, the ranks'
 meeting, the state from the disk. Here that is seconds, most of it imports on two cores; in a
-cluster minutes, with a queue for a new machine, and terabytes to read. Elastic has none of this in
-its way, since those who live have started already. It takes longer than to build a group anew,
-because the old one has to be let go first: who still refers to it has to be found, and its threads
-have to end. If the dead rank's process held the server as well, another one is started, and waits
-for a second whether more members come.
+cluster minutes, with a queue for a new machine, and terabytes to read. Elastic has only the
+meeting, and for the newcomer the state as a message: the processes that live have started and
+imported already. It takes longer than to build a group anew, because the old one has to be let go
+first: what still refers to it is looked for in all that Python holds, and its threads are given 50
+ms to end. If the dead process had the server, another one is started, and waits for a second
+whether more members come.
 
 The loss does not show who died: after a restart each step is bitwise what it was without a fault.
-Elastic agrees up to rounding, since fewer ranks add up in another order. The fourth process had its
-imports behind it. If it had not, all would have waited for them, or, as the core does it, the
-others would have gone on as two until it was ready.
+So it is with elastic if the fourth process was there when the others met, for then three ranks go
+on as three did. With fewer, sums are in another order, and agree up to rounding. Had the fourth not
+imported yet, the others would have gone on as two until it was ready.
 
-What does elastic cost where nobody dies? Two numbers are averaged in each step, which takes a
-message's time $\alpha$ or two. And NCCL does not lose a rank and go on with the others, so the
-core's elastic members use gloo. That may be dear. Two published results:
+What does elastic cost where nobody dies? Two numbers are averaged in each step, which takes the
+$2(n-1)\,\alpha$ of a small all-reduce, and waits until the loss is known. And NCCL's way to lose a
+rank, to abort and then to shrink the group, is young, so the core's elastic members use gloo. That
+may be expensive. Two published results:
 
-- Llama 3 restarted: 466 times in 54 days on 16 384 GPUs, 47 of them planned, and trained for more
-  than 90 % of the time ([section 3.3.4](https://arxiv.org/abs/2407.21783), 2024).
+- Llama 3 restarted 466 times in 54 days, and trained for more than 90 % of the time ([section
+  3.3.4](https://arxiv.org/abs/2407.21783), 2024).
 - On 64 H200, with a fault every 45 to 75 minutes, 3000 steps of Llama-4 Scout took 818 minutes with
   restarts and 930 with torchft, whose averages across replicas went over gloo
   ([Clockwork](https://clockwork.io/blog/keeping-distributed-training-running-through-failures), who
@@ -541,7 +548,7 @@ often there is one, has to be held against what readiness costs in every step.
 
 **Predict.** A checkpoint that stops training for $c$ seconds, every $\tau$ seconds, takes the share
 $c/\tau$. A fault loses half an interval on average: with one in $M$ seconds, the share
-$\frac{\tau}{2M}$. And each takes $r$ to read the checkpoint, whatever $\tau$. So
+$\frac{\tau}{2M}$. And each takes $r$ to start again and to read the checkpoint, whatever $\tau$. So
 
 $$ \text{lost} = \frac{c}{\tau} + \frac{\tau}{2M} + \frac{r}{M}, \qquad
 \tau^* = \sqrt{2 c M}. $$
@@ -557,7 +564,7 @@ checkpoint and goes on:
 
 # %%
 few = comms.timed()
-MEAN, STEPS = 0.2, 400  # seconds between faults, steps to make
+MEAN, STEPS = 0.2, 300  # seconds between faults, steps to make
 inputs, targets = (tensor[:32] for tensor in load_digits().train.tensors)
 
 
@@ -567,16 +574,16 @@ def mortal(every, seed, path):
     torch.manual_seed(0)
     chance, model = random.Random(seed), FullMLP(64, depth=8, inputs=64, outputs=10)
     optimizer = torch.optim.Adam(model.parameters())
-    writing, reading, step, made = [], [], 0, 0
-    start = time.perf_counter()
-    fault = start + chance.expovariate(1 / MEAN)
+    reading, step, made, start = [], 0, 0, time.perf_counter()
+    writing = [seconds(save, path, 0, model, optimizer)]
+    fault = time.perf_counter() + chance.expovariate(1 / MEAN)
     while step < STEPS:
-        if step % every == 0:
-            writing.append(seconds(save, path, step, model, optimizer))
         if time.perf_counter() > fault:
             reading.append(seconds(load, path, model, optimizer))
-            step = every * (step // every)
+            step = max(0, every * ((step - 1) // every))
             fault = time.perf_counter() + chance.expovariate(1 / MEAN)
+        elif step and step % every == 0:
+            writing.append(seconds(save, path, step, model, optimizer))
         optimizer.zero_grad()
         cross_entropy(model(inputs), targets).backward()
         optimizer.step()
@@ -603,7 +610,7 @@ def load(path, model, optimizer):
 
 
 # %%
-EVERY, LIVES = (4, 10, 25, 60, 150), 2  # of each rank
+EVERY, LIVES = (4, 10, 25, 60, 150), 4  # of each rank
 with tempfile.TemporaryDirectory() as own:
     newest, seeds = Path(own, "newest.pt"), range(LIVES * few.rank, LIVES * (few.rank + 1))
     lives = [[mortal(every, seed, newest) for seed in seeds] for every in EVERY]
@@ -630,10 +637,12 @@ for i, k in enumerate(EVERY):
     lost[k] = mean_of(lost_share(*life) for each in lives for life in each[i])
     formula[k] = saves / (k * step) + k * step / (2 * MEAN) + loads / MEAN
 best, young = min(lost, key=lost.get), math.sqrt(2 * saves * MEAN) / step
+by_formula = [saves / t + t / (2 * MEAN) + loads / MEAN for t in (young * step, 2 * young * step)]
 
 # %% tags=["plumbing"]
 few.print(f"a step, to save, to read: {', '.join(map(human_seconds, (step, saves, loads)))}")
-few.print(f"Young's interval: {human_seconds(young * step)}, {young:.0f} steps")
+few.print(f"Young's interval: {human_seconds(young * step)}, {young:.0f} steps; by the formula")
+few.print("{:.0%} of the time are lost there, {:.0%} with one twice as long".format(*by_formula))
 rows = [(k, human_seconds(k * step), 100 * formula[k], 100 * lost[k]) for k in EVERY]
 headers = ["steps between", "time", "lost, predicted, %", "measured, %"]
 few.print(table(rows, headers, floats=["", "", ".0f", ".0f"]))
@@ -642,7 +651,7 @@ figures.lines(
         "Young": (EVERY, [100 * v for v in formula.values()]),
         "measured": (EVERY, [100 * v for v in lost.values()]),
     },
-    title=f"Young's interval is {young:.0f} steps; of those tried, {best} lost least",
+    title=f"Young's interval is {young:.0f} steps; in these lives {best} lost least",
     xlabel="steps between checkpoints",
     ylabel="time lost, % of that without faults",
     log="x",
@@ -651,11 +660,11 @@ assert lost[EVERY[0]] > lost[best]
 
 # %% [markdown]
 r"""
-**Explain.** To save too often is dear for certain, too seldom is dear by chance. Each row is the
-mean of a few lives, with a few faults in each, so the larger intervals go by luck. And the formula
-is for intervals that are short against $M$: in one of 150 steps, nearly as long as the time between
-faults, a life may need several tries to get through. Between the two the valley is flat, which is
-why an interval that is right within a factor of two is right.
+**Explain.** To save too often costs something for certain, to save too seldom only if a fault
+comes. Each row is the mean of a few lives, with a few faults in each, so the rows of longer
+intervals depend on luck, and do not tell where exactly the valley lies. By the formula its floor is
+nearly flat: an interval twice as long as the best costs little more. And the formula is for
+intervals that are short against $M$; the longest ones here are not.
 
 What does $c$ mean if a thread writes the file? Only what *stops* training counts: a copy of the
 state. `python -m microddp.train --checkpoint-every N` does so, one at a time. The thread takes a
@@ -696,13 +705,17 @@ is, or some would go on from step 10 and some from step 20: so rank 0 reads, and
 ## Where it breaks: a fault that comes again
 
 Restarts and new groups help against what goes away. A program that is wrong at step 1000 is wrong
-again after a restart. So both are counted: `--max-restarts`, and in the core a step that the same
-members have tried five times is the program's failure. And a GPU that computes wrong numbers raises
-nothing: losses that agree on all ranks prove no more than that the ranks agree.
+again after a restart. So restarts are counted, by `--max-restarts`. In the core an error that is no
+lost connection ends its member at once, and a step that the same members have lost five times
+counts as the program's failure.
+
+A GPU that computes wrong numbers raises nothing at all. That ranks agree on a loss proves no more
+than that they agree.
 
 ## What to take along
 
-- Who waits is innocent. Ask all ranks for their last call, and look at who has not come.
+- Who waits may be innocent. Ask all ranks for their last call, and look at who has not come, or
+  came to another one.
 - Have each rank write down its calls before it makes them: afterwards is too late to ask.
 - A restart costs a start and half an interval, elastic a meeting and a step; readiness costs
   something in each step.

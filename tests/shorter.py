@@ -33,7 +33,7 @@ SHORTER = {
         "text, few, 48, on)": "text, few, 4, on)",
     },
     "11": {"STEPS = 192": "STEPS = 16"},
-    "13": {'"no fault", "nothing", ': '"no fault", ', "STEPS = 0.2, 400": "STEPS = 0.2, 60"},
+    "13": {'"no fault", "nothing", ': '"no fault", ', "STEPS = 0.2, 300": "STEPS = 0.2, 60"},
 }
 
 

@@ -28,9 +28,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-BEGIN = (
-    1.0  # seconds without an arrival after which a job begins, and a new server knows its members
-)
+# Seconds without an arrival after which a job begins, and a new server knows its members.
+BEGIN = 1.0
 HUNG = 2.0  # seconds for which those who came wait for a member that is connected
 TICK = 0.02
 

@@ -215,7 +215,7 @@ class Members:
             len(members),
             here.index(rank),
             len(here),
-            backend="gloo",  # NCCL cannot lose a rank
+            backend="gloo",  # NCCL loses a rank with all that it has under way
             timeout=self.timeout,
         )
 
