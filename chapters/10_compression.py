@@ -428,7 +428,7 @@ def over_links(calls, links, turns):
     seconds = {speed: dict.fromkeys(calls, ()) for speed in links}
     for speed in links * turns:
         few.relink(f"{speed}gbit")
-        for name, timing in measure(calls, few, warmup=1, repeat=4).items():
+        for name, timing in measure(calls, few, warmup=1, repeat=3).items():
             seconds[speed][name] += timing.seconds
     return {v: {name: Timing(s).spread[0] for name, s in of.items()} for v, of in seconds.items()}
 

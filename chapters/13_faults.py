@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from textwrap import fill
 
 import torch
 from torch.distributed import TCPStore
@@ -109,11 +110,15 @@ def diagnosed(mistake):
 
 
 # %% tags=["plumbing"]
+def show_wrapped(said):
+    comms.print("\n".join(fill(line, 94, subsequent_indent="    ") for line in said.splitlines()))
+
+
 def show(*mistakes):
     for mistake in mistakes if STUCK else ():
         with contextlib.redirect_stderr(io.StringIO()):  # they print their stacks, too
             said = diagnosed(mistake)
-        comms.print(f"{mistake.__name__}:\n{said}\n")
+        show_wrapped(f"{mistake.__name__}:\n{said}\n\n")
         assert rank or "not come" in said or "different calls" in said, said
 
 
@@ -232,11 +237,12 @@ def raises_on_one_rank():
         script = Path(folder, "raises.py")
         script.write_text(RAISES)
         start(*TORCHRUN, script, MICRODDP_RECORD=folder).wait(timeout=60)
-        return report(Path(folder)).partition("## The diagnosis")[2].strip()
+        said = report(Path(folder)).partition("## The diagnosis")[2].strip()
+        return said.replace(f"{folder}/", "")
 
 
 said = on_rank_0(raises_on_one_rank)
-comms.print(said)
+show_wrapped(said)
 assert "cannot be read" in said
 
 # %% [markdown]
@@ -517,12 +523,13 @@ assert cost["elastic"] < cost["restart"]
 r"""
 **Explain.** A restart costs what a start costs: the processes, Python's imports, the ranks'
 meeting, the state from the disk. Here that is seconds, most of it imports on two cores; in a
-cluster minutes, with a queue for a new machine, and terabytes to read. Elastic has only the
-meeting, and for the newcomer the state as a message: the processes that live have started and
-imported already. It takes longer than to build a group anew, because the old one has to be let go
-first: what still refers to it is looked for in all that Python holds, and its threads are given 50
-ms to end. If the dead process had the server, another one is started, and waits for a second
-whether more members come.
+cluster minutes, with a queue for a new machine, and terabytes to read. (The first start may be
+slower than the later ones, which find its files in memory; then the prediction is too high.)
+Elastic has only the meeting, and for the newcomer the state as a message: the processes that live
+have started and imported already. It takes longer than to build a group anew, because the old one
+has to be let go first: what still refers to it is looked for in all that Python holds, and its
+threads are given 50 ms to end. If the dead process had the server, another one is started, and
+waits for a second whether more members come.
 
 The loss does not show who died: after a restart each step is bitwise what it was without a fault.
 So it is with elastic if the fourth process was there when the others met, for then three ranks go
@@ -656,7 +663,6 @@ figures.lines(
     ylabel="time lost, % of that without faults",
     log="x",
 )
-assert lost[EVERY[0]] > lost[best]
 
 # %% [markdown]
 r"""

@@ -30,10 +30,16 @@ SHORTER = {
         "FullMLP(512)": "FullMLP(64)",
         "samples, 512, device": "samples, 64, device",
         "STEPS = 144": "STEPS = 20",
+        "load_text(LENGTH, ": "load_text(16, ",
         "text, few, 48, on)": "text, few, 4, on)",
     },
-    "11": {"STEPS = 192": "STEPS = 16"},
-    "13": {'"no fault", "nothing", ': '"no fault", ', "STEPS = 0.2, 300": "STEPS = 0.2, 60"},
+    "11": {"STEPS = 192": "STEPS = 16", "load_text(LENGTH, ": "load_text(16, "},
+    "13": {
+        '"no fault", "nothing", ': '"no fault", ',
+        '"--nproc-per-node=3"': '"--nproc-per-node=2"',
+        '(0, 1, 2, "spare")': "(0, 1)",
+        "STEPS = 0.2, 300": "STEPS = 0.2, 60",
+    },
 }
 
 
