@@ -454,7 +454,7 @@ def fault(told):
     return died, later[0][0], next(at for at, step in later if step > 30)
 
 
-# %%
+# %% tags=["plumbing"]
 calm = events["no fault"]
 first = next(at for at, what, *_ in calm if what == 1)
 START = first - min(at for at, what, *_ in calm if what == "started")
