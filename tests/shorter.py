@@ -35,7 +35,7 @@ SHORTER = {
     },
     "11": {"STEPS = 192": "STEPS = 16", "load_text(LENGTH, ": "load_text(16, "},
     "13": {
-        '"no fault", "nothing", ': '"no fault", ',
+        '"no fault", "nothing", "restart", ': '"no fault", ',
         '"--nproc-per-node=3"': '"--nproc-per-node=2"',
         '(0, 1, 2, "spare")': "(0, 1)",
         "STEPS = 0.2, 300": "STEPS = 0.2, 60",
