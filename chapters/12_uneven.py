@@ -259,13 +259,13 @@ tensor = torch.zeros(4 * MIB // 4, device=senders.device)
 SPEEDS = [1.0, 1.0, 0.1, 1.0][:n] + [1.0] * (n - 4)
 counts = parts_by_speed(tensor.numel(), SPEEDS)
 given = torch.randint(-9, 9, tensor.shape, device=tensor.device).float()  # whose sums are exact
-sums = [given.clone() for _ in range(4)]
-senders.all_reduce(sums[0])
-by_owners(sums[1], senders, counts)
-weighted_all_reduce(sums[2], senders, speeds=SPEEDS)
+expected, *sums = (given.clone() for _ in range(4 if n == 4 else 3))
+senders.all_reduce(expected)
+by_owners(sums[0], senders, counts)
+weighted_all_reduce(sums[1], senders, speeds=SPEEDS)
 if n == 4:
-    by_racks(sums[3], senders)
-assert all(torch.equal(sums[0], each) for each in sums[1 : 4 if n == 4 else 3])
+    by_racks(sums[2], senders)
+assert all(torch.equal(each, expected) for each in sums)
 senders.print("parts in MiB:", ", ".join(f"{4 * count / MIB:.2f}" for count in counts))
 
 # %% [markdown]

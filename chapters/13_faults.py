@@ -411,7 +411,6 @@ if way == "elastic":
         train_elastically(TrainingConfig(**options), members, on_step)
 else:
     with microddp.init() as comms:
-        tell("together")
         train(TrainingConfig(**options), comms, on_step)
 """
 
@@ -423,17 +422,16 @@ def run_job(way):
         script, port = Path(folder, "job.py"), free.getsockname()[1]
         script.write_text(JOB)
         free.close()
-        arguments, began = (script, way, folder), time.time()
+        arguments = script, way, folder
         if way == "elastic":
             jobs = [start(*arguments, member, port) for member in (0, 1, 2, "spare")]
         else:
             jobs = [start(*TORCHRUN, "--max-restarts=1", *arguments, 0, 0)]
         ends = [job.wait(timeout=100) for job in jobs]
-        if sorted(ends)[-1] != 0:
+        if max(ends) != 0:
             raise RuntimeError(f"{way}: expected jobs that end well, got {ends}")
         logs = [path.read_text().splitlines() for path in Path(folder).glob("*.log")]
-    events = [(*json.loads(line), i) for i, log in enumerate(logs) for line in log]
-    return [(at - began, *event) for at, *event in sorted(events, key=lambda event: event[0])]
+    return sorted((json.loads(line) for log in logs for line in log), key=lambda event: event[0])
 
 
 # %%
@@ -498,7 +496,7 @@ figures.stacked_bars(
 # %% tags=["plumbing"]
 began = {way: min(t for t, what, *_ in told if what == 1) for way, told in events.items()}
 curves = {
-    way: [(t - began[way], loss) for t, _, loss, _ in told if loss] for way, told in events.items()
+    way: [(t - began[way], loss) for t, _, loss in told if loss] for way, told in events.items()
 }
 figures.lines(
     {way: tuple(zip(*curve, strict=True)) for way, curve in curves.items()},
@@ -512,7 +510,7 @@ figures.lines(
 )
 
 # %%
-losses = {way: {step: loss for _, step, loss, _ in told if loss} for way, told in events.items()}
+losses = {way: {step: loss for _, step, loss in told if loss} for way, told in events.items()}
 assert all(losses[way] == losses["no fault"] for way in WAYS[:-1]), "bitwise"
 off = max(abs(losses["elastic"][k] - losses["no fault"][k]) for k in losses["no fault"])
 comms.print(f"restart: bitwise the losses without a fault; elastic: off by {off:.0e} at most")

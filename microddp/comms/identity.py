@@ -163,11 +163,13 @@ class Identity:
         while self._parts:
             self._parts.pop()._leave(end)
         group, self._group = self._group, None
-        if group is dist.group.WORLD and group is not None:
+        if group is None:
+            return
+        if group is dist.group.WORLD:
             self._record.left()
-        elif group is not None:
+        else:
             self._record.left(group.group_name, self._members)
-        if group is not None and dist.is_initialized():
+        if dist.is_initialized():
             end(None if group is dist.group.WORLD else group)
 
     def __repr__(self) -> str:
