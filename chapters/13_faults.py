@@ -629,6 +629,10 @@ def lost_share(total, writing, reading, made):
     return total / (STEPS * step) - 1
 
 
+def share_by_formula(interval):
+    return saves / interval + interval / (2 * MEAN) + loads / MEAN
+
+
 def mean_of(values):
     values = list(values)
     return sum(values) / max(1, len(values))
@@ -640,9 +644,9 @@ step = mean_of((t - sum(writing) - sum(reading)) / made for t, writing, reading,
 lost, formula = {}, {}
 for i, k in enumerate(EVERY):
     lost[k] = mean_of(lost_share(*life) for each in lives for life in each[i])
-    formula[k] = saves / (k * step) + k * step / (2 * MEAN) + loads / MEAN
+    formula[k] = share_by_formula(k * step)
 best, young = min(lost, key=lost.get), math.sqrt(2 * saves * MEAN) / step
-by_formula = [saves / t + t / (2 * MEAN) + loads / MEAN for t in (young * step, 2 * young * step)]
+by_formula = [share_by_formula(t) for t in (young * step, 2 * young * step)]
 
 # %% tags=["plumbing"]
 few.print(f"a step, to save, to read: {', '.join(map(human_seconds, (step, saves, loads)))}")
