@@ -16,3 +16,4 @@ from microddp.comms.mesh import get, register_mesh
 from microddp.comms.pending import Exchange, Pending
 from microddp.comms.place import locate
 from microddp.comms.record import Entry, name_members
+from microddp.comms.witness import torch_calls

@@ -46,12 +46,15 @@ class Identity:
         box: the hosts in a box and their links, where the ranks run on such.
         most_rounds: of one measurement; ``None``: as many as are asked for.
         debug: whether the ranks compare what they are about to do.
+        joined: whether somebody else has made the group, who will also end it.
         through_host: whether tensors travel by way of main memory. gloo moves CUDA tensors only in
             all-reduce and broadcast.
 
     Raises:
         ValueError: the group has no backend for the device.
     """
+
+    joined = False
 
     def __init__(
         self,
@@ -169,7 +172,7 @@ class Identity:
             self._record.left()
         else:
             self._record.left(group.group_name, self._members)
-        if dist.is_initialized():
+        if dist.is_initialized() and not self.joined:
             end(None if group is dist.group.WORLD else group)
 
     def __repr__(self) -> str:

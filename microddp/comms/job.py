@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import time
+import weakref
 from datetime import timedelta
 
 import torch
@@ -28,10 +29,14 @@ from microddp.comms.witness import answer_signals, tell_of_the_end
 TORCHRUN_NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 TORCHRUN_VARIABLES = (*TORCHRUN_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
 _joined = itertools.count()
+_formed: weakref.ref[dist.ProcessGroup] | None = None  # the group that was made here, if it is left
 
 
 def init(backend: str | None = None, timeout: float | None = None) -> Comms:
     """Join the job that ``torchrun`` started; without torchrun, be a job of one rank.
+
+    Where somebody else has called ``torch.distributed.init_process_group()`` in this process, as
+    ``nbdistributed`` does in a notebook's workers, join that group, and leave it to them to end it.
 
     Ranks compute on their own GPU over NCCL where there is one for each, all on the GPUs there are
     over gloo where there are fewer, and on CPU over gloo where there is none. It does not matter
@@ -41,22 +46,25 @@ def init(backend: str | None = None, timeout: float | None = None) -> Comms:
     Args:
         backend: ``"gloo"`` or ``"nccl"`` instead of that choice.
         timeout: seconds to wait for the other ranks, in each operation. Default:
-            ``MICRODDP_TIMEOUT``, or 300. :class:`~microddp.Comms` says what happens then.
+            ``MICRODDP_TIMEOUT``, or 300. :class:`~microddp.Comms` says what happens then. A
+            group that is there already keeps its own.
 
     Raises:
         ValueError: the environment is incomplete or contradicts itself, the time-out or
             ``MICRODDP_ROUNDS`` is not a positive number, the backend is unknown, or
             ``MICRODDP_RECORD`` names no folder that can be written to.
-        RuntimeError: called a second time, the backend is not built or lacks a device, or the
-            other ranks could not be reached in time.
+        RuntimeError: called a second time, the backend is not built or lacks a device, the other
+            ranks could not be reached in time, or the group that is there has another backend.
     """
-    if dist.is_initialized():
-        raise RuntimeError(
-            f"rank {dist.get_rank()}: microddp.init() was called before in this process; "
-            "close the first Comms, or pass it on"
-        )
     seconds = patience(timeout)
     most_rounds()  # an error of the environment's is told before there is anything to close
+    if dist.is_initialized():
+        if _formed is not None and _formed() is dist.group.WORLD:
+            raise RuntimeError(
+                f"rank {dist.get_rank()}: microddp.init() was called before in this process; "
+                "close the first Comms, or pass it on"
+            )
+        return _join_group(backend)
     environment = _torchrun_environment()
     rank, world_size = environment["RANK"], environment["WORLD_SIZE"]
     local_rank, local_world_size = environment["LOCAL_RANK"], environment["LOCAL_WORLD_SIZE"]
@@ -92,6 +100,33 @@ def init(backend: str | None = None, timeout: float | None = None) -> Comms:
     return comms
 
 
+def _join_group(backend: str | None) -> Comms:
+    """The ``Comms`` of the group of all ranks that somebody else has made."""
+    gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
+    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    comms = Comms.of_group(None, device)
+    comms.joined = True
+    if backend not in (None, comms.backend):
+        raise RuntimeError(
+            f"rank {comms.rank}: expected a group with backend {backend!r}, got one with "
+            f"{comms.backend!r}, which was made before"
+        )
+    _prepare(comms.rank, comms.world_size, comms.local_world_size, device)
+    if comms.backend == "gloo" and comms.world_size > 1:
+        schedule_threads("batch")
+    return comms
+
+
+def _prepare(rank: int, world_size: int, local_world_size: int, device: torch.device) -> None:
+    """Set up what a rank computes on, and what it tells of itself."""
+    start_record(rank, world_size, answers=answer_signals())
+    tell_of_the_end()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(_threads(local_world_size))
+
+
 def form_group(
     store: Store,
     rank: int,
@@ -117,14 +152,10 @@ def form_group(
         ValueError: ``MICRODDP_RECORD`` names no folder that can be written to.
         RuntimeError: the others could not be reached in time, or the backend lacks a device.
     """
-    start_record(rank, world_size, answers=answer_signals())
-    tell_of_the_end()
+    global _formed
     gpus = torch.cuda.device_count()
     device = torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(_threads(local_world_size))
+    _prepare(rank, world_size, local_world_size, device)
     backend = _choose_backend(backend, store, rank, world_size, device)
     if backend == "gloo" and world_size > 1:
         schedule_threads("batch")
@@ -137,6 +168,7 @@ def form_group(
         device_id=device if backend == "nccl" else None,
     )
     assert dist.group.WORLD is not None
+    _formed = weakref.ref(dist.group.WORLD)
     comms = Comms(dist.group.WORLD, device, local_rank, local_world_size, timeout)
     try:
         # A rank that left at once would break the connections that others are still making.

@@ -116,17 +116,24 @@ def _tell_at_exit() -> None:
         _write_torch_calls(record)
 
 
-def _write_torch_calls(record: Record) -> None:
-    """Write the last collectives that PyTorch has recorded, with places as our record has them.
+def torch_calls(*, stacks: bool = False) -> list[dict[str, Any]] | None:
+    """The last collectives of this process that PyTorch recorded; ``None`` without its recorder.
 
     Its flight recorder is on by default, for NCCL as for gloo (PyTorch 2.11, 2.13 and 2.15). It
     has also what does not go through ``Comms``, but gloo's entries stay "scheduled": whether one
-    is over is in their field "retired". Only its pickle tells the stacks.
+    is over is in their field "retired". gloo's messages are not in it. Only its pickle tells the
+    stacks, of which the first take it half a second.
     """
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)  # a private name
-    if dump is None or record.folder is None:
+    return None if dump is None else pickle.loads(dump(True, stacks, False)).get("entries", [])
+
+
+def _write_torch_calls(record: Record) -> None:
+    """Write the last collectives that PyTorch has recorded, with places as our record has them."""
+    entries = torch_calls(stacks=True)
+    if entries is None or record.folder is None:
         return
-    entries: list[dict[str, Any]] = pickle.loads(dump()).get("entries", [])[-TORCH_CALLS:]
+    entries = entries[-TORCH_CALLS:]
     for entry in entries:
         entry["place"] = place((f["filename"], f["line"]) for f in entry.pop("frames", []))
     _write(record, "torch.json", json.dumps(entries))

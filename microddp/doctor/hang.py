@@ -33,11 +33,37 @@ def report(folder: Path) -> str:
     Raises:
         ValueError: there is no record, or a file there is none.
     """
-    states = {rank: _process(history) for rank, history in _newest_job(folder).items()}
-    running = [
-        history for rank, history in _newest_job(folder).items() if states[rank] == "running"
+    histories, ranks = examine(folder)
+    now = time.time_ns()
+    rows = []
+    for number, history in histories.items():
+        process = f"{history.pid} on {history.host}, {ranks[number].process}"
+        rows.append((number, process, "".join(whereabouts(ranks[number], now))))
+    script, world_size = history.script, history.world_size  # all have the same
+    lines = [
+        f"# {script} on {world_size} ranks, from their records in {folder}\n",
+        "## The ranks\n\nThe number of a collective counts those of its group of ranks.\n",
+        f"```text\n{table(rows, ['rank', 'process', 'where'])}\n```\n",
+        f"## The diagnosis\n\n{diagnose(ranks, world_size, now)}",
     ]
-    answered = _ask(running)
+    running = [number for number, rank in ranks.items() if rank.process == "running"]
+    if running:
+        lines.append("\n## Where they are in the program, innermost last\n")
+    for number in running:
+        frames = "; ".join(ranks[number].stack)
+        silence = f"no answer; py-spy dump --pid {histories[number].pid} may tell"
+        lines.append(f"- rank {number}: {frames or silence}")
+    return "\n".join(lines)
+
+
+def examine(folder: Path) -> tuple[dict[int, History], dict[int, Rank]]:
+    """The records of the last job that left some in a folder, and what is known of its ranks now.
+
+    Raises:
+        ValueError: there is no record, or a file there is none.
+    """
+    states = {rank: _process(history) for rank, history in _newest_job(folder).items()}
+    answered = _ask(h for rank, h in _newest_job(folder).items() if states[rank] == "running")
     histories = _newest_job(folder)  # as they were when the ranks answered
     torch_calls = _torch_calls(histories.values())
     ranks = {
@@ -49,25 +75,7 @@ def report(folder: Path) -> str:
         )
         for rank, history in histories.items()
     }
-    now = time.time_ns()
-    rows = []
-    for number, history in histories.items():
-        process = f"{history.pid} on {history.host}, {states[number]}"
-        rows.append((number, process, "".join(whereabouts(ranks[number], now))))
-    script, world_size = history.script, history.world_size  # all have the same
-    lines = [
-        f"# {script} on {world_size} ranks, from their records in {folder}\n",
-        "## The ranks\n\nThe number of a collective counts those of its group of ranks.\n",
-        f"```text\n{table(rows, ['rank', 'process', 'where'])}\n```\n",
-        f"## The diagnosis\n\n{diagnose(ranks, world_size, now)}",
-    ]
-    if running:
-        lines.append("\n## Where they are in the program, innermost last\n")
-    for history in running:
-        frames = "; ".join(ranks[history.rank].stack)
-        silence = f"no answer; py-spy dump --pid {history.pid} may tell"
-        lines.append(f"- rank {history.rank}: {frames or silence}")
-    return "\n".join(lines)
+    return histories, ranks
 
 
 def _newest_job(folder: Path) -> dict[int, History]:
@@ -100,11 +108,11 @@ def _process(history: History) -> str:
 
 def _ask(histories: Iterable[History]) -> set[int]:
     """Send processes SIGUSR1, and return the ranks that have answered."""
-    stacks = {history.rank: history.file("stack") for history in histories if history.answers}
+    able = [history for history in histories if history.answers]  # others it would end
+    stacks = {history.rank: history.file("stack") for history in able}
     before = {rank: _changed(stack) for rank, stack in stacks.items()}
-    for history in histories:
-        if history.answers:  # another process it would end
-            os.kill(history.pid, signal.SIGUSR1)
+    for history in able:
+        os.kill(history.pid, signal.SIGUSR1)
     answered: set[int] = set()
     end = time.monotonic() + PATIENCE
     while len(answered) < len(stacks) and time.monotonic() < end:

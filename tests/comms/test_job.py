@@ -121,6 +121,30 @@ def test_a_second_init_is_refused_until_the_first_is_closed(comms):
         assert again.all_gather(torch.tensor(again.rank)).tolist() == [0, 1]
 
 
+def join_a_group_of_others():
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    for _ in range(2):  # as when a notebook's cells are run again
+        with microddp.init() as comms:
+            assert comms.group is group
+            assert torch.get_num_threads() == max(1, cpu_cores() // comms.world_size)
+            assert comms.all_gather(torch.tensor(comms.rank)).tolist() == [0, 1]
+            part = comms.subgroup([1])
+        assert dist.is_initialized()  # who made it may go on with it
+        assert part is None or part._group is None
+    with pytest.raises(RuntimeError, match="with backend 'nccl', got one with 'gloo'"):
+        microddp.init("nccl")
+    dist.barrier()
+    dist.destroy_process_group()
+    with microddp.init() as comms:
+        assert comms.group is not group
+    assert not dist.is_initialized()
+
+
+def test_a_group_that_somebody_else_made_is_joined_and_left_to_them():
+    run(join_a_group_of_others, 2, join=False)
+
+
 @pytest.mark.parametrize(
     ("nccl", "backend", "error", "message"),
     [
