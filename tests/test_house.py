@@ -20,6 +20,7 @@ FLOORS = (
     ("schedule",),
     ("performance", "figures", "workloads"),
     ("train", "bench", "doctor"),
+    ("labs",),
 )
 FLOOR = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 

@@ -1,0 +1,1 @@
+"""What each lab asks for, counts and compares: a module for each."""

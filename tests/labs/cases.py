@@ -1,0 +1,74 @@
+"""Scripts that readers may hand in: of each lab two that are right, and many that are not."""
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+from microddp.labs.catalogue import LABS
+from microddp.labs.job import run_job
+from microddp.labs.results import explain
+from microddp.labs.skeleton import skeleton
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Case:
+    """A script.
+
+    Attributes:
+        lab: which it is for.
+        name: what is right or wrong with it.
+        script: its text.
+        says: what the check must say of it, as a regular expression; none if it is right.
+    """
+
+    lab: str
+    name: str
+    script: str
+    says: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.lab}: {self.name}"
+
+
+def cases(lab: str) -> list[Case]:
+    """All scripts for a lab."""
+    solution = LABS[lab].solution.read_text()
+    given = skeleton(solution, LABS[lab].functions)
+    found = [
+        Case(lab, "the skeleton", given, "is not written yet"),
+        Case(lab, "the solution", solution),
+        Case(lab, "a second solution", (HERE / "second" / f"{lab}.py").read_text()),
+    ]
+    spec = importlib.util.spec_from_file_location(f"wrong_{lab}", HERE / "wrong" / f"{lab}.py")
+    wrong = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(wrong)
+    for name, (replacements, says) in wrong.WRONG.items():
+        found.append(Case(lab, name, replaced(solution, replacements), says))
+    return found
+
+
+def replaced(text: str, replacements: dict[str, str]) -> str:
+    """The text with parts replaced.
+
+    Raises:
+        ValueError: a part is not there.
+    """
+    for old, new in replacements.items():
+        if old not in text:
+            raise ValueError(f"expected {old!r} in the solution")
+        text = text.replace(old, new)
+    return text
+
+
+def verdict(case: Case, folder: Path) -> str:
+    """What the checks say of a script; empty if it passes all of them that can run here."""
+    lab = LABS[case.lab]
+    script = folder / f"{case.lab}.py"
+    script.write_text(case.script)
+    for stage in lab.stages:
+        outcome = run_job(lab, script, stage)
+        if outcome.failure:
+            return explain(lab, outcome)
+    return ""

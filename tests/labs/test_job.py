@@ -1,0 +1,222 @@
+"""Whatever a reader's script does, the checker says so within seconds, and nothing is left."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing import forkserver
+
+import psutil
+import pytest
+from cases import replaced
+
+from microddp.labs.catalogue import find
+from microddp.labs.job import run_job
+from microddp.labs.lab import Stage
+from microddp.labs.rank import LOADING
+from microddp.labs.results import explain
+
+LAB = find("02")
+RIGHT = LAB.solution.read_text()
+FIRST = "every rank ends with the sum"
+ON_RANK_1 = "    rank, n = comms.rank, comms.world_size\n    if rank == 1:\n        "
+
+
+def begins_with(line):
+    """The right solution, with a line more on rank 1."""
+    return replaced(
+        RIGHT, {"    rank, n = comms.rank, comms.world_size\n": ON_RANK_1 + line + "\n"}
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _server(tmp_path_factory):
+    """What ranks are forked from is there before the first test, and stays."""
+    folder = tmp_path_factory.mktemp("server")
+    (folder / "lab02_ring.py").write_text(RIGHT)
+    assert run_job(LAB, folder / "lab02_ring.py", Stage("", 1)).failure is None
+
+
+def said(script, folder, ranks=2):
+    """The title that failed, and what is said of it; nothing is left of the job's processes."""
+    path = folder / "lab02_ring.py"
+    path.write_text(script)
+    before = set(psutil.Process().children(recursive=True))
+    begun = time.monotonic()
+    outcome = run_job(LAB, path, Stage("", ranks))
+    assert time.monotonic() - begun < LAB.patience + 15
+    server = forkserver._forkserver._forkserver_pid
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert [p for p in left if p.pid != server and p.is_running()] == []
+    if outcome.failure is None:
+        return "", ""
+    return outcome.failure.title, " ".join(explain(LAB, outcome).split())
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "raise KeyError('layer')",
+            "rank 1: Traceback.*lab02_ring.py.* in ring_all_reduce.*KeyError",
+        ),
+        ("import sys; sys.exit()", r"rank 1: it called exit\(None\) A function returns instead"),
+        ("import os; os._exit(3)", "rank 1: its process ended with code 3, without a word"),
+        ("import os; os.kill(os.getpid(), 11)", "rank 1: its process ended by signal SIGSEGV"),
+        ("import os; os.killpg(0, 9)", "rank 1: its process ended by signal SIGKILL"),
+        ("comms.close()", "rank 1: .*these Comms are closed"),
+        ("torch.ones(1 << 33)", "allocate memory.* A rank may take 2 GiB more"),
+        ("bytearray(1 << 33)", "MemoryError.* A rank may take 2 GiB more"),
+        ("open('big', 'wb').truncate(1 << 40)", "File too large"),
+        ("input()", "EOF|lost|Bad file descriptor"),
+    ],
+)
+def test_a_rank_that_ends_is_named(line, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    title, text = said(begins_with(line), tmp_path)
+    assert title == FIRST
+    assert re.search(message, text), text
+    assert "rank 0:" not in text  # it waits, but not by its own fault
+
+
+@pytest.mark.parametrize(
+    ("line", "where"),
+    [
+        (
+            "while True: pass",
+            r"rank 1: in no call; .*now at .*lab02_ring.py:\d+ in ring_all_reduce",
+        ),
+        ("import time; time.sleep(99)", "rank 1: in no call; .* in ring_all_reduce"),
+        (
+            "comms.recv(tensor, 0); comms.recv(tensor, 0)",
+            r"rank 1: waiting in recv\(float64 \(12,\)",
+        ),
+    ],
+)
+def test_of_a_hang_each_ranks_line_is_told(line, where, tmp_path):
+    title, text = said(begins_with(line), tmp_path)
+    assert title == FIRST
+    assert "Nothing moved any more" in text
+    assert re.search(r"rank 0: waiting in sendrecv\(.*lab02_ring.py:\d+", text), text
+    assert re.search(where, text), text
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("comms.on_send = None", None),
+        ("type(comms).sendrecv = lambda *a, **k: None", "Comms.sendrecv"),
+        ("import microddp.comms as c; c.MessageCounter._record = print", "MessageCounter._record"),
+        ("import time; time.time_ns = lambda: 0", "time.time_ns"),
+        ("from microddp.labs import bench; bench.Wrong = ValueError", "microddp.labs.bench.Wrong"),
+        (
+            "from microddp.labs.bench import Bench; Bench.expect = lambda *a: None",
+            "Bench.expect",
+        ),
+        ("torch.distributed.all_reduce = print", "torch.distributed.all_reduce"),
+    ],
+)
+def test_what_counts_cannot_be_replaced_unnoticed(line, name, tmp_path):
+    _, text = said(begins_with(line), tmp_path)
+    if name is None:  # then nothing is counted, and so few bytes make no sum
+        assert "What is sent past comms is not counted" in text
+    else:
+        assert f"another {name}" in text
+        assert "The script replaces what the check relies on." in text
+
+
+def test_messages_of_torchs_own_are_counted(tmp_path):
+    twice = "    rank, n = comms.rank, comms.world_size\n"
+    twice += "    sent = dist.isend(tensor.clone(), (rank + 1) % n)\n"
+    script = replaced(
+        RIGHT,
+        {
+            "    rank, n = comms.rank, comms.world_size\n": twice
+            + "    dist.recv(torch.empty_like(tensor), (rank - 1) % n)\n    sent.wait()\n",
+            "import microddp\n": "import microddp\nimport torch.distributed as dist\n",
+        },
+    )
+    title, text = said(script, tmp_path)
+    assert title == "2(n-1)/n of the tensor in bytes"
+    assert "got 8000 bytes in 3 messages" in text
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("def ring_all_reduce(tensor, comms:\n", "rank 0: .*SyntaxError"),
+        ("import nothing_of_this_name\n", "ModuleNotFoundError"),
+        ("def ring(tensor, comms): ...\n", "expected lab02_ring.py to define ring_all_reduce"),
+        ("import os\nos._exit(0)\n", "its process ended with code 0, without a word"),
+        ("import microddp\nmicroddp.init()\n", 'was called before.*Only a cell tagged "try"'),
+    ],
+)
+def test_a_script_that_cannot_be_loaded(script, message, tmp_path):
+    title, text = said(script, tmp_path, ranks=1)
+    assert title == LOADING
+    assert re.search(message, text), text
+
+
+def test_cells_to_try_are_left_out_and_lines_keep_their_numbers(tmp_path):
+    script = f'# %% tags=["try"]\nraise SystemExit\n\n\n# %%\n{begins_with("1 / 0")}'
+    title, text = said(script, tmp_path)
+    number = script.splitlines().index("        1 / 0") + 1
+    assert title == FIRST
+    assert re.search(
+        rf"lab02_ring.py\", line {number}, in ring_all_reduce .*ZeroDivisionError", text
+    )
+
+
+def test_what_a_script_prints_is_shown_with_its_rank(tmp_path):
+    chatty = "print('here', n); import os; os.system('echo there'); 1 / 0"
+    _, text = said(begins_with(chatty), tmp_path)
+    assert "Printed meanwhile: [rank 1] here 2 [rank 1] there" in text
+
+
+def test_a_script_that_prints_without_end_is_stopped(tmp_path):
+    title, text = said(begins_with("while True: print('x' * 1000000)"), tmp_path)
+    assert title == FIRST
+    assert len(text) < 20000
+
+
+def test_processes_and_threads_that_a_script_starts_end_with_it(tmp_path):
+    starts = (
+        "import subprocess, threading, time; subprocess.Popen(['sleep', '98765']); "
+        "threading.Thread(target=time.sleep, args=(98765,)).start()"
+    )
+    assert said(begins_with(starts), tmp_path) == ("", "")
+    time.sleep(0.2)
+    asleep = subprocess.run(["pgrep", "-f", "sleep 98765"], capture_output=True, text=True)
+    assert asleep.stdout == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_of_a_checker_that_is_stopped(number, tmp_path):
+    (tmp_path / "my_work").mkdir()
+    folders = tmp_path / "tmp"
+    folders.mkdir()
+    script = tmp_path / "my_work/lab02_ring.py"
+    script.write_text(begins_with("open('begun', 'w').close()\n        while True: pass"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "microddp.labs", "check", "02"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(folders)},
+        start_new_session=True,
+    )
+    end = time.monotonic() + 60
+    while not (tmp_path / "begun").exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    assert len(ranks) >= 3  # the server, and two ranks
+    process.send_signal(number)
+    process.communicate(timeout=20)
+    assert process.returncode != 0
+    _, alive = psutil.wait_procs(ranks, timeout=10)
+    assert alive == []
+    if number != signal.SIGKILL:
+        assert not list(folders.glob("microddp-lab-*"))
