@@ -138,7 +138,8 @@ class Bench:
             raise Wrong(f"{what} of {expected.dtype}", f"{got.dtype}")
 
         def agrees(other: torch.Tensor) -> bool:
-            return torch.allclose(got, other, rtol=rtol, atol=atol, equal_nan=True)
+            alike = got.shape == other.shape
+            return alike and torch.allclose(got, other, rtol=rtol, atol=atol, equal_nan=True)
 
         if agrees(expected):
             return

@@ -237,18 +237,14 @@ def _limit(kind: int, most: int) -> None:
 
 
 def _count_torchs_messages(comms: microddp.Comms) -> None:
-    """Have messages counted, too, that ``torch.distributed`` sends itself."""
-    for name in ("send", "isend"):
-        function = getattr(c10d, name)
-        for module in (dist, c10d):
-            setattr(module, name, _counted(function, comms))
+    """Have messages counted, too, that ``torch.distributed`` sends: all by way of ``isend``."""
+    isend = c10d.isend
 
-
-def _counted(function: Callable[..., Any], comms: microddp.Comms) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def send(tensor: Any, dst: Any = None, group: Any = None, tag: int = 0, **to: Any) -> Any:
+    @functools.wraps(isend)
+    def counted(tensor: Any, dst: Any = None, group: Any = None, tag: int = 0, **to: Any) -> Any:
         if comms.on_send:
             comms.on_send(tensor, to.get("group_dst", dst))
-        return function(tensor, dst, group, tag, **to)
+        return isend(tensor, dst, group, tag, **to)
 
-    return send
+    for module in (dist, c10d):
+        vars(module)["isend"] = counted

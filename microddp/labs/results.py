@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from microddp.comms import name_ranks
-from microddp.labs.job import Failure, Outcome
 from microddp.labs.lab import Lab
+from microddp.labs.listener import Failure, Outcome
 from microddp.labs.rank import Failed
 from microddp.report import table
 

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from microddp.labs.job import Outcome
 from microddp.labs.lab import Lab
+from microddp.labs.listener import Outcome
 from microddp.labs.skeleton import skeleton
 from microddp.report import whole_file
 

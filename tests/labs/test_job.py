@@ -21,7 +21,8 @@ from microddp.labs.results import explain
 LAB = find("02")
 RIGHT = LAB.solution.read_text()
 FIRST = "every rank ends with the sum"
-ON_RANK_1 = "    rank, n = comms.rank, comms.world_size\n    if rank == 1:\n        "
+FIRST_LINE = "    rank, n = comms.rank, comms.world_size\n"
+ON_RANK_1 = f"{FIRST_LINE}    if rank == 1:\n        "
 
 
 def begins_with(line):
@@ -64,8 +65,8 @@ def said(script, folder, ranks=2):
         ),
         ("import sys; sys.exit()", r"rank 1: it called exit\(None\) A function returns instead"),
         ("import os; os._exit(3)", "rank 1: its process ended with code 3, without a word"),
-        ("import os; os.kill(os.getpid(), 11)", "rank 1: its process ended by signal SIGSEGV"),
-        ("import os; os.killpg(0, 9)", "rank 1: its process ended by signal SIGKILL"),
+        ("import os; os.kill(os.getpid(), 11)", "rank 1: its process ended by SIGSEGV"),
+        ("import os; os.killpg(0, 9)", "rank 1: its process ended by SIGKILL"),
         ("comms.close()", "rank 1: .*these Comms are closed"),
         ("torch.ones(1 << 33)", "allocate memory.* A rank may take 2 GiB more"),
         ("bytearray(1 << 33)", "MemoryError.* A rank may take 2 GiB more"),
@@ -95,7 +96,8 @@ def test_a_rank_that_ends_is_named(line, message, tmp_path, monkeypatch):
         ),
     ],
 )
-def test_of_a_hang_each_ranks_line_is_told(line, where, tmp_path):
+def test_of_a_hang_each_ranks_line_is_told(line, where, tmp_path, monkeypatch):
+    monkeypatch.setattr(LAB, "patience", 2.0)
     title, text = said(begins_with(line), tmp_path)
     assert title == FIRST
     assert "Nothing moved any more" in text
@@ -127,18 +129,23 @@ def test_what_counts_cannot_be_replaced_unnoticed(line, name, tmp_path):
         assert "The script replaces what the check relies on." in text
 
 
-def test_messages_of_torchs_own_are_counted(tmp_path):
-    twice = "    rank, n = comms.rank, comms.world_size\n"
-    twice += "    sent = dist.isend(tensor.clone(), (rank + 1) % n)\n"
-    script = replaced(
-        RIGHT,
-        {
-            "    rank, n = comms.rank, comms.world_size\n": twice
-            + "    dist.recv(torch.empty_like(tensor), (rank - 1) % n)\n    sent.wait()\n",
-            "import microddp\n": "import microddp\nimport torch.distributed as dist\n",
-        },
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        "sent = dist.isend(copy, right); dist.recv(copy.clone(), left); sent.wait()",
+        "dist.recv(copy, left) if rank else dist.send(copy, 1); "
+        "dist.send(copy, 0) if rank else dist.recv(copy, left)",
+        "both = [dist.P2POp(dist.isend, copy, right), dist.P2POp(dist.irecv, copy.clone(), left)]; "
+        "[work.wait() for work in dist.batch_isend_irecv(both)]",
+    ],
+)
+def test_messages_of_torchs_own_are_counted(exchange, tmp_path):
+    """A whole tensor more than needed."""
+    more = (
+        f"{FIRST_LINE}    copy, right, left = tensor.clone(), 1 - rank, 1 - rank\n    {exchange}\n"
     )
-    title, text = said(script, tmp_path)
+    imports = {"import microddp\n": "import microddp\nimport torch.distributed as dist\n"}
+    title, text = said(replaced(RIGHT, {FIRST_LINE: more} | imports), tmp_path)
     assert title == "2(n-1)/n of the tensor in bytes"
     assert "got 8000 bytes in 3 messages" in text
 

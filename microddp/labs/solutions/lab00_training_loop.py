@@ -64,7 +64,7 @@ def train(
         began = now()
         loss = loss_fn(model(x), y)
         forward = now()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         backward = now()
         optimizer.step()
         stepped = now()

@@ -56,7 +56,7 @@ def split_step(
         replica.zero_grad()
         if len(inputs) > 0:
             loss = loss_fn(replica(inputs), targets) * len(inputs) / batch
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total += loss.item()
     for copies in zip(*(replica.parameters() for replica in replicas), strict=True):
         gradients = [p.grad for p in copies if p.grad is not None]

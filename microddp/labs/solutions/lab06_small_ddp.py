@@ -95,7 +95,7 @@ class SmallDDP(nn.Module):
                     parameter.grad = part.view_as(parameter)
 
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(gradient_came)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(gradient_came)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, and announce to the next backward whether it averages.

@@ -1,0 +1,63 @@
+"""Functions that name a cause as people really do."""
+
+GATHERED = "    ranks = comms.all_gather_data(mine)\n"
+SLOW = """    work = [sum(times[part] for part in WORK) for times in ranks]
+    for rank in range(len(work)):
+        others = work[:rank] + work[rank + 1 :]
+        if work[rank] > 2 * max(others):
+            return f"slow rank {rank}"
+"""
+MEDIAN = "statistics.median(times[1:]) for part"
+STARTS = 'return "many messages" if len(job.sizes) * start > transfer / 2 else "slow network"'
+
+# What is wrong: what is replaced in the solution, and what the check must say of it.
+WRONG = {
+    "nothing is measured": (
+        {"    seconds: dict[str, list[float]] = {}\n": '    return "loading"\n    seconds = {}\n'},
+        "No step of the job was taken: measure",
+    ),
+    "who waits": (
+        {"sum(times[part] for part in WORK)": 'times["average"]'},
+        "Who averages longest came first",
+    ),
+    "rank 0's times only": (
+        {GATHERED: GATHERED + "    ranks = ranks[:1]\n", SLOW: ""},
+        "because ranks wait in it for another one",
+    ),
+    "a slow rank taken for a slow network": (
+        {SLOW: "", 'min(times["average"]': 'max(times["average"]'},
+        "because ranks wait in it for another one",
+    ),
+    "each rank by its own times": (
+        {GATHERED: "    ranks = [mine]\n", SLOW: ""},
+        "The ranks decided by different numbers. Gather the times of all",
+    ),
+    "one rank loads slowly": (
+        {SLOW: "", 'min(times["load"]': 'max(times["load"]'},
+        "One rank alone loads slowly|because ranks wait",
+    ),
+    "the first step counts": (
+        {MEDIAN: "statistics.mean(times) for part"},
+        "first step.*connections made. Leave it out",
+    ),
+    "the mean": (
+        {MEDIAN: "statistics.mean(times[1:]) for part"},
+        "longer than all others together.*the median",
+    ),
+    "two steps": (
+        {"range(10)": "range(2)"},
+        "longer than all others together.*the median",
+    ),
+    "messages are counted": (
+        {STARTS: 'return "many messages" if len(job.sizes) > 10 else "slow network"'},
+        "to start them takes little",
+    ),
+    "always the network": (
+        {STARTS: 'return "slow network"'},
+        "Few bytes take as long as many",
+    ),
+    "the longest part is to blame": (
+        {"    if transfer < step / 2:\n": "    if transfer < 3e-3:\n"},
+        "Nothing was planted",
+    ),
+}
