@@ -25,6 +25,7 @@ extensions = [
     "page_head",
     "chapter_cards",
     "first_use",
+    "lab_list",
     "torch_names",
     "used_in",
 ]

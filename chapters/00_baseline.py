@@ -350,6 +350,13 @@ several ranks, it also lets all of them begin each call together.
 
 ## Exercises
 
+**The lab.** Train a model against the clock, part by part. {doc}`It is checked </labs>` on one
+device.
+
+```console
+$ python -m microddp.labs start 00
+```
+
 1. Double the width of the wide network, from 256 to 512. Predict the new throughput at batch 1024
    from the operations that a sample needs. Then measure it.
 

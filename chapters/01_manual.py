@@ -326,6 +326,13 @@ with another.
 
 ## Exercises
 
+**The lab.** Take a step with replicas by hand, also where the batch does not divide. {doc}`It is
+checked </labs>` on one device.
+
+```console
+$ python -m microddp.labs start 01
+```
+
 1. Start the two replicas from different seeds, and average their gradients. Do they approach each
    other, stay as far apart, or part?
 

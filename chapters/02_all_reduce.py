@@ -602,6 +602,12 @@ are more of them than cores.
 r"""
 ## Exercises
 
+**The lab.** Write the ring. {doc}`It is checked </labs>` on 1, 2, 3 and 4 ranks.
+
+```console
+$ python -m microddp.labs start 02
+```
+
 1. In the alpha-beta model, from which size $S$ on is the ring faster than the direct exchange?
    Write it with $\alpha$, $\beta$ and $n$, for 8 ranks and for 2.
 

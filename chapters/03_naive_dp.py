@@ -375,6 +375,13 @@ travel together (chapter 05). Neither makes the bytes fewer.
 
 ## Exercises
 
+**The lab.** Write the step, for shards of any size. {doc}`It is checked </labs>` on 1, 2, 3 and 4
+ranks.
+
+```console
+$ python -m microddp.labs start 03
+```
+
 1. On two ranks, add the gradients with `all_reduce` instead of averaging them, and halve the
    learning rate. Are the weights still right with plain SGD, with momentum, with weight decay, with
    Adam?

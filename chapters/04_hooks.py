@@ -545,6 +545,13 @@ removes the trap; chapter 06 builds it.
 
 ## Exercises
 
+**The lab.** Write the hooks, so that no hook waits. {doc}`It is checked </labs>` on 1, 2, 3 and 4
+ranks.
+
+```console
+$ python -m microddp.labs start 04
+```
+
 1. Use tensor hooks instead: average each gradient before it is accumulated, and return the
    average. Call `backward` twice before a step. Is the result right? How many all-reduces does it
    take, and can they overlap with backward?

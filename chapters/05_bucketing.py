@@ -701,21 +701,14 @@ last" the first bucket is smaller, too: these layers do not divide evenly.)
 r"""
 ## Exercises
 
-1. Leave `bucket.reset()` out of `finish`. What is sent in the second step, and what are the weights
-   of two ranks after it? Which check of chapter 03 tells you?
+**The lab.** Write the plan and its hooks; what a forgotten `reset` does, the check tells you, too.
+{doc}`It is checked </labs>` on 1, 2, 3 and 4 ranks.
 
-   <details class="solution"><summary>Solution</summary>
+```console
+$ python -m microddp.labs start 05
+```
 
-   Nothing is sent, in the second step and in all that follow, and there is no error. The first
-   step counts `missing` down to 0. The first gradient of the second step makes it -1, which is not
-   0, so the first bucket is never full again, and the others wait for it. `finish` waits for the
-   all-reduces of the first step, which are long done. Each rank takes its second step with its own
-   gradient, divided by $n$, and the weights part. `check_replicas` after that step names the first
-   parameter that differs. The core's hooks raise at the first gradient that comes twice.
-
-   </details>
-
-2. Plan `deep` with its parameters in forward order. When does the first bucket leave? What does the
+1. Plan `deep` with its parameters in forward order. When does the first bucket leave? What does the
    order alone cost, if messages are hidden?
 
    <details class="solution"><summary>Solution</summary>
@@ -729,7 +722,7 @@ r"""
 
    </details>
 
-3. A byte of gradients takes $\beta$ seconds to send and $b$ seconds of backward to compute. Let
+2. A byte of gradients takes $\beta$ seconds to send and $b$ seconds of backward to compute. Let
    messages be hidden, and $\beta > b$: the network is what everything waits for. Which bucket size
    $m$ is best for $S$ bytes of gradients, all layers alike? How much larger must a model be before
    twice that size is best?

@@ -756,6 +756,13 @@ it does, and has checks to turn on with `TORCH_DISTRIBUTED_DEBUG`.
 
 ## Exercises
 
+**The lab.** Write a small DDP that has no `finish()`. {doc}`It is checked </labs>` on 1, 2, 3 and 4
+ranks.
+
+```console
+$ python -m microddp.labs start 06
+```
+
 1. Remove the broadcast from `SmallDDP`. Which line of this chapter is the first to notice? Put it
    back, and wrap `ThreeHeads`. When does `SmallDDP` complain about the other heads, when does the
    full wrapper, and for which model does the difference matter?

@@ -828,6 +828,13 @@ come from anywhere. JSON has nothing to call.
 
 ## Exercises
 
+**The lab.** Start and end a job with the right collectives, counted in bytes. {doc}`It is checked
+</labs>` on 1, 2, 3 and 4 ranks.
+
+```console
+$ python -m microddp.labs start 07
+```
+
 1. Write `gather` with `all_to_all`, and count the bytes that each rank sends. Which of the two
    takes parts of unequal length?
 

@@ -808,6 +808,13 @@ on a CPU the host is the device, so "host busy" repeats "computing".
 
 ## Exercises
 
+**The lab.** Write a function that names why a job is slow, among planted causes. {doc}`It is
+checked </labs>` on 2 and 3 ranks.
+
+```console
+$ python -m microddp.labs start 08
+```
+
 1. `predict_step` takes any strategy. Predict a step of this chapter's model with `"hooks"`, and
    with `"ddp"` at caps of 1 and 25 MiB, and again with an $\alpha$ that is 100 us larger. Which
    prediction moves most, and why?

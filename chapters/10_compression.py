@@ -747,6 +747,12 @@ the other: the next chapter.
 
 ## Exercises
 
+**The lab.** Write top-k with error feedback. {doc}`It is checked </labs>` on 1, 2, 3 and 4 ranks.
+
+```console
+$ python -m microddp.labs start 10
+```
+
 1. At how many ranks does a rank send as much as in a plain all-reduce with `top-k:0.01`, with
    `int8`, with `sign`? Leave the scales out. Does the figure agree?
 

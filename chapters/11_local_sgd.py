@@ -520,6 +520,13 @@ PyTorch has `PeriodicModelAverager` and `PostLocalSGDOptimizer` for local SGD; t
 
 ## Exercises
 
+**The lab.** Write DiLoCo's outer step, and the training around it. {doc}`It is checked </labs>` on
+1, 2, 3 and 4 ranks.
+
+```console
+$ python -m microddp.labs start 11
+```
+
 1. Let the ranks train 192 steps without a meeting, and average once at the end. How good is the
    mean on text that nobody was trained on? And if they begin with *different* weights? (Make the
    model after `torch.manual_seed(few.rank)`, and take `local_sgd`, for `LocalSteps` begins with a

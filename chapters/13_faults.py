@@ -732,6 +732,12 @@ than that they agree.
 
 ## Exercises
 
+**The lab.** Write training that survives a kill. {doc}`It is checked </labs>` on 1, 2 and 3 ranks.
+
+```console
+$ python -m microddp.labs start 13
+```
+
 1. A job of 1024 GPUs is interrupted every 7.9 hours, and each time loses 10 minutes, apart from
    what was computed since the last checkpoint. To write one stops it for 20 seconds. What is
    Young's interval, and which share of the time is lost?

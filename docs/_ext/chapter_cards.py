@@ -35,6 +35,7 @@ BUILDS = {
     "11_local_sgd": "training whose ranks meet now and then, and DiLoCo",
     "12_uneven": "an all-reduce for links of unequal speed, and shards for ranks of unequal speed",
     "13_faults": "training that outlives its ranks, and a reader for hangs",
+    "14_your_script": "a script of stock PyTorch for any number of devices, to download",
 }
 
 

@@ -6,6 +6,7 @@ build show; returned as well, it would be shown twice. With ``MICRODDP_FIGURES=D
 environment each figure is also written to ``DIR/<script>-<number>.png``.
 """
 
+from microddp.figures.flow import questions
 from microddp.figures.plots import buckets, lines, pauses, stacked_bars, times_by_size
 from microddp.figures.ring import RingAnimation, ring_rounds
 from microddp.figures.timelines import gradient_order, timeline, timelines

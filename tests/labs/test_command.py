@@ -107,6 +107,7 @@ def test_a_skeleton_has_all_but_the_bodies(lab):
 def test_a_lab_says_where_to_read(lab):
     chapter = CHAPTERS[lab.number]
     assert chapter.stem == lab.chapter
+    assert f"$ python -m microddp.labs start {lab.number}\n" in chapter.read_text()
     for check in lab.checks:
         assert f"## {check.read}\n" in chapter.read_text(), check.title
 

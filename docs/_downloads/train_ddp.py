@@ -1,0 +1,186 @@
+"""Train a classifier of handwritten digits, on one device or on many.
+
+python train_ddp.py --epochs 20
+torchrun --nproc-per-node=4 train_ddp.py --epochs 20 --checkpoint run.pt
+
+The same command goes on from its checkpoint, also on another number of devices.
+"""
+
+import argparse
+import os
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
+
+SEED = 0
+
+
+def join():
+    """Join the job that torchrun started, or be one of one rank; returns this rank's device."""
+    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost"}
+    for name, value in {**alone, "MASTER_PORT": 0}.items():
+        os.environ.setdefault(name, str(value))
+    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl")
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    return device
+
+
+def say(*words):
+    """Print on rank 0."""
+    if dist.get_rank() == 0:
+        print(*words, flush=True)
+
+
+def load_data():
+    """1797 images of 8 x 8 pixels, four fifths of them to train on."""
+    digits = load_digits()
+    pixels = torch.tensor(digits.data, dtype=torch.float32) / 16
+    data = TensorDataset(pixels, torch.tensor(digits.target))
+    return random_split(data, (0.8, 0.2), torch.Generator().manual_seed(SEED))
+
+
+def new_model():
+    """Two hidden layers."""
+    return nn.Sequential(
+        *(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+    )
+
+
+def sum_over_ranks(*numbers, device):
+    """Each number's sum over all ranks."""
+    sums = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(sums)
+    return sums.tolist()
+
+
+def train_epoch(model, optimizer, schedule, loader, device, precision):
+    """Train once through the data; returns the mean loss over the samples of all ranks."""
+    model.train()
+    total, count = 0.0, 0
+    for x, y in loader:
+        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        with precision():
+            loss = cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        total += loss.item() * len(x)
+        count += len(x)
+    total, count = sum_over_ranks(total, count, device=device)
+    return total / count
+
+
+@torch.no_grad()
+def evaluate(model, data, device):
+    """The share of samples that the model reads right; each rank reads every n-th."""
+    model.eval()
+    right, count = 0, 0
+    mine = torch.utils.data.Subset(data, range(dist.get_rank(), len(data), dist.get_world_size()))
+    for x, y in DataLoader(mine, 128):
+        right += (model(x.to(device)).argmax(1).cpu() == y).sum().item()
+        count += len(y)
+    right, count = sum_over_ranks(right, count, device=device)
+    return right / count
+
+
+def save(path, epoch, model, optimizer, schedule):
+    """Write a checkpoint that is there as a whole or not at all."""
+    if dist.get_rank() == 0:
+        states = [part.state_dict() for part in (model.module, optimizer, schedule)]
+        torch.save((epoch, states), f"{path}.part")
+        os.replace(f"{path}.part", path)
+
+
+def resume(path, model, optimizer, schedule):
+    """Take the checkpoint's states, if there is one; returns the epoch to go on with.
+
+    Rank 0 reads, and tells the others: they may see another disk, or an older file.
+    """
+    found = [None]
+    if path and dist.get_rank() == 0 and os.path.exists(path):
+        found = [torch.load(path, map_location="cpu")]
+    dist.broadcast_object_list(found)
+    if found[0] is None:
+        return 0
+    epoch, states = found[0]
+    for part, state in zip((model.module, optimizer, schedule), states, strict=True):
+        part.load_state_dict(state)
+    return epoch + 1
+
+
+def train(options, device):
+    """Train, from the beginning or from the checkpoint."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    if options.batch % n:
+        raise SystemExit(f"rank {rank}: a batch of {options.batch} cannot be shared by {n} ranks")
+    training, testing = load_data()
+    sampler = DistributedSampler(training, seed=SEED, drop_last=True)
+    loader = DataLoader(
+        training,
+        options.batch // n,
+        sampler=sampler,
+        drop_last=True,
+        num_workers=options.workers,
+        persistent_workers=options.workers > 0,
+        pin_memory=device.type == "cuda",
+    )
+    torch.manual_seed(SEED)
+    model = DistributedDataParallel(new_model().to(device))
+    training_model = torch.compile(model) if options.compile else model
+    optimizer = torch.optim.SGD(model.parameters(), options.lr, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / (options.warmup + 1))
+    )
+
+    def precision():
+        return torch.autocast(device.type, torch.bfloat16) if options.bf16 else nullcontext()
+
+    # The wrapper deals gradients out to buckets anew after the first backward, which changes the
+    # order of addition. If that comes now, a resumed run has the bits of a whole one.
+    training_model(torch.zeros(1, 64, device=device)).sum().backward()
+    optimizer.zero_grad()
+    begin = resume(options.checkpoint, model, optimizer, schedule)
+    for epoch in range(begin, options.epochs):
+        sampler.set_epoch(epoch)
+        torch.manual_seed(SEED + 1 + epoch * n + rank)  # of noise, which differs between ranks
+        loss = train_epoch(training_model, optimizer, schedule, loader, device, precision)
+        share = evaluate(model.module, testing, device)
+        say(f"epoch {epoch}: loss {loss:.4f}, {share:.1%} read right")
+        if options.checkpoint:
+            save(options.checkpoint, epoch, model, optimizer, schedule)
+
+
+def main():
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--batch", type=int, default=32, help="over all ranks")
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--warmup", type=int, default=0, help="steps to reach --lr in")
+    parser.add_argument("--workers", type=int, default=0, help="processes that load, a rank")
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--checkpoint", help="file to write after each epoch, and to go on from")
+    options = parser.parse_args()
+    device = join()
+    train(options, device)
+    # When nothing holds the group any more: a wrapper that ended it with its own end would wait,
+    # with Python's lock, for threads of gloo's that may want that lock.
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
