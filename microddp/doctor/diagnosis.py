@@ -90,6 +90,11 @@ def diagnose(ranks: Mapping[int, Rank], world_size: int, now: int) -> str:
     calls = [rank.call for rank in ranks.values()]
     if not found and any(_waits(call) and not call.number for call in calls if call):
         found = ["Ranks wait for messages.", _list(ranks, now)]
+        if all(call and _waits(call) and call.call.startswith("send(") for call in calls):
+            found[0] = (
+                "All ranks send, and none receives: `sendrecv` does both at once, and so does "
+                "`async_op=True` with a wait after receiving."
+            )
     lines = [f"- {fate}" for fate in _fates(ranks, world_size)]
     paragraphs = (["\n".join(lines)] if lines else []) + found
     return "\n\n".join(paragraphs) or "No rank waits for another one."

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from microddp.labs.catalogue import LABS, find
 from microddp.labs.job import run_job
 from microddp.labs.lab import Lab
-from microddp.labs.results import WIDTH, explain, overview
+from microddp.labs.results import WIDTH, explain, first_failure, overview
 from microddp.labs.work import Work
 from microddp.report import table
 
@@ -51,18 +51,19 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         (_hint, "print a hint"),
         (_solution, "print a right solution"),
     ):
-        sub = commands.add_parser(command.__name__[1:], help=words, description=words)
+        aliases = ["progress"] if command is _list else []
+        name = command.__name__[1:]
+        sub = commands.add_parser(name, help=words, description=words, aliases=aliases)
         sub.set_defaults(command=command)
         if command is not _list:
             sub.add_argument("lab", help="its number, as 02")
         if command in (_list, _start, _check):
-            sub.add_argument("--dir", type=Path, default=Path("my_work"), help="of your scripts")
+            where = "folder of your scripts (default: my_work)"
+            sub.add_argument("--dir", type=Path, default=Path("my_work"), help=where)
         if command is _start:
-            sub.add_argument("--overwrite", action="store_true", help="a script of yours")
+            sub.add_argument("--overwrite", action="store_true", help="replace your script")
         if command is _hint:
-            sub.add_argument("number", nargs="?", type=int, default=1, help="default: 1")
-    # The same under the name that people look for.
-    commands._name_parser_map["progress"] = commands.choices["list"]
+            sub.add_argument("number", nargs="?", type=int, default=1, help="(default: 1)")
     return parser.parse_args(arguments)
 
 
@@ -86,7 +87,7 @@ def _check(options: argparse.Namespace) -> int:
     work = Work(options.dir)
     script = work.script(lab)
     if not script.exists():
-        raise FileNotFoundError(f"no {script} yet: {_command('start', lab, options.dir)}")
+        raise FileNotFoundError(f"no {script.resolve()} yet: {_command('start', lab, options.dir)}")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # by way of finally
     print(f"Lab {lab.number}, {lab.title}: {script}\n", flush=True)
     outcomes = []
@@ -97,15 +98,15 @@ def _check(options: argparse.Namespace) -> int:
             outcomes.append(run_job(lab, script, stage, progress=lambda _: bar.update()))
             if (failure := outcomes[-1].failure) and failure.hangs:
                 break  # to hang again takes as long again
-    work.note(lab, outcomes)
+    result = work.note(lab, outcomes)
     print(overview(lab, outcomes))
     for reason in {outcome.refused for outcome in outcomes} - {""}:
         print("\n" + textwrap.fill(f"Not run here: {reason}", WIDTH))
-    failed = [outcome for outcome in outcomes if outcome.failure]
+    failed = first_failure(lab, outcomes)
     if failed:
-        print("\n" + explain(lab, failed[0]))
+        print("\n" + explain(lab, failed))
     seconds = sum(outcome.seconds for outcome in outcomes)
-    print(f"\n{sum(len(outcome.passed) for outcome in outcomes)} of {total}, in {seconds:.1f} s.")
+    print(f"\n{result.passed} of {result.checks} checks hold, in {seconds:.1f} s.")
     return 1 if failed else 0
 
 
@@ -113,13 +114,10 @@ def _hint(options: argparse.Namespace) -> int:
     lab = find(options.lab)
     if not 1 <= options.number <= len(lab.hints):
         raise ValueError(f"expected a hint from 1 to {len(lab.hints)}, got {options.number}")
+    print(f"Hint {options.number} of {len(lab.hints)}\n")
     print(textwrap.fill(lab.hints[options.number - 1], WIDTH))
-    left = len(lab.hints) - options.number
-    if left:
-        print(
-            f"\nThe next one of {left}: python -m microddp.labs hint {lab.number} "
-            f"{options.number + 1}"
-        )
+    if options.number < len(lab.hints):
+        print(f"\nThe next: python -m microddp.labs hint {lab.number} {options.number + 1}")
     return 0
 
 

@@ -73,6 +73,7 @@ class Bench:
             All ranks must have come to the check before, so let them meet first.
 
     Attributes:
+        doing: what the check is about to do, in words, to be told with an error of the script's.
         life: of the check that is run: how often it has let a process die.
         claims: what must be the same on every rank, with the sentence to say if it is not. The
             process that started the ranks compares it, when all are through a check.
@@ -84,6 +85,7 @@ class Bench:
         self.folder = folder
         self.die = die
         self.life = 0
+        self.doing = ""
         self.rank = comms.rank
         self.n = comms.world_size
         self.claims: dict[str, tuple[str, str]] = {}
@@ -145,9 +147,17 @@ class Bench:
             return
         mistake = next((text for text, wrong in (mistakes or {}).items() if agrees(wrong)), "")
         first = int((got != expected).flatten().nonzero()[0])
+        apart = (got.double() - expected.double()).abs().max().item()
+        rounded = apart < 1e-6 * expected.double().abs().max().item()
+        if not mistake and rounded and expected.dtype == torch.float64:
+            mistake = (
+                "So small a difference comes from float32: something was computed in it, such as "
+                "a number divided by a tensor of integers. Use float64, or .item()."
+            )
+        where = f" from value {first} on" if first else ""
         raise Wrong(
             f"{what}: {_few(expected.flatten()[first:])}",
-            f"{_few(got.flatten()[first:])}" + (f" from value {first} on" if first else ""),
+            f"{_few(got.flatten()[first:])}{where}; the largest difference is {apart:.2g}",
             mistake,
         )
 

@@ -172,4 +172,5 @@ def _story(folder: Path, stage: Stage) -> str:
         f"- rank {number}: {''.join(whereabouts(rank, now))}" for number, rank in ranks.items()
     ]
     diagnosis = diagnose(ranks, stage.ranks, now)
-    return "\n".join([nothing, *(lines if lines[0] not in diagnosis else ()), "", diagnosis])
+    told = [nothing, *(lines if lines[0] not in diagnosis else ()), "", diagnosis]
+    return "\n".join(told).replace(" at <string>:1", "")  # the server's own line

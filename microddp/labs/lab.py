@@ -92,7 +92,7 @@ class Lab:
 
     @property
     def stages(self) -> list[Stage]:
-        """Where its checks run, in this order: first on this machine, fewest ranks first."""
+        """Where its checks run, in order, first on this machine and on the fewest ranks."""
         return sorted({Stage(check.link, ranks) for check in self.checks for ranks in check.ranks})
 
     def checks_on(self, stage: Stage) -> list[Check]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 
-from microddp.comms import odd_ranks
+from microddp.comms import name_ranks, odd_ranks
 from microddp.labs.lab import Lab, Stage
 from microddp.labs.rank import LOADING, Begun, Claims, Died, Failed, Passed
 
@@ -141,10 +141,9 @@ class Listener:
             values = [claim[what][0] for claim in claims]
             usual, odd = odd_ranks(values)
             if odd and not self.failure:
-                expected = f"{what} to be the same on every rank"
-                got = f"{usual} on most or on rank {values.index(usual)}, "
-                got += "; ".join(f"{values[rank]} on rank {rank}" for rank in odd)
-                wrong = dict.fromkeys(odd, Failed(expected, got, mistake))
+                alike = name_ranks(rank for rank, value in enumerate(values) if value == usual)
+                got = f"another one on {name_ranks(odd)} than on {alike}"
+                wrong = dict.fromkeys(odd, Failed(f"{what}, the same on every rank", got, mistake))
                 self.failure = Failure(title, self.read[title], wrong)
         if not self.failure and title != LOADING:
             self.outcome.passed.append(title)

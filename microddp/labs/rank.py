@@ -195,15 +195,15 @@ def _findings(
 
 
 def _run(check: Check, bench: Bench, script: Path) -> Passed | Failed:
-    bench.claims = {}
+    bench.claims, bench.doing = {}, ""
     try:
         check.run(bench)
     except BaseException as error:
-        return _failure(error, script)
+        return _failure(error, script, bench.doing)
     return Passed(bench.claims)
 
 
-def _failure(error: BaseException, script: Path) -> Failed:
+def _failure(error: BaseException, script: Path, doing: str = "") -> Failed:
     if isinstance(error, Wrong):
         return Failed(error.expected, error.got, error.mistake)
     if isinstance(error, NotImplementedError):
@@ -217,9 +217,11 @@ def _failure(error: BaseException, script: Path) -> Failed:
         mistake = f"A rank may take {human_bytes(MEMORY)} more than it has in the beginning."
     story = traceback.TracebackException.from_exception(error)
     theirs = [i for i, frame in enumerate(story.stack) if frame.filename == str(script)]
-    story.stack = traceback.StackSummary.from_list(story.stack[theirs[0] if theirs else 0 :])
+    ours = len(story.stack) if isinstance(error, SyntaxError) else 0  # which has its own line
+    story.stack = traceback.StackSummary.from_list(story.stack[theirs[0] if theirs else ours :])
+    told = "".join(story.format()).rstrip()
     follows = any(words in str(error) for words in OTHERS_ARE_GONE)
-    return Failed("", "".join(story.format()).rstrip(), mistake, follows=follows)
+    return Failed("", f"{doing}:\n{told}" if doing else told, mistake, follows=follows)
 
 
 def _set_limits() -> None:

@@ -8,11 +8,19 @@ from collections.abc import Mapping, Sequence
 from microddp.comms import name_ranks
 from microddp.labs.lab import Lab
 from microddp.labs.listener import Failure, Outcome
-from microddp.labs.rank import Failed
+from microddp.labs.rank import LOADING, Failed
 from microddp.report import table
 
 WIDTH = 96
+LINES = 10  # of what each rank printed
 SHOWN = 2  # of the ranks that found something else each
+
+
+def first_failure(lab: Lab, outcomes: Sequence[Outcome]) -> Outcome | None:
+    """The job that failed in the check that comes first, wherever that ran."""
+    titles = [LOADING, *(check.title for check in lab.checks)]
+    failed = {titles.index(o.failure.title): o for o in reversed(outcomes) if o.failure}
+    return failed[min(failed)] if failed else None
 
 
 def overview(lab: Lab, outcomes: Sequence[Outcome]) -> str:
@@ -71,7 +79,9 @@ def _block(ranks: Sequence[int], found: Failed) -> str:
 def _printed(printed: Mapping[int, str]) -> str:
     lines = ["Printed meanwhile:"]
     for rank, text in printed.items():
-        lines += [f"  [rank {rank}] {line}" for line in text.splitlines()[-10:]]
+        said = text.splitlines()
+        lines += [f"  [rank {rank}] ... {len(said) - LINES} lines"] if len(said) > LINES else []
+        lines += [f"  [rank {rank}] {line}" for line in said[-LINES:]]
     return "\n".join(lines)
 
 

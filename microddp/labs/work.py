@@ -62,7 +62,7 @@ class Work:
             unfinished.write_text(skeleton(lab.solution.read_text(), lab.functions))
         return path
 
-    def note(self, lab: Lab, outcomes: Sequence[Outcome]) -> None:
+    def note(self, lab: Lab, outcomes: Sequence[Outcome]) -> Result:
         """Keep what the checks of a script found."""
         held = [
             all(
@@ -77,6 +77,7 @@ class Work:
         results = {**self._results(), lab.name: asdict(result)}
         with whole_file(self._notes) as unfinished:
             unfinished.write_text(json.dumps(results, indent=2) + "\n")
+        return result
 
     def state(self, lab: Lab) -> str:
         """How far a lab has come, in words."""

@@ -61,7 +61,7 @@ def said(script, folder, ranks=2):
     [
         (
             "raise KeyError('layer')",
-            "rank 1: Traceback.*lab02_ring.py.* in ring_all_reduce.*KeyError",
+            "rank 1: with 12 values: Traceback.*lab02_ring.py.* in ring_all_reduce.*KeyError",
         ),
         ("import sys; sys.exit()", r"rank 1: it called exit\(None\) A function returns instead"),
         ("import os; os._exit(3)", "rank 1: its process ended with code 3, without a word"),

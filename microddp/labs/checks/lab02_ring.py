@@ -40,12 +40,14 @@ def sums(bench: Bench) -> None:
     digits = [100.0**rank for rank in range(bench.n)]
     for size in SIZES:
         tensor = torch.full((size,), digits[bench.rank], dtype=torch.float64)
-        bench.work.ring_all_reduce(tensor, bench.comms)
+        bench.doing = f"with {size} values"
+        with bench.seen() as seen:
+            bench.work.ring_all_reduce(tensor, bench.comms)
         for i, value in enumerate(tensor.tolist()):
             times = [int(value // digit % 100) for digit in digits]
             if value == sum(digits):
                 continue
-            mistake = "Some ranks' values never came here: it takes n - 1 rounds, twice."
+            mistake = missing(len(seen.messages), i, size, bench.n)
             if max(times) > 1:
                 mistake = "What comes in the second half is a sum: overwrite with it, do not add."
             if tensor.eq(digits[bench.rank]).all():
@@ -57,11 +59,25 @@ def sums(bench: Bench) -> None:
             bench.expect(False, "each rank's value once in each sum", got, mistake)
 
 
+def missing(messages: int, place: int, size: int, n: int) -> str:
+    """Why ranks' values may be missing at a place of a tensor, after so many messages."""
+    if messages < 2 * (n - 1):
+        few = f"{messages} messages from this rank"
+        return f"Some values never came here: {few}, and it takes n - 1 rounds, twice."
+    if place >= size // n * n:
+        return "The chunks do not cover the tensor: the last values belong to one of them, too."
+    return (
+        "There were rounds enough. So a chunk has the wrong number in one of them, or what came "
+        "was not written into the tensor itself (`out=`, `copy_`, `+=`)."
+    )
+
+
 @LAB.check("the largest, the least, the product", read="Ring: a chunk at a time")
 def operations(bench: Bench) -> None:
     for op, reduce in OPS.items():
         each = torch.stack([bench.values(9, rank, seed=1) for rank in range(bench.n)])
         tensor, total = bench.values(9, seed=1), each.sum(0)
+        bench.doing = f"with op={op!r}"
         bench.work.ring_all_reduce(tensor, bench.comms, op)
         added = {f"That is the sum, where {op} was asked for.": total} if op != "sum" else {}
         bench.near(tensor, reduce(each, dim=0), f"op={op!r} of 9 values", added)

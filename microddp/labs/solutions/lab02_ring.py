@@ -6,14 +6,15 @@ Every rank has a tensor, and every rank should end with the sum of all of them, 
 from messages between neighbours, so that no rank sends more than it has to.
 
 **Given:** `comms.sendrecv(outgoing, dst, incoming, src)` sends a contiguous tensor to rank `dst`
-while it receives one of the same size from rank `src`. `comms.rank` is this rank's number,
-`comms.world_size` how many there are.
+while it receives from rank `src` into another one, which must be as large as what `src` sends.
+Either may be empty. `comms.rank` is this rank's number, `comms.world_size` how many there are.
 
-**Counted:** the bytes that each rank sends, at most $2(n-1)/n$ of the tensor's, and to whom: its
-right neighbour only. Any number of values, also fewer than there are ranks. The same bits on every
-rank.
+**Counted:** the bytes that each rank sends, $2(n-1)/n$ of the tensor's give or take a value a
+message, and to whom: its right neighbour only. Any number of values, also fewer than there are
+ranks. The same bits on every rank.
 
-`python -m microddp.labs check 02` runs it on 1, 2, 3 and 4 ranks.
+`python -m microddp.labs check 02` runs it on 1, 2, 3 and 4 ranks; `torchrun --nproc-per-node=4`
+and this file run its last cell.
 """
 
 # %%

@@ -39,13 +39,13 @@ WRONG = {
     "the op is forgotten": ({"COMBINE[op]": 'COMBINE["sum"]'}, "That is the sum, where max"),
     "sizes that n does not divide": (
         {"tensor.tensor_split(n)": "tensor.split(len(tensor) // n)"},
-        "never came here",
+        "do not cover the tensor",
     ),
     "send first, receive then": (
         {
             SENDRECV: "comms.send(mine, right)\n        comms.recv(incoming, left)",
         },
-        "waiting in send.*waiting in send",
+        "All ranks send, and none receives.*waiting in send.*waiting in send",
     ),
     "everyone to everyone": (
         {
