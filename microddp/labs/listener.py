@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -30,7 +30,7 @@ class Failure:
 
     title: str
     read: str
-    found: dict[int, Failed] = field(default_factory=dict)
+    found: Mapping[int, Failed] = field(default_factory=dict)
     story: str = ""
 
     @property
@@ -58,7 +58,7 @@ class Outcome:
     deaths: list[str] = field(default_factory=list)
     failure: Failure | None = None
     refused: str = ""
-    printed: dict[int, str] = field(default_factory=dict)
+    printed: Mapping[int, str] = field(default_factory=dict)
     seconds: float = 0.0
 
 

@@ -150,6 +150,44 @@ def with_one_late(bench: Bench, backward: Callable[[], object], finish: Callable
         )
 
 
+class LargeFirst(nn.Module):
+    """A gradient of 8 MiB that is ready first, and a small one that comes last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = nn.Linear(1, 1), nn.Linear(1, 2 << 20, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.large(self.small(x))
+        return y
+
+
+def waits_for_all(bench: Bench, model: LargeFirst, finish: Callable[[], None]) -> None:
+    """Go on if ``finish()`` waits for what was sent first, too, which is through last.
+
+    Raises:
+        Wrong: the large gradient is not the mean when ``finish()`` returns.
+    """
+    with torch.no_grad():
+        model.small.weight.fill_(1.0)
+        model.small.bias.fill_(0.0)
+    # The gradient of each large weight is what goes in, this rank's number plus 1.
+    model(torch.tensor([bench.rank + 1.0])).sum().backward()
+    finish()
+    gradient = model.large.weight.grad
+    own, mean = bench.rank + 1.0, (bench.n + 1) / 2
+    if gradient is None or any(gradient.eq(x).all() for x in (own, mean * bench.n, mean / bench.n)):
+        return  # what is wrong with all values alike, the means will show
+    wrong = int((gradient != mean).sum())
+    bench.expect(
+        wrong == 0,
+        f"a mean of {mean:g} in all {2 << 20} values of a large gradient, sent before a small one",
+        f"others in {wrong} of them",
+        "finish() returned before the large one was through. Wait for every all-reduce, not for "
+        "the last: one that was begun later may be through earlier.",
+    )
+
+
 def held(hooks: object) -> dict[str, int]:
     """How much is in the lists, dicts and sets that an object has."""
     kept = getattr(hooks, "__dict__", {}).items()
@@ -229,6 +267,13 @@ def one_late(bench: Bench) -> None:
     model = chain()
     hooks = bench.work.OverlappedGradients(model, bench.comms)
     with_one_late(bench, loss(model, bench).backward, hooks.finish)
+
+
+@LAB.check("finish() waits for every all-reduce", read=CHAPTER, ranks=(2, 3, 4))
+def all_through(bench: Bench) -> None:
+    model = LargeFirst()
+    hooks = bench.work.OverlappedGradients(model, bench.comms)
+    waits_for_all(bench, model, hooks.finish)
 
 
 @LAB.check("every gradient is the mean over all ranks", read=CHAPTER)

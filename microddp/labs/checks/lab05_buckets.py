@@ -11,6 +11,7 @@ from torch import nn
 
 from microddp.labs.bench import Bench, Seen
 from microddp.labs.checks.lab04_hooks import (
+    LargeFirst,
     Ready,
     averaged,
     each_ranks,
@@ -18,6 +19,7 @@ from microddp.labs.checks.lab04_hooks import (
     flat,
     held,
     loss,
+    waits_for_all,
     with_one_late,
 )
 from microddp.labs.lab import Lab
@@ -130,6 +132,19 @@ def watched(bench: Bench, model: nn.Module) -> tuple[Ready, int, Seen]:
     return ready, over, seen
 
 
+def plan_of(
+    bench: Bench, tensors: Sequence[torch.Tensor], caps: tuple[int, int]
+) -> list[list[int]]:
+    """The reader's plan, if it is one."""
+    got: list[list[int]] = bench.work.plan_buckets(tensors, caps)
+    lists = isinstance(got, list) and all(isinstance(bucket, list) for bucket in got)
+    numbers = lists and all(isinstance(i, int) for bucket in got for i in bucket)
+    mistake = "Return what was planned." if got is None else "A bucket is a list of its indices."
+    kind = f"{type(got).__name__} of something else" if lists else type(got).__name__
+    bench.expect(numbers, "a list of lists of indices of tensors", kind, mistake)
+    return got
+
+
 @LAB.check("the plan is PyTorch's", read=PLAN, ranks=(1,))
 def plan(bench: Bench) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -137,7 +152,7 @@ def plan(bench: Bench) -> None:
     for counts, caps in [*PLANS, *((counts, (200, 600)) for counts in drawn)]:
         tensors = [torch.empty(count) for count in counts]
         sizes = [tensor.nbytes for tensor in tensors]
-        got, right = bench.work.plan_buckets(tensors, caps), pytorchs(tensors, caps)
+        got, right = plan_of(bench, tensors, caps), pytorchs(tensors, caps)
         last = len(tensors) - 1
         mistakes = {
             "That asks before a tensor is added whether it would exceed the cap. Add it, then ask "
@@ -168,9 +183,12 @@ def plan(bench: Bench) -> None:
 @LAB.check("the plan keeps dtypes apart", read="A published plan", ranks=(1,))
 def dtypes(bench: Bench) -> None:
     kinds = [torch.float32, torch.float64, torch.float32, torch.bfloat16]
-    for caps in ((1, 1), (40, 40), (16, 64), (1000, 1000)):
-        tensors = [torch.empty(count, dtype=kinds[count % 4]) for count in range(1, 9)]
-        got, right = bench.work.plan_buckets(tensors, caps), pytorchs(tensors, caps)
+    many = [torch.empty(count, dtype=kinds[count % 4]) for count in range(1, 9)]
+    two = [torch.empty(2, dtype=kinds[i in (0, 4, 5, 6)]) for i in range(7)]
+    two[1:4] = [torch.empty(4)] * 3
+    cases = [*((many, caps) for caps in ((1, 1), (40, 40), (16, 64), (1000, 1000)))]
+    for tensors, caps in [*cases, (two, (16, 32))]:
+        got, right = plan_of(bench, tensors, caps), pytorchs(tensors, caps)
         mixed = any(len({tensors[i].dtype for i in bucket}) > 1 for bucket in got)
         bench.expect(
             sorted(got) == sorted(right),
@@ -241,6 +259,13 @@ def one_late(bench: Bench) -> None:
     hooks = bench.work.BucketHooks(model, bench.comms, CAPS)
     with_one_late(bench, loss(model, bench).backward, hooks.finish)
     averaged(bench, model, each_ranks(lambda _: chain(), bench))
+
+
+@LAB.check("finish() waits for every all-reduce", read=HOOKS, ranks=(2, 3, 4))
+def all_through(bench: Bench) -> None:
+    model = LargeFirst()
+    hooks = bench.work.BucketHooks(model, bench.comms, (1, 1))
+    waits_for_all(bench, model, hooks.finish)
 
 
 @LAB.check("every gradient is the mean over all ranks", read=HOOKS)

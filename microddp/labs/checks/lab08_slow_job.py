@@ -74,9 +74,11 @@ class Job:
         self._disturbed, self._calls = disturbed or {}, Counter[str]()
         self._chance = random.Random(1000 * seed + comms.rank)
         self._now, self._zero = 0.0, self._chance.uniform(0, 1000)
+        self.asked = False  # for the time
 
     def clock(self) -> float:
         """The time on this rank, seconds."""
+        self.asked = True
         return self._zero + self._now
 
     def load(self) -> None:
@@ -125,6 +127,7 @@ class RealJob(Job):
 
     def clock(self) -> float:
         """The time on this rank, seconds."""
+        self.asked = True
         return time.perf_counter()
 
     def _pass(self, seconds: float) -> None:
@@ -178,10 +181,19 @@ def expect_named(bench: Bench, jobs: Iterable[tuple[str, Job]], why: str = "") -
     """
     for cause, job in jobs:
         answers = _answers(bench, job)
+        for answer in answers:
+            bench.expect(
+                answer in ("nothing", "loading", "slow network", "many messages")
+                or answer in [f"slow rank {rank}" for rank in range(bench.n)],
+                "one of the causes, as a text: 'slow rank 0', say",
+                answer,
+            )
         alike = len(set(answers)) == 1
         mistake = (why or _mistake(cause, answers[0])) if alike else ALONE
         if not job._calls:
             mistake = "No step of the job was taken: measure."
+        elif not job.asked:
+            mistake = "job.clock() was never read, and time passes on no other clock here."
         each = "; ".join(f"{answer!r} on rank {rank}" for rank, answer in enumerate(answers))
         got = repr(answers[0]) if alike else each
         bench.expect(answers == [cause] * bench.n, f"{cause!r} on every rank", got, mistake)
@@ -195,7 +207,9 @@ def _answers(bench: Bench, job: Job) -> list[str]:
         bench.comms.barrier()
     except RuntimeError as error:
         _, disagree, calls = str(error).partition("the ranks disagree: ")
-        bench.expect(not disagree, "the same calls on every rank", calls, ALONE)
+        otherwise = "The ranks called something else, perhaps because they decided by different "
+        otherwise += "numbers. Gather the times of all, and let every rank decide by the same."
+        bench.expect(not disagree, "the same calls on every rank", calls, otherwise)
         raise
     finally:
         bench.comms.debug = False
@@ -231,6 +245,21 @@ def _mistake(cause: str, got: str) -> str:
 def loading(bench: Bench) -> None:
     kinds = [(cause, seed) for seed in range(3) for cause in ("loading", "nothing")]
     expect_named(bench, (plant(bench.comms, *kind) for kind in kinds))
+    # Of what follows the last rank has more than the others, but less than twice as much.
+    last = bench.rank == bench.n - 1
+    work = {part: SECONDS[part] * (1.75 if last else 1.0) for part in SECONDS}
+    expect_named(
+        bench,
+        [("nothing", Job(bench.comms, work, (1000,), start=6e-3))],
+        "A rank averages for more than half of its step, but only because it waits. What the "
+        "network takes is what the rank takes that waits for nobody.",
+    )
+    loads = {"load": 12e-3, "forward": 4e-3, "backward": 4e-3, "update": 1e-3}
+    expect_named(
+        bench,
+        [("nothing", Job(bench.comms, loads if last else SECONDS, (1000,)))],
+        "One rank alone loads for more than half of its step, and works no longer than the others.",
+    )
 
 
 @LAB.check("a slow rank", read="Where it breaks", ranks=(2, 3))

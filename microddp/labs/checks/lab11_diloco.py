@@ -178,7 +178,7 @@ def seldom(bench: Bench) -> None:
         mistake = "The ranks begin with the same weights: before the first step nothing is sent."
     elif set(met) == {1, 5, 9}:
         mistake = "Count the steps from 1: the first meeting is after step H."
-    elif met[-1] == steps:
+    elif met == [4, 8, steps]:
         mistake = "Steps that follow on the last meeting need no meeting of their own."
     elif set(met) == {4, 8}:
         mistake = (

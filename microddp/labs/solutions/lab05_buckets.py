@@ -14,7 +14,7 @@ returns at once something with a method `wait()`. `tensor.nbytes` is a tensor's 
 
 **Counted:** the all-reduces: as many as the plan has buckets, of their bytes, in the plan's order
 on every rank, also where gradients come in another one. Each begins when its bucket and all before
-it are full. In every step the same. The plan is compared with PyTorch's own.
+it are full. Every step is like the first. The plan is compared with PyTorch's own.
 
 `python -m microddp.labs check 05` runs it on 1, 2, 3 and 4 ranks.
 """
@@ -43,8 +43,8 @@ def plan_buckets(tensors: Sequence[torch.Tensor], caps: tuple[int, int]) -> list
         caps: in bytes: that of the first bucket of a dtype, and that of all that follow it.
 
     Returns:
-        The indices of each bucket's tensors, in the order in which the buckets are full. With
-        several dtypes the buckets may come in another order.
+        The indices of each bucket's tensors, in the order in which the buckets are full, and in
+        the end those that are not. With several dtypes any order of the buckets will do.
     """
     plan: list[list[int]] = []
     filling: dict[torch.dtype, list[int]] = {}

@@ -34,7 +34,23 @@ WRONG = {
     ),
     "one rank loads slowly": (
         {SLOW: "", 'min(times["load"]': 'max(times["load"]'},
-        "One rank alone loads slowly|because ranks wait",
+        "One rank alone loads slowly|One rank alone loads for more than half|because ranks wait",
+    ),
+    "any rank that loads for long": (
+        {'min(times["load"]': 'max(times["load"]'},
+        "One rank alone loads for more than half of its step",
+    ),
+    "the longest wait is the network's": (
+        {'min(times["average"]': 'max(times["average"]'},
+        "but only because it waits",
+    ),
+    "another clock": (
+        {"job.clock()": "time.perf_counter()", "import statistics\n": "import statistics, time\n"},
+        "job.clock\\(\\) was never read",
+    ),
+    "a cause of its own": (
+        {'return "nothing"': 'return "network"'},
+        "one of the causes, as a text",
     ),
     "the first step counts": (
         {MEDIAN: "statistics.mean(times) for part"},
