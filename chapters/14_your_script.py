@@ -5,8 +5,8 @@ r"""
 How do I bring my own script? The chapters before this one built everything by hand, to see it. To
 train, PyTorch has it all: `torchrun`, `DistributedDataParallel`, `DistributedSampler`. This chapter
 takes a script for one device, as people have it, and changes it for many, one change at a time.
-Each is left out once, on purpose, to see what goes wrong then. At the end there is a file to
-download.
+Most are left out once, on purpose, to see what goes wrong then. At the end there is a file to
+download, with all of them.
 """
 
 # %% tags=["imports"]
@@ -47,7 +47,7 @@ comms.print(comms.describe())
 
 # %% [markdown]
 r"""
-From here on, `comms` only prints, and shows on rank 0 what the others have. All else is stock
+From here on, `comms` prints, and collects what ranks have to show. How ranks train is stock
 PyTorch.
 
 ## The script
@@ -62,15 +62,16 @@ BATCH = 96 - 96 % n  # over all ranks; so that each has as many
 
 def new_model():
     torch.manual_seed(0)
-    hidden = [layer for _ in range(2) for layer in (nn.Linear(128, 128), nn.ReLU())]
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), *hidden, nn.Linear(128, 10)).to(device)
+    first = (nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU())
+    return nn.Sequential(*first, nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
 
 
 # %%
-def train(model, loader, begin=lambda _: None, lr=0.05):
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr, momentum=0.9), []
+def train(model, loader, sampler=None):
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), []
     for epoch in range(5):
-        begin(epoch)
+        if sampler:
+            sampler.set_epoch(epoch)
         for x, y in loader:
             loss = cross_entropy(model(x.to(device)), y.to(device))
             optimizer.zero_grad()
@@ -124,7 +125,7 @@ def sharded(of=n, index=rank):
 
 loader, sampler = sharded()
 model = DistributedDataParallel(new_model())
-losses = train(model, loader, sampler.set_epoch)
+losses = train(model, loader, sampler)
 
 # %% [markdown]
 r"""
@@ -139,11 +140,10 @@ def distance(model, other):
     return ((mine - theirs).norm() / theirs.norm()).item()
 
 
-whole, order = sharded(of=1, index=0)
 alone = new_model()
-train(alone, whole, order.set_epoch)
+expected = train(alone, *sharded(of=1, index=0))
 mean = sum(comms.all_gather_data(losses[-1])) / n
-comms.print(f"{len(losses)} steps, the mean of the last losses {mean:.6f}")
+comms.print(f"last loss, of one process {expected[-1]:.6f}, mean over the ranks {mean:.6f}")
 comms.print(f"weights {distance(model, alone):.0e} from those of one process")
 assert distance(model, alone) < 1e-4
 
@@ -173,12 +173,12 @@ comms.print(table(rows, ["first samples of rank 0", "epoch 0", "epoch 1", "epoch
 
 # %% [markdown]
 r"""
-Not told, each epoch has the order of the first, and each rank sees the same shard for ever. There
-is no error, and the loss falls.
+Not told, each epoch has the order of the first, and each rank sees the same shard in all of them.
+There is no error.
 
 **Seeds.** Weights must be equal on all ranks; `DistributedDataParallel` sees to it, with a
-broadcast from rank 0. Noise must *not* be equal: dropout, random crops, masks. With one seed on all
-ranks, every rank draws the same:
+broadcast from rank 0. Noise should *not* be equal: dropout, random crops, masks. With one seed on
+all ranks, every rank draws the same:
 """
 
 
@@ -194,9 +194,9 @@ comms.print("seed + rank:           ", noise(0 + rank))
 
 # %% [markdown]
 r"""
-So: build the model, then seed once more with the rank. If the seed of each epoch is made from seed,
-epoch and rank, as in the file below, a resumed run draws what the whole one drew, and no state of a
-generator needs to be saved.
+So: build the model, then seed once more with the rank. The file below makes the seed of each epoch
+from seed, epoch and rank. A resumed run then draws what the whole one drew, if no process of a
+loader draws, and if the number of ranks is the same.
 
 ## Batch size and learning rate
 
@@ -209,7 +209,7 @@ multiplies the learning rate by as much as the batch. For $k$ small steps with r
 as far as one step with rate $k\eta$ on all their samples, as long as the weights do not change much
 meanwhile. In the beginning they do, so the rate *warms up*: it grows over the first steps. The
 paper held it on ImageNet up to batches of 8192. With a batch so large that few steps are left, it
-must fail.
+should fail at some point.
 
 What matters here is the batch, not who computes it. So each rank trains some of the configurations,
 alone, over the same number of samples: digits with SGD, and text with the transformer of chapter 10
@@ -221,7 +221,7 @@ and AdamW.
 def final_loss(model, loss_fn, data, optimizer, batch, warm, epochs):
     """Train on whole batches; returns the mean loss over the samples afterwards."""
     steps = epochs * (len(data) // batch)
-    warm = max(1, steps // 5) if warm else 1
+    warm = max(2, steps // 5) if warm else 1
     ramp = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warm, total_iters=warm)
     for epoch in range(epochs):
         for x, y in ShardedBatches(data, batch, 0, 1).epoch(epoch):
@@ -274,69 +274,68 @@ rows = [
 ]
 comms.print(table(rows, ["loss", "k =", "1", "4", "8", "16", "32", "64"]))
 assert after["digits", "rate x k", 8] < after["digits", "same rate", 8] / 2
-assert after["digits", "rate x k", 32] > after["digits", "rate x k", 8] * 2
+assert after["digits", "rate x k", 32] > 2
 assert after["text", "rate x k", 16] < after["text", "same rate", 16]
 
 # %% [markdown]
 r"""
 **Explain.** With the rate as it was, a larger batch learns less from the same samples: it takes
-fewer steps, and no longer ones. With $k$ times the rate it keeps up for a while: at 8 times the
-batch, the digits' loss is far below that of the old rate. Then no more. The largest batches leave a
-handful of steps, and on the digits a rate so high throws the weights about in the first of them;
-warm-up softens that and does not mend it. The text has AdamW, whose steps have about the length of
-the rate whatever the gradient, so none of its runs is thrown about. Where the rule stops depends on
-the task: try two or three doublings from your own batch on.
+fewer steps, and no longer ones. With $k$ times the rate the digits stay far closer, up to 8 times
+the batch. With 32 times, 20 steps are left, and the loss is about that of guessing (2.30), or
+worse. The text is trained with AdamW, whose steps have about the length of the rate, whatever the
+gradient; there the rule still gains where only two steps are left. (For Adam people also take
+$\sqrt k$.) All of this is the loss on what was trained on; the paper's claim is about what was not.
+Where the rule stops depends on the task: try two or three doublings from your own batch on.
 """
 
 # %% [markdown]
 r"""
 ## Evaluation
 
-On rank 0 alone, all others would wait. So each evaluates its share. Two mistakes are in the way
-there. A `DistributedSampler` without `drop_last` counts some samples twice, with `drop_last` it
-leaves some out: right for training, wrong for a result. And the mean of the ranks' means is the
-mean only of equal shares. What is right adds up counts:
+On rank 0 alone, all others would wait. So each evaluates its share, here one of its own size. Two
+mistakes are in the way there. A `DistributedSampler` without `drop_last` counts some samples twice,
+with `drop_last` it leaves some out: right for training, wrong for a result. And the mean of the
+ranks' means is the mean only of equal shares. What is right adds up counts:
 """
 
 # %%
-tested = Subset(digits.test, range(355))  # which neither 2, 3 nor 4 divides
-model.eval()
+bare = model.module.eval()
+tested = Subset(digits.test, range(355))
+ends = [0, *(40 + 315 * (i + 1) // n - 315 // n for i in range(n))]
+mine = range(ends[rank], 355 if rank == n - 1 else ends[rank + 1])  # rank 0 has but 40
 
 
 @torch.no_grad()
-def right_of(data, indices):
-    x, y = (torch.stack(part) for part in zip(*(data[i] for i in indices), strict=True))
-    y = torch.as_tensor(y)
-    return (alone(x.to(device)).argmax(1).cpu() == y).sum().item()
+def right_of(indices):
+    """How many of the samples with these numbers the model reads right."""
+    images, digit = next(iter(DataLoader(Subset(tested, list(indices)), len(indices))))
+    return (bare(images.to(device)).argmax(1).cpu() == digit).sum().item()
 
-
-padded = list(DistributedSampler(tested, shuffle=False))
-mine = range(rank, len(tested), n)
-counts = torch.tensor([right_of(tested, mine), len(mine)], device=device)
-dist.all_reduce(counts)
-exact = counts[0].item() / counts[1].item()
 
 # %%
-share = right_of(tested, padded) / len(padded)
-means = comms.all_gather_data(right_of(tested, mine) / len(mine))
+counts = torch.tensor([right_of(mine), len(mine)], device=device)
+dist.all_reduce(counts)
+padded = list(DistributedSampler(tested, shuffle=False))
+means = comms.all_gather_data([right_of(mine) / len(mine), right_of(padded) / len(padded)])
 rows = [
-    ("one process", right_of(tested, range(355)) / 355),
-    ("sums of counts", exact),
-    ("mean of means", sum(means) / n),
-    ("padded shares", sum(comms.all_gather_data(share)) / n),
+    ("one process", right_of(range(355)) / 355),
+    ("sums of counts", counts[0].item() / counts[1].item()),
+    ("mean of means", sum(mean for mean, _ in means) / n),
+    ("padded shares", sum(mean for _, mean in means) / n),
 ]
-comms.print(table(rows, ["read right", "share"], floats=".5f"))
-assert exact == right_of(tested, range(355)) / 355
+comms.print(table(rows, ["read right", "share"], floats=".4f"))
+assert rows[0][1] == rows[1][1]
 
 # %% [markdown]
 r"""
-The model is the bare one, `model.module`, not the wrapper: a forward through the wrapper may
-broadcast buffers, and a rank that calls it alone waits for ever.
+Another number of ranks would give the last two other results. The model is the bare one,
+`model.module`, not the wrapper: a forward through the wrapper may broadcast buffers, and a rank
+that calls it alone waits for the others.
 
 ## One voice
 
-What prints, draws a progress bar or writes a file does it $n$ times. A log file that each rank
-opens is cut off by the last to open it:
+What prints, draws a progress bar or writes a file does it $n$ times. Let each rank write a log to
+the same file:
 """
 
 # %%
@@ -351,13 +350,14 @@ comms.print((folder / "log").read_text())
 
 # %% [markdown]
 r"""
-So rank 0 alone writes: `if dist.get_rank() == 0`, and `tqdm(..., disable=rank > 0)`.
+Each has written from the start of the file, over what the others wrote; whose lines are left is
+chance. So rank 0 alone writes: `if dist.get_rank() == 0`, and `tqdm(..., disable=rank > 0)`.
 
 ## Where it breaks: what rank 0 does alone
 
 What stands behind that `if` must not need the others. A forward through the wrapper may, since it
 sends buffers, and a mean over all ranks does. Rank 0 then waits for ranks that do not come, here
-for two seconds instead of the usual 30 minutes:
+for two seconds instead of the usual 30 minutes of gloo, or 10 of NCCL:
 """
 
 # %%
@@ -383,10 +383,14 @@ earlier:
 
 
 # %%
+images, digit = (tensor[: 32 * n].to(device) for tensor in digits.train.tensors)
+shard = slice(rank * 32, rank * 32 + 32)
+
+
 def clipped(early):
     model = DistributedDataParallel(new_model())
     with model.no_sync() if early else contextlib.nullcontext():
-        cross_entropy(model(x.to(device)), y.to(device)).backward()
+        cross_entropy(model(images[shard]), digit[shard]).backward()
     norm = clip_grad_norm_(model.parameters(), 0.1).item()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     if early:  # only now the average
@@ -396,29 +400,48 @@ def clipped(early):
 
 # %%
 reference = new_model()
-x, y = digits.train[: 32 * n]
-cross_entropy(reference(x.to(device)), y.to(device)).backward()
-norm = clip_grad_norm_(reference.parameters(), 0.1).item()
+cross_entropy(reference(images), digit).backward()
+found = clip_grad_norm_(reference.parameters(), 0.1).item()
 wanted = torch.cat([p.grad.flatten() for p in reference.parameters()])
-x, y = x[rank * 32 : rank * 32 + 32], y[rank * 32 : rank * 32 + 32]
-rows = [("one process, whole batch", f"{norm:.4f}", 0.0)]
+rows = [("one process, whole batch", f"{found:.4f}", wanted.norm().item(), 0.0)]
 for name, early in (("clipped after the average", False), ("clipped before", True)):
     gradient, norm = clipped(early)
     norms = ", ".join(f"{value:.4f}" for value in comms.all_gather_data(norm))
-    rows.append((name, norms, ((gradient - wanted).norm() / wanted.norm()).item()))
-comms.print(table(rows, ["gradient", "norm found on each rank", "distance"], floats=".1e"))
-assert rows[1][2] < 1e-5
+    apart = (gradient - wanted).norm() / wanted.norm()
+    rows.append((name, norms, gradient.norm().item(), apart.item()))
+headers = ["gradient", "norm found on each rank", "clipped to", "distance"]
+comms.print(table(rows, headers, floats=("", "", ".4f", ".1e")))
+assert rows[1][3] < 1e-5
 
 # %% [markdown]
 r"""
-Clipped early, each rank has scaled its gradient by a norm of its own. The mean of these is another
-direction, and shorter than was asked for.
+Clipped early, each rank has scaled its gradient by a norm of its own. With several ranks the mean
+of these is another gradient, and shorter than the limit.
 
 ## Precision
 
-`torch.autocast` with bf16 around forward and loss is all that bf16 needs. The weights stay float32,
-so do gradients and messages. fp16 also needs a `GradScaler`, because small gradients would become
-zero: it multiplies the loss, and skips a step whose gradients overflow. Let one rank overflow:
+`torch.autocast` with bf16 around forward and loss is all that bf16 needs. Products are computed in
+it; weights, gradients and so messages stay float32:
+"""
+
+# %%
+half = new_model()
+with torch.autocast(device.type, torch.bfloat16):
+    outputs = half(images)
+    loss = cross_entropy(outputs, digit)
+loss.backward()
+gradient = torch.cat([p.grad.flatten() for p in half.parameters()])
+reference.zero_grad()
+cross_entropy(reference(images), digit).backward()
+full = torch.cat([p.grad.flatten() for p in reference.parameters()])
+comms.print(f"outputs {outputs.dtype}, gradients {gradient.dtype}")
+comms.print(f"distance from the gradient in float32: {(gradient - full).norm() / full.norm():.1%}")
+
+# %% [markdown]
+r"""
+fp16 also needs a `GradScaler`, because small gradients would become zero: it multiplies the loss,
+divides the gradients, and skips a step in which they overflow. (Who clips calls
+`scaler.unscale_(optimizer)` before.) Let one rank overflow:
 """
 
 
@@ -429,7 +452,7 @@ def overflow(averaged):
     scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
     factor = float("inf") if rank == n - 1 else 1.0
     with contextlib.nullcontext() if averaged else model.no_sync():
-        scaler.scale(cross_entropy(model(x.to(device)), y.to(device)) * factor).backward()
+        scaler.scale(cross_entropy(model(images[shard]), digit[shard]) * factor).backward()
     scaler.step(optimizer)
     scaler.update()
     moved = distance(model, new_model()) > 0
@@ -441,9 +464,9 @@ for name, averaged in (("averaged", True), ("each rank's own gradients", False))
 
 # %% [markdown]
 r"""
-Averaged, infinity is infinity on every rank: all skip the step, and all halve the scale, without a
-message for it. Where the scaler looks at gradients that are not averaged yet, one rank skips a step
-that the others take, and the replicas part.
+Averaged, what is not finite on one rank is not finite on any: all skip the step, and all halve the
+scale, without a message for it. Where the scaler looks at gradients that are not averaged yet, one
+rank skips a step that the others take, and their weights differ from then on.
 
 ## torch.compile
 
@@ -451,8 +474,9 @@ that the others take, and the replicas part.
 their piece is done. If the whole model is one piece, all come at the end, and no computation is
 left to hide an all-reduce behind. So PyTorch cuts a model that it compiles at the borders of the
 wrapper's buckets, where it knows of the wrapper. Around it, in `torch.compile(DDP(model))`, it
-does. Does it inside, in `DDP(torch.compile(model))`? Count the pieces, and see when the first
-gradient comes, as a share of the time to the last:
+does. Does it inside, in `DDP(torch.compile(model))`? A *backend* turns a piece into code; one of
+our own counts the pieces, and leaves them to `aot_eager`, which only traces. When does the first
+gradient come, as a share of the time to the last?
 """
 
 
@@ -500,29 +524,31 @@ torch._dynamo.config.optimize_ddp = True
 
 # %% [markdown]
 r"""
-**Explain.** Both are cut, because it is cut when it is compiled, and that happens in the first
-forward, in which the wrapper is there. So both places are as good. Not cut, here by a switch, it is
-one piece, and the first gradient comes together with the last. The same happens to a model that was
-compiled, and run, before it was wrapped. (The backend here only traces; the default one also
-generates code.)
+**Explain.** Both are cut, because a model is cut when it is compiled, and that happens in the first
+forward, in which the wrapper is there. Not cut, here by a switch, it is one piece, and the first
+gradient comes with the last. The same happens to a model that was compiled and run before it was
+wrapped. Two things differ. A compiled model puts `_orig_mod.` before each name in its state, so
+keep the bare one at hand, to save it. And around the wrapper of a bare `nn.Sequential` nothing is
+compiled at all (PyTorch 2.13), since only PyTorch's own code runs there: the model must be a class
+of yours. So the file compiles inside.
 
 ## Batch normalisation
 
 A `BatchNorm` layer takes mean and deviation of the batch that it sees, which is a rank's shard.
 Each rank then normalises with another mean, and keeps another running mean. `DDP` sends rank 0's
-around before each forward, and the others' are lost. `SyncBatchNorm` takes both over all ranks, at
-the price of a collective for each layer in forward and one in backward:
+around before each forward. `SyncBatchNorm` takes both over all ranks, at the price of a collective
+for each layer in forward and one in backward. It is made for GPUs:
 """
 
 # %%
-norm = nn.BatchNorm1d(64).to(device)
-norm(x.to(device))
-means = comms.all_gather(norm.running_mean)
+layer = nn.BatchNorm1d(64).to(device)
+layer(images[shard])
+means = comms.all_gather(layer.running_mean)
 apart = (means - means.mean(0)).norm(dim=1) / means.mean(0).norm()
-comms.print("running means, relative distance from their mean:", apart.tolist())
+comms.print("running means, from their mean:", ", ".join(f"{x:.1%}" for x in apart.tolist()))
 together = nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(64)).to(device)
 try:
-    together(x.to(device))
+    together(images[shard])
     means = comms.all_gather(together.running_mean)
     comms.print("SyncBatchNorm: the same on all ranks:", bool((means == means[0]).all()))
 except ValueError as error:
@@ -577,7 +603,7 @@ for ranks in sorted({1, n}):
     for workers in (0, 1, 2):
         most = base * min(comms.cores, ranks * max(1, workers))
         rows.append((ranks, workers, most, load(ranks, workers)))
-headers = ["ranks", "workers each", "samples/s, at most", "measured"]
+headers = ["ranks", "workers each", "samples/s, at most about", "measured"]
 comms.print(table(rows, headers, floats=".0f"))
 
 # %% [markdown]
@@ -586,20 +612,22 @@ r"""
 where all are busy, more of either gains nothing: what a worker more unpacks, another does not. Then
 what helps is less work for each sample, such as data that were unpacked once and kept, or more
 cores for each device. Where the measured rate stays below the bound, the processes also pay for
-starting, copying and taking turns.
+starting, copying and taking turns. (The bound comes from a measurement, too, so it may be missed by
+some percent.)
 
-On a GPU, `pin_memory=True` in the loader and `non_blocking=True` in `.to(device)` let the copy run
-beside the computation. One without the other does nothing.
+On a GPU, `pin_memory=True` makes a loader put batches where the GPU can fetch them by itself. Then
+`.to(device, non_blocking=True)` returns at once, and the process goes on to queue work. This run
+had no GPU to show it, unless the first line names one.
 
 ## Checkpoints
 
 The file below keeps what a run needs to go on: weights of `model.module`, without the wrapper, so
 that they fit one device as well; the optimizer; the schedule; and the epoch. Rank 0 writes, beside
 the old file, and renames. It reads, too, and sends what it has read to the others: so all go on
-from the same epoch, also where they share no disk.
+from the same epoch, also where only rank 0 sees the file.
 
-**Predict.** The batch is that of all ranks, the order depends on seed and epoch, and noise on seed,
-epoch and rank. So another number of ranks should go on with the same training, up to rounding.
+**Predict.** The batch is that of all ranks, the order depends on seed and epoch, and this model
+draws no noise. So another number of ranks should go on with the same training, up to rounding.
 
 Two processes train, and one is killed after the first epoch. Then one process goes on. Another run
 is not disturbed:
@@ -632,11 +660,12 @@ def start(ranks, checkpoint):
 
 def killed_and_resumed():
     whole, killed = start(1, folder / "whole.pt"), start(2, folder / "killed.pt")
-    first = [killed[0].stdout.readline()]
+    first = killed[0].stdout.readline()
     killed[1].kill()
+    first += killed[0].stdout.read()  # it may have come further
     ends = [process.wait() for process in killed]
     resumed = start(1, folder / "killed.pt")
-    return "".join(first), ends, resumed[0].communicate()[0], whole[0].communicate()[0]
+    return first, ends, resumed[0].communicate()[0], whole[0].communicate()[0]
 
 
 # %%
@@ -649,9 +678,9 @@ assert {*epochs} >= {*same[1:]}
 
 # %% [markdown]
 r"""
-**Explain.** One process goes on where two stopped, to the same losses. (The other one of the two
-fails, since its partner has gone. With `torchrun --max-restarts=9` both would be started again.
-Over gloo every second start then fails, with "Connection refused": torchrun gives them the
+**Explain.** One process goes on where two stopped, to the same printed losses. (The other one of
+the two fails, since its partner has gone. With `torchrun --max-restarts=9` both would be started
+again. Over gloo every second start then fails, with "Connection refused": torchrun gives them the
 addresses of the dead once more.) Where the number of ranks stays the same, the weights are the same
 to the bit; this book's tests check that on one, two and four ranks.
 
@@ -695,8 +724,8 @@ The numbers are chapters: [0](00_baseline.py), [3](03_naive_dp.py), [5](05_bucke
 
 ## Under other names
 
-What this book built has a name in PyTorch, too. The code looks each of them up, so that none is
-there that the running version does not have:
+What this book built, and what takes its place in PyTorch. The code looks up every name with dots,
+so that none is there that the running version does not have:
 """
 
 # %% tags=["plumbing"]
@@ -713,6 +742,7 @@ NAMES = """
 7 microddp.Comms.subgroup                torch.distributed.new_group
 7 microddp.register_mesh                 torch.distributed.init_device_mesh
 8 microddp.performance.analyzer          torch.profiler
+10 microddp.DDP.register_comm_hook       torch.nn.parallel.DistributedDataParallel.register_comm_hook
 10 microddp.compression.PowerSGD         torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook
 11 microddp.local_sgd.LocalSteps         torch.distributed.optim.PostLocalSGDOptimizer
 13 microddp.train.checkpoint             torch.distributed.checkpoint
@@ -736,6 +766,7 @@ All changes together: {download}`train_ddp.py <../_downloads/train_ddp.py>`. It 
 {download}`train_single.py <../_downloads/train_single.py>`. Neither needs this book's core.
 
 ```console
+$ diff train_single.py train_ddp.py
 $ python train_ddp.py
 $ torchrun --nproc-per-node=2 train_ddp.py --checkpoint run.pt
 ```
@@ -759,19 +790,20 @@ $ torchrun --nproc-per-node=2 train_ddp.py --checkpoint run.pt
 
    The loader takes half the batch. Of each pair of micro-batches the first runs, forward and
    backward, within `model.no_sync()`. Each loss is halved before `backward`, since gradients add
-   up. `zero_grad`, clipping, the optimizer and the schedule run once for each pair. With ranks each
-   batch is then dealt out in two halves, but it is the same batch.
+   up. Clipping, the optimizer and the schedule run once for each pair, and `zero_grad` before it:
+   an epoch may end with half a pair, which must not be added to the next.
 
    ```python
    for i, (x, y) in enumerate(loader):
        last = i % 2 == 1
+       if not last:
+           optimizer.zero_grad()
        with nullcontext() if last else model.no_sync():
            (cross_entropy(model(x), y) / 2).backward()
        if last:
            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
            optimizer.step()
            schedule.step()
-           optimizer.zero_grad()
    ```
 
    </details>
@@ -783,9 +815,9 @@ $ torchrun --nproc-per-node=2 train_ddp.py --checkpoint run.pt
 
    On one and two. The first backward after a start has its gradients in other places of the bucket
    than all later ones, since the wrapper first guesses their order and then takes the one it saw.
-   The all-reduce cuts the bucket into a part for each rank, and adds up each part in an order of
-   its own. So in other places a value may be added up in another order. One or two ranks have only
-   one order, as $a + b = b + a$. On four, the weights of the resumed run differ in the last bits.
+   gloo cuts the bucket into a part for each rank, and adds up each part in an order of its own. So
+   in other places a value may be added up in another order. One or two ranks have only one order,
+   as $a + b = b + a$. On four, the weights of the resumed run differ in the last bits.
 
    </details>
 
@@ -797,8 +829,8 @@ $ torchrun --nproc-per-node=2 train_ddp.py --checkpoint run.pt
    On the machine this was tried on (November 2026) they were 0.0724 and 0.0918, and with the usual
    rate, 0.05, the same to all printed digits. Nothing is wrong. Two ranks add in another order than
    one, so their first losses differ in the seventh digit. With a rate so high that the loss jumps,
-   such a difference grows with each step. A mistake, such as a forgotten division, shows at once.
-   So compare the first ten steps, not the last; or compute in `float64`, where the difference
+   such a difference grows with each step. A mistake shows in the first steps, if they are of plain
+   SGD. So compare the first ten steps, not the last; or compute in `float64`, where the difference
    begins a billion times smaller.
 
    </details>

@@ -26,13 +26,15 @@ def join():
     alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost"}
     for name, value in {**alone, "MASTER_PORT": 0}.items():
         os.environ.setdefault(name, str(value))
-    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl")
-    else:
-        device = torch.device("cpu")
+    gpus, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if not gpus:
         dist.init_process_group("gloo")
+        return torch.device("cpu")
+    if gpus < ranks:
+        raise SystemExit(f"{gpus} GPUs for {ranks} ranks: start fewer, or hide the GPUs")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
     return device
 
 
@@ -67,7 +69,7 @@ def sum_over_ranks(*numbers, device):
 def train_epoch(model, optimizer, schedule, loader, device, precision):
     """Train once through the data; returns the mean loss over the samples of all ranks."""
     model.train()
-    total, count = 0.0, 0
+    total, count = torch.zeros((), dtype=torch.float64, device=device), 0
     for x, y in loader:
         x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
         with precision():
@@ -77,9 +79,9 @@ def train_epoch(model, optimizer, schedule, loader, device, precision):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        total += loss.item() * len(x)
+        total += loss.detach() * len(x)  # its item() would wait for the GPU in every step
         count += len(x)
-    total, count = sum_over_ranks(total, count, device=device)
+    total, count = sum_over_ranks(total.item(), count, device=device)
     return total / count
 
 
@@ -96,15 +98,14 @@ def evaluate(model, data, device):
     return right / count
 
 
-def save(path, epoch, model, optimizer, schedule):
+def save(path, epoch, settings, parts):
     """Write a checkpoint that is there as a whole or not at all."""
     if dist.get_rank() == 0:
-        states = [part.state_dict() for part in (model.module, optimizer, schedule)]
-        torch.save((epoch, states), f"{path}.part")
+        torch.save((epoch, settings, [part.state_dict() for part in parts]), f"{path}.part")
         os.replace(f"{path}.part", path)
 
 
-def resume(path, model, optimizer, schedule):
+def resume(path, settings, parts):
     """Take the checkpoint's states, if there is one; returns the epoch to go on with.
 
     Rank 0 reads, and tells the others: they may see another disk, or an older file.
@@ -115,8 +116,10 @@ def resume(path, model, optimizer, schedule):
     dist.broadcast_object_list(found)
     if found[0] is None:
         return 0
-    epoch, states = found[0]
-    for part, state in zip((model.module, optimizer, schedule), states, strict=True):
+    epoch, before, states = found[0]
+    if before != settings:
+        raise SystemExit(f"{path} was trained with {before}, and not with {settings}")
+    for part, state in zip(parts, states, strict=True):
         part.load_state_dict(state)
     return epoch + 1
 
@@ -134,13 +137,12 @@ def train(options, device):
         sampler=sampler,
         drop_last=True,
         num_workers=options.workers,
-        persistent_workers=options.workers > 0,
         pin_memory=device.type == "cuda",
     )
     torch.manual_seed(SEED)
-    model = DistributedDataParallel(new_model().to(device))
-    training_model = torch.compile(model) if options.compile else model
-    optimizer = torch.optim.SGD(model.parameters(), options.lr, momentum=0.9)
+    bare = new_model().to(device)  # what is saved and evaluated
+    model = DistributedDataParallel(torch.compile(bare) if options.compile else bare)
+    optimizer = torch.optim.SGD(bare.parameters(), options.lr, momentum=0.9)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / (options.warmup + 1))
     )
@@ -149,18 +151,22 @@ def train(options, device):
         return torch.autocast(device.type, torch.bfloat16) if options.bf16 else nullcontext()
 
     # The wrapper deals gradients out to buckets anew after the first backward, which changes the
-    # order of addition. If that comes now, a resumed run has the bits of a whole one.
-    training_model(torch.zeros(1, 64, device=device)).sum().backward()
+    # order of addition. If that comes now, a resumed run has the bits of a whole one. eval(), so
+    # that it leaves a batch normalisation's statistics alone.
+    model.eval()
+    model(torch.zeros(options.batch // n, 64, device=device)).sum().backward()
     optimizer.zero_grad()
-    begin = resume(options.checkpoint, model, optimizer, schedule)
+    parts = bare, optimizer, schedule
+    settings = {name: getattr(options, name) for name in ("batch", "lr", "warmup")}
+    begin = resume(options.checkpoint, settings, parts)
     for epoch in range(begin, options.epochs):
         sampler.set_epoch(epoch)
         torch.manual_seed(SEED + 1 + epoch * n + rank)  # of noise, which differs between ranks
-        loss = train_epoch(training_model, optimizer, schedule, loader, device, precision)
-        share = evaluate(model.module, testing, device)
+        loss = train_epoch(model, optimizer, schedule, loader, device, precision)
+        share = evaluate(bare, testing, device)
         say(f"epoch {epoch}: loss {loss:.4f}, {share:.1%} read right")
         if options.checkpoint:
-            save(options.checkpoint, epoch, model, optimizer, schedule)
+            save(options.checkpoint, epoch, settings, parts)
 
 
 def main():

@@ -76,7 +76,7 @@ class TestTheSameTraining:
     def test_a_run_that_was_killed_goes_on_to_the_same_bits(self, ranks, whole, tmp_path):
         options = ("--epochs", EPOCHS, "--checkpoint", tmp_path / "killed.pt")
         train(ranks, *options, dies_at=2)
-        epoch, _ = torch.load(tmp_path / "killed.pt")
+        epoch, *_ = torch.load(tmp_path / "killed.pt")
         assert epoch == 1
         (said, *_) = train(ranks, *options)
         (undisturbed, *_), kept = whole[ranks]
@@ -122,6 +122,36 @@ def see_nothing_but_on_rank_0(folder):
 def test_options(options):
     (said, _) = train(2, "--epochs", 3, *options)
     assert losses(said)[-1] < 0.5 * losses(said)[0]
+
+
+def test_other_settings_do_not_go_on(tmp_path):
+    train(1, "--epochs", 1, "--checkpoint", tmp_path / "kept.pt")
+    with pytest.raises(AssertionError, match=r"was trained with .*'lr': 0.05.* not with .*0.01"):
+        train(1, "--epochs", 2, "--checkpoint", tmp_path / "kept.pt", "--lr", 0.01)
+
+
+def test_compiled_it_trains_the_same(tmp_path):
+    """By a backend that only traces, which needs no compiler; its checkpoint fits the bare model."""
+    plain, compiled = tmp_path / "plain.pt", tmp_path / "compiled.pt"
+    train(2, "--epochs", 2, "--checkpoint", plain)
+    pieces = run(compile_by_tracing, 2, compiled, join=False, timeout=100)
+    assert min(pieces) > 0
+    (_, _, [one, *_]), (_, _, [other, *_]) = torch.load(plain), torch.load(compiled)
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def compile_by_tracing(checkpoint):
+    pieces, compile_model = [], torch.compile
+
+    def backend(graph, _inputs):
+        pieces.append(graph)
+        return graph.forward
+
+    torch.compile = lambda model: compile_model(model, backend=backend)
+    be_the_script(None, "--epochs", 2, "--checkpoint", checkpoint, "--compile")
+    return len(pieces)
 
 
 def test_a_batch_that_cannot_be_shared():
