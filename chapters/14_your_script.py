@@ -252,7 +252,7 @@ def on_text(k, power, warm):
     return final_loss(model, token_loss, small_text, adamw, 8 * k, warm, epochs=1)
 
 
-# %%
+# %% tags=["plumbing"]
 TASKS = {"digits": (on_digits, (1, 2, 4, 8, 16, 32)), "text": (on_text, (1, 4, 16, 64))}
 runs = [(task, rule, k) for task, (_, ks) in TASKS.items() for rule in RULES for k in ks]
 mine = [(run, TASKS[run[0]][0](run[2], *RULES[run[1]])) for run in runs[rank::n]]
@@ -398,7 +398,7 @@ def clipped(early):
     return gradient, norm
 
 
-# %%
+# %% tags=["plumbing"]
 reference = new_model()
 cross_entropy(reference(images), digit).backward()
 found = clip_grad_norm_(reference.parameters(), 0.1).item()
@@ -668,7 +668,7 @@ def killed_and_resumed():
     return first, ends, resumed[0].communicate()[0], whole[0].communicate()[0]
 
 
-# %%
+# %% tags=["plumbing"]
 first, ends, rest, whole = comms.all_gather_data(killed_and_resumed() if rank == 0 else None)[0]
 comms.print(f"two processes, one killed:\n{first}exit codes {ends}\none goes on:\n{rest}")
 comms.print(f"not disturbed:\n{whole}")
@@ -742,7 +742,7 @@ NAMES = """
 7 microddp.Comms.subgroup                torch.distributed.new_group
 7 microddp.register_mesh                 torch.distributed.init_device_mesh
 8 microddp.performance.analyzer          torch.profiler
-10 microddp.DDP.register_comm_hook       torch.nn.parallel.DistributedDataParallel.register_comm_hook
+10 microddp.DDP.register_comm_hook     torch.nn.parallel.DistributedDataParallel.register_comm_hook
 10 microddp.compression.PowerSGD         torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook
 11 microddp.local_sgd.LocalSteps         torch.distributed.optim.PostLocalSGDOptimizer
 13 microddp.train.checkpoint             torch.distributed.checkpoint
