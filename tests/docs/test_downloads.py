@@ -131,7 +131,7 @@ def test_other_settings_do_not_go_on(tmp_path):
 
 
 def test_compiled_it_trains_the_same(tmp_path):
-    """By a backend that only traces, which needs no compiler; its checkpoint fits the bare model."""
+    """By a backend that only traces and needs no compiler; its checkpoint fits the bare model."""
     plain, compiled = tmp_path / "plain.pt", tmp_path / "compiled.pt"
     train(2, "--epochs", 2, "--checkpoint", plain)
     pieces = run(compile_by_tracing, 2, compiled, join=False, timeout=100)

@@ -3,7 +3,7 @@
 ZERO = "        optimizer.zero_grad()\n"
 BEGAN = "        began = now()\n"
 FORWARD = "        forward = now()\n"
-BACKWARD = "        loss.backward()  # type: ignore[no-untyped-call]\n"
+BACKWARD = "        loss.backward()\n"
 STEP = "        optimizer.step()\n"
 LOOP = "    for i, (x, y) in enumerate(batches):\n"
 TOTAL = "        total += loss.item() * len(x)\n"

@@ -3,7 +3,7 @@
 START = """    for tensor in [*model.parameters(), *model.buffers()]:
         comms.broadcast(tensor.detach())
 """
-BACKWARD = "    loss_fn(model(x), y).backward()  # type: ignore[no-untyped-call]\n"
+BACKWARD = "    loss_fn(model(x), y).backward()\n"
 AVERAGE = """    for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad *= len(x) / samples.item()
