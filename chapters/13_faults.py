@@ -708,7 +708,9 @@ if few.rank == 0:
 # %% [markdown]
 r"""
 With `--keep 1` there would have been nothing to go back to. All ranks must agree on which one it
-is, or some would go on from step 10 and some from step 20: so rank 0 reads, and sends.
+is, or some would go on from step 10 and some from step 20: so rank 0 reads, and sends. And all that
+the next step depends on must be in it: weights, what the optimizer keeps, the step's number, the
+place in the data, and each rank's random numbers.
 
 ## Where it breaks: a fault that comes again
 

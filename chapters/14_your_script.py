@@ -599,7 +599,7 @@ def load(ranks, workers):
 
 # %%
 rows, base = [], load(1, 0)
-for ranks in sorted({1, n}):
+for ranks in (count for count in (1, 2, 4, 8) if count <= n):
     for workers in (0, 1, 2):
         most = base * min(comms.cores, ranks * max(1, workers))
         rows.append((ranks, workers, most, load(ranks, workers)))

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from microddp.labs.catalogue import LABS, find
 from microddp.labs.job import run_job
 from microddp.labs.lab import Lab
+from microddp.labs.listener import Outcome
 from microddp.labs.results import WIDTH, explain, first_failure, overview
 from microddp.labs.work import Work
 from microddp.report import table
@@ -98,6 +99,7 @@ def _check(options: argparse.Namespace) -> int:
             outcomes.append(run_job(lab, script, stage, progress=lambda _: bar.update()))
             if (failure := outcomes[-1].failure) and failure.hangs:
                 break  # to hang again takes as long again
+    outcomes += [Outcome(stage) for stage in lab.stages[len(outcomes) :]]
     result = work.note(lab, outcomes)
     print(overview(lab, outcomes))
     for reason in {outcome.refused for outcome in outcomes} - {""}:

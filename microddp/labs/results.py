@@ -81,7 +81,7 @@ def _printed(printed: Mapping[int, str]) -> str:
     for rank, text in printed.items():
         said = text.splitlines()
         lines += [f"  [rank {rank}] ... {len(said) - LINES} lines"] if len(said) > LINES else []
-        lines += [f"  [rank {rank}] {line}" for line in said[-LINES:]]
+        lines += [f"  [rank {rank}] {line[:WIDTH]}" for line in said[-LINES:]]
     return "\n".join(lines)
 
 

@@ -198,7 +198,9 @@ def expect_same_end(run: Run, at: Sequence[int]) -> None:
 
 
 @LAB.check(
-    "without a fault: every step, and checkpoints", read="How often to save", ranks=(1, 2, 3)
+    "without a fault: every step, and checkpoints",
+    read="Where it breaks: the newest checkpoint",
+    ranks=(1, 2, 3),
 )
 def without_fault(bench: Bench) -> None:
     plain = Run(bench)
@@ -218,8 +220,12 @@ def without_fault(bench: Bench) -> None:
     else:
         wanted = [f"checkpoint-{step}.pt" for step in (STEPS - EVERY, STEPS)]
         got_files = ", ".join(run.files) or "none"
+        other = "Their names are others than load() looks for." if len(run.files) > 1 else TWO
         bench.expect(
-            set(wanted) <= set(run.files), f"{' and '.join(wanted)}, every={EVERY}", got_files, TWO
+            set(wanted) <= set(run.files),
+            f"{' and '.join(wanted)}, every={EVERY}",
+            got_files,
+            other,
         )
 
 
@@ -275,7 +281,11 @@ def expect_loaded(bench: Bench, folder: Path, step: int, mistakes: dict[int, str
     bench.near(got["weights"], torch.full((1000,), float(step)), "the saved weights")
 
 
-@LAB.check("killed between two steps, twice", read="What a fault costs", ranks=(1, 2, 3))
+@LAB.check(
+    "killed between two steps, twice",
+    read="Where it breaks: the newest checkpoint",
+    ranks=(1, 2, 3),
+)
 def between(bench: Bench) -> None:
     run = Run(bench)
 

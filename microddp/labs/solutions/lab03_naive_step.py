@@ -4,7 +4,8 @@ r"""
 
 Every rank has a model and its own shard of the batch. After each step, all ranks should hold the
 weights that one device would hold after a step on the whole batch. Shards may differ in size, and
-each sample of the batch counts as much as any other.
+each sample of the batch counts as much as any other. That is more than the chapter's step does,
+whose shards are equal; chapter 01 has the weights, in "Where it breaks: unequal shards".
 
 **Given:** `comms.broadcast(tensor)` overwrites a tensor on every rank with that of rank 0, in
 place, and `comms.all_reduce(tensor)` with the sum of all ranks' tensors. Both take contiguous

@@ -27,7 +27,8 @@ returns the list of what all ranks have passed, numbers, texts, lists or diction
 **Counted:** nothing but the answer, for many jobs: what is planted, on which rank, and in which
 part of the step, is drawn by lot.
 
-`python -m microddp.labs check 08` runs it on 2 and 3 ranks, and on 2 with real links of 100 Mbit/s.
+`python -m microddp.labs check 08` runs it on 2 and 3 ranks, and on 2 with real links of 100 Mbit/s;
+`torchrun --nproc-per-node=2` and this file run its last cell, which needs at least two ranks.
 """
 
 # %%

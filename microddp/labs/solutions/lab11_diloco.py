@@ -109,10 +109,10 @@ def train(
 # %% tags=["try"]
 comms = microddp.init()
 torch.manual_seed(0)
-model = nn.Linear(2, 1)
+model = nn.Linear(2, 1).to(comms.device)
 torch.manual_seed(comms.rank)
-inputs = torch.randn(64, 8, 2)
-batches = [(x, x @ torch.tensor([[3.0], [-2.0]])) for x in inputs]
+inputs = torch.randn(64, 8, 2).to(comms.device)
+batches = [(x, 3 * x[:, :1] - 2 * x[:, 1:]) for x in inputs]
 inner = torch.optim.AdamW(model.parameters(), lr=0.1)
 train(model, inner, batches, every=8, lr=0.7, momentum=0.5, comms=comms)
 comms.print(model.weight)

@@ -3,7 +3,8 @@ r"""
 # Lab 13: training that survives a kill
 
 Write training that may be killed at any moment. Started again in the same way, it goes on from its
-newest checkpoint, and ends with the very bits that it would have had without the kill.
+newest checkpoint, and ends with the very bits that it would have had without the kill. What does
+the next step depend on? All of that belongs in a checkpoint.
 
 Each rank has a disk of its own, so `folder` is another place on each. Rank 0 alone writes and reads
 checkpoints. The others get the state as a message.
@@ -193,9 +194,11 @@ optimizer = torch.optim.Adam(model.parameters())
 inputs, targets = load_digits().train.tensors
 batches = Batches(inputs, targets, 24, comms)
 torch.manual_seed(1 + comms.rank)
-# Kill it in the midst and start it again; to begin anew, remove these folders.
+# Start it with torchrun --nproc-per-node=2, kill it when checkpoint-300.pt is there, and start it
+# again: the biases in the end must be those of a run without a kill. To begin anew, remove the
+# folders.
 folder = Path("my_work", f"lab13_rank{comms.rank}")
 comms.print("it begins anew" if load(folder, comms) is None else "it goes on")
 train(model, optimizer, batches, 1000, 100, folder, comms)
-comms.print("the first weights:", next(model.parameters()).flatten()[:4].tolist())
+comms.print("biases:", list(model.parameters())[-1].tolist())
 comms.close()
