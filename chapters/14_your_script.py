@@ -744,7 +744,7 @@ NAMES = """
 8 microddp.performance.analyzer          torch.profiler
 10 microddp.DDP.register_comm_hook     torch.nn.parallel.DistributedDataParallel.register_comm_hook
 10 microddp.compression.PowerSGD         torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook
-11 microddp.local_sgd.LocalSteps         torch.distributed.optim.PostLocalSGDOptimizer
+11 microddp.local_sgd.LocalSteps         torch.distributed.algorithms.model_averaging.averagers
 13 microddp.train.checkpoint             torch.distributed.checkpoint
 13 microddp.doctor.hang                  the:flight:recorder
 13 microddp.elastic.Members              torchft:(not:part:of:PyTorch)
