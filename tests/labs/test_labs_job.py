@@ -5,8 +5,10 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from multiprocessing import forkserver
+from pathlib import Path
 
 import psutil
 import pytest
@@ -199,11 +201,16 @@ def test_processes_and_threads_that_a_script_starts_end_with_it(tmp_path):
     assert asleep.stdout == ""
 
 
+@pytest.fixture
+def folders():
+    """Where temporary files go: a short path, since it is also that of a socket."""
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left_of_a_checker_that_is_stopped(number, tmp_path):
+def test_nothing_is_left_of_a_checker_that_is_stopped(number, folders, tmp_path):
     (tmp_path / "my_work").mkdir()
-    folders = tmp_path / "tmp"
-    folders.mkdir()
     script = tmp_path / "my_work/lab02_ring.py"
     script.write_text(begins_with("open('begun', 'w').close()\n        while True: pass"))
     process = subprocess.Popen(
@@ -219,7 +226,7 @@ def test_nothing_is_left_of_a_checker_that_is_stopped(number, tmp_path):
     while not (tmp_path / "begun").exists() and time.monotonic() < end:
         time.sleep(0.02)
     ranks = psutil.Process(process.pid).children(recursive=True)
-    assert len(ranks) >= 3  # the server, and two ranks
+    assert len(ranks) >= 3, process.communicate()  # the server, and two ranks
     process.send_signal(number)
     process.communicate(timeout=20)
     assert process.returncode != 0

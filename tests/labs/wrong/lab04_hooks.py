@@ -9,10 +9,6 @@ CLEAR = "        self.works.clear()\n"
 
 # What is wrong: what is replaced in the solution, and what the check must say of it.
 WRONG = {
-    "waits for the last one only": (
-        {WAIT: "        self.works[-1].wait()\n"},
-        "returned before the large one was through|must call wait|wait first",
-    ),
     "the hook waits": (
         {START: "        self.comms.all_reduce(parameter.grad)\n"},
         "A hook waits for the other ranks",

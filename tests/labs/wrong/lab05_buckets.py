@@ -98,14 +98,6 @@ WRONG = {
         },
         "keeps what it held in the step before",
     ),
-    "waits for the last one only": (
-        {
-            "            work.wait()\n": "",
-            "        for bucket, (flat, work) in": "        self.sent[-1][1].wait()\n"
-            "        for bucket, (flat, _) in",
-        },
-        "returned before the large one was through|must call wait|wait first",
-    ),
     "one first bucket for all dtypes": (
         {"filled[tensor.dtype]": "filled[torch.float32]"},
         "a first one of its own",
