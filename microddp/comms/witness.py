@@ -130,8 +130,7 @@ def torch_calls(*, stacks: bool = False) -> list[dict[str, Any]] | None:
 
 def _write_torch_calls(record: Record) -> None:
     """Write the last collectives that PyTorch has recorded, with places as our record has them."""
-    entries = torch_calls(stacks=True)
-    if entries is None or record.folder is None:
+    if record.folder is None or (entries := torch_calls(stacks=True)) is None:
         return
     entries = entries[-TORCH_CALLS:]
     for entry in entries:

@@ -62,8 +62,9 @@ def examine(folder: Path) -> tuple[dict[int, History], dict[int, Rank]]:
     Raises:
         ValueError: there is no record, or a file there is none.
     """
-    states = {rank: _process(history) for rank, history in _newest_job(folder).items()}
-    answered = _ask(h for rank, h in _newest_job(folder).items() if states[rank] == "running")
+    histories = _newest_job(folder)
+    states = {rank: _process(history) for rank, history in histories.items()}
+    answered = _ask(h for rank, h in histories.items() if states[rank] == "running")
     histories = _newest_job(folder)  # as they were when the ranks answered
     torch_calls = _torch_calls(histories.values())
     ranks = {
