@@ -103,7 +103,7 @@ def check_replicas(module: nn.Module, comms: Comms) -> None:
     # First, since ranks with other parameters would send other numbers of hashes.
     check_structure(module, comms)
     named = list(module.named_parameters())
-    digests = [_digest(_raw(p)) for _, p in named]
+    digests = [tensor_digest(p) for _, p in named]
     everyone = comms.all_gather(torch.tensor(digests, dtype=torch.int64, device=comms.device))
     for (name, parameter), column in zip(named, everyone.T.tolist(), strict=True):
         _, odd = odd_ranks(column)
@@ -121,9 +121,10 @@ def _in_words(tensor: torch.Tensor) -> str:
     return describe(tensor) + ("" if tensor.requires_grad else ", no gradient")
 
 
-def _raw(parameter: torch.Tensor) -> bytes:
-    flat = parameter.detach().contiguous().cpu().flatten()
-    return flat.view(torch.uint8).numpy().tobytes()
+def tensor_digest(tensor: torch.Tensor) -> int:
+    """A hash of 8 bytes of a tensor's bits."""
+    flat = tensor.detach().contiguous().cpu().flatten()
+    return _digest(flat.view(torch.uint8).numpy().tobytes())
 
 
 def _digest(data: bytes) -> int:

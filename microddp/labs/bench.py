@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from microddp.comms import Comms, Message, MessageCounter, torch_calls
+from microddp.replicas import tensor_digest
 
 
 class Wrong(Exception):
@@ -170,7 +170,7 @@ class Bench:
             mistake: the sentence to say if it differs.
         """
         if isinstance(value, torch.Tensor):
-            value = digest(value)
+            value = tensor_digest(value)
         self.claims[what] = (str(value), mistake)
 
     @contextmanager
@@ -186,12 +186,6 @@ class Bench:
                 if name != "barrier":
                     nbytes = _nbytes(call["input_sizes"], call["input_dtypes"])
                     seen.collectives.append(Collective(name, nbytes, call["time_created_ns"]))
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """A text that differs where any bit of two tensors does."""
-    raw = tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
-    return hashlib.blake2b(raw, digest_size=6).hexdigest()
 
 
 # By the names that PyTorch's recorder has for dtypes.

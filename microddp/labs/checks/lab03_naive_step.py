@@ -10,8 +10,9 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils import parameters_to_vector
 
 from microddp.comms import Comms
-from microddp.labs.bench import Bench, Seen, Wrong, digest
+from microddp.labs.bench import Bench, Seen, Wrong
 from microddp.labs.lab import Lab
+from microddp.replicas import tensor_digest
 
 LAB = Lab(
     "lab03_naive_step",
@@ -266,7 +267,7 @@ def bits(bench: Bench) -> None:
     model = network(0, torch.float32)
     x, y = shards(SIZES[: bench.n], 0, torch.float32)[bench.rank]
     bench.work.naive_step(model, mse_loss, momentum(model), x, y * 10**bench.rank, bench.comms)
-    digests = bench.comms.all_gather_data(digest(vector(model)))
+    digests = bench.comms.all_gather_data(tensor_digest(vector(model)))
     bench.expect(
         len(set(digests)) == 1,
         "the same weights on every rank after a step in float32",

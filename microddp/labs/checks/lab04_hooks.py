@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from microddp.comms import name_ranks
-from microddp.labs.bench import Bench
+from microddp.labs.bench import Bench, Seen
 from microddp.labs.lab import Lab
 
 LAB = Lab(
@@ -294,32 +295,55 @@ def means(bench: Bench) -> None:
     averaged(bench, model, each)
 
 
-@LAB.check("three steps, one after the other", read=CHAPTER)
-def steps(bench: Bench) -> None:
-    model = chain()
-    hooks = bench.work.OverlappedGradients(model, bench.comms)
-    count = len(list(model.parameters()))
-    total = torch.zeros(())
-    after_steps = []
+def three_steps(
+    bench: Bench,
+    make: Callable[[], nn.Module],
+    watch: Callable[[nn.Module], Any],
+    sent: Callable[[str, Seen], None],
+) -> None:
+    """Take three steps with the same hooks, the second without forgetting the first's gradients.
+
+    Args:
+        bench: the ranks.
+        make: a model, the same on every rank.
+        watch: gives a model the reader's hooks, and returns what has ``finish()``.
+        sent: expects something of what a step sent, whose name it gets: ``"step 1"``.
+
+    Raises:
+        Wrong: the gradients are not the mean, or the hooks hold more after the last step.
+    """
+    model = make()
+    hooks, total, after_steps = watch(model), torch.zeros(()), []
     for step, zero in enumerate((True, False, True)):
         if zero:
             model.zero_grad(set_to_none=step == 0)
         with bench.seen() as seen:
             loss(model, bench, seed=step).backward()  # type: ignore[no-untyped-call]
             hooks.finish()
+        name = f"step {step + 1}"
+        sent(name, seen)
+        new = each_ranks(lambda _: make(), bench, step)
+        total = new if zero else total + new
+        averaged(bench, model, total, f" in {name}" + ("" if zero else ", added to step 1's"))
+        after_steps.append(held(hooks))
+    emptied(bench, after_steps)
+
+
+@LAB.check("three steps, one after the other", read=CHAPTER)
+def steps(bench: Bench) -> None:
+    count = len(list(chain().parameters()))
+
+    def sent(step: str, seen: Seen) -> None:
         bench.expect(
             len(seen.collectives) == count,
-            f"{count} all-reduces in step {step + 1}",
+            f"{count} all-reduces in {step}",
             len(seen.collectives),
             "finish() must leave everything as it was before the first backward.",
         )
-        new = each_ranks(lambda _: chain(), bench, step)
-        total = new if zero else total + new
-        averaged(
-            bench, model, total, f" in step {step + 1}" + ("" if zero else ", added to step 1's")
-        )
-        after_steps.append(held(hooks))
-    emptied(bench, after_steps)
+
+    three_steps(
+        bench, chain, lambda model: bench.work.OverlappedGradients(model, bench.comms), sent
+    )
 
 
 @LAB.check("parameters that are used twice, frozen or not used", read="The order")

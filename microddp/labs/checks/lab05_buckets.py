@@ -15,10 +15,9 @@ from microddp.labs.checks.lab04_hooks import (
     Ready,
     averaged,
     each_ranks,
-    emptied,
     flat,
-    held,
     loss,
+    three_steps,
     waits_for_all,
     with_one_late,
 )
@@ -313,28 +312,15 @@ def order(bench: Bench) -> None:
     "three steps, one after the other", read="Where it breaks: a bucket that is never emptied"
 )
 def steps(bench: Bench) -> None:
-    model = chain()
-    hooks = bench.work.BucketHooks(model, bench.comms, CAPS)
-    right = [sum(p.nbytes for p in bucket) for bucket in planned(model)]
-    total = torch.zeros(())
-    after_steps = []
-    for step, zero in enumerate((True, False, True)):
-        if zero:
-            model.zero_grad(set_to_none=step == 0)
-        with bench.seen() as seen:
-            loss(model, bench, seed=step).backward()  # type: ignore[no-untyped-call]
-            hooks.finish()
+    right = [sum(p.nbytes for p in bucket) for bucket in planned(chain())]
+
+    def sent(step: str, seen: Seen) -> None:
         got = [call.nbytes for call in seen.collectives]
         mistake = "finish() must put counters and buckets back to where they were."
         if sum(got) > sum(right):
             mistake = "A bucket keeps what it held in the step before: empty it in finish()."
         elif not got:
             mistake = "No bucket was full: in finish(), have each one miss all its gradients again."
-        bench.expect(got == right, f"all-reduces of {right} bytes in step {step + 1}", got, mistake)
-        new = each_ranks(lambda _: chain(), bench, step)
-        total = new if zero else total + new
-        averaged(
-            bench, model, total, f" in step {step + 1}" + ("" if zero else ", added to step 1's")
-        )
-        after_steps.append(held(hooks))
-    emptied(bench, after_steps)
+        bench.expect(got == right, f"all-reduces of {right} bytes in {step}", got, mistake)
+
+    three_steps(bench, chain, lambda model: bench.work.BucketHooks(model, bench.comms, CAPS), sent)
