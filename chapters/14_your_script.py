@@ -339,7 +339,7 @@ the same file:
 """
 
 # %%
-folder = Path(comms.all_gather_data(tempfile.mkdtemp())[0])
+folder = Path(comms.all_gather_data(tempfile.mkdtemp() if rank == 0 else "")[0])
 with open(folder / "log", "w") as log:
     for step in range(3):
         dist.barrier()
