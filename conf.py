@@ -62,6 +62,7 @@ sphinx_gallery_conf = {
     "backreferences_dir": None,
     "nested_sections": False,
 }
+imports = ["microddp.figures", "torch._dynamo", "jupytext"]
 gallery_launcher = {
     "ranks": "book_run.ranks",
     "hosts": "book_run.hosts",
@@ -69,7 +70,7 @@ gallery_launcher = {
     "log_dir": "gallery_logs",
     "depends": ["microddp/**/*.py", "docs/_ext/*.py"],
     # What ranks import takes seconds of each. Elsewhere a fork of such a process is not safe.
-    "imports": ["microddp.figures", "torch._dynamo"] if sys.platform == "linux" else None,
+    "imports": imports if sys.platform == "linux" else None,
     "preload": ["gallery_markdown.install"],
     "facts": "book_run.below_title",
 }

@@ -20,8 +20,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
-from gallery_launcher_job import Agent, JobFailed, run_job
+from gallery_launcher_job import ENVIRONMENT, Agent, JobFailed, run_job
 from gallery_launcher_rank import Job, import_object
+from gallery_launcher_server import Server
 from sphinx.application import Sphinx
 from sphinx.errors import ConfigError, ExtensionError
 from sphinx.util import logging
@@ -70,6 +71,7 @@ class Launcher:
     ranks: int
     log_dir: Path
     surroundings: str  # digest of what all examples depend on
+    server: Server | None  # for options.imports
 
     def generate_file_rst(
         self, fname: str, target_dir: str | Path, src_dir: str | Path, gallery_conf: dict[str, Any]
@@ -114,7 +116,7 @@ class Launcher:
         )
         try:
             with hosts or nullcontext([Agent(ranks)]) as agents:
-                outcome = run_job(job, folder, agents, timeout, logger.info)
+                outcome = run_job(job, folder, agents, timeout, logger.info, self.server)
         except JobFailed as error:
             seconds = time.monotonic() - start
             message = f"{fname} failed after {seconds:.1f} s. {error}\n\nIts logs: {folder}"
@@ -212,9 +214,12 @@ def install(app: Sphinx) -> None:
         raise ConfigError(f"gallery_launcher['ranks'] gives {ranks!r}, not a number from 1 on")
     if app.config.sphinx_gallery_conf["parallel"]:
         raise ConfigError("sphinx_gallery_conf['parallel'] is not possible with gallery_launcher")
-    gen_rst.generate_file_rst = Launcher(
-        options, ranks, confdir / options.log_dir, _surroundings(confdir, options.depends)
-    ).generate_file_rst
+    surroundings = _surroundings(confdir, options.depends)
+    server = None if options.imports is None else Server(options.imports, ENVIRONMENT)
+    launcher = Launcher(options, ranks, confdir / options.log_dir, surroundings, server)
+    gen_rst.generate_file_rst = launcher.generate_file_rst
+    if server:
+        app.connect("env-before-read-docs", lambda *_: server.close())  # all examples have run
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

@@ -9,8 +9,9 @@ torchrun alone would not:
 - It leaves the status of agent N in `endedN`, and the agent, if a rank failed, `exitsN.json`:
   `[rank, status]` for each rank that did not end well, the first one noticed first. A negative
   status is a signal.
-- Where it has `imports`, it imports those modules once, and the ranks are forked from it. Without,
-  torchrun starts them, and each imports PyTorch for itself.
+- Where it has `imports`, it imports those modules once, or has been forked with them
+  (`gallery_launcher_server.py`), and the ranks are forked from it. Without, torchrun starts them,
+  and each imports PyTorch for itself.
 """
 
 import gc
@@ -35,15 +36,18 @@ from typing import IO, Any
 import gallery_launcher_rank
 from gallery_launcher_rank import import_object
 
+MODULE = "torch.distributed.run"  # which has most of PyTorch
+
 
 def _fork(run: Callable[[], int]) -> int:
     """Call `run` in a child of this process, which ends with its status; returns the child."""
     if child := os.fork():
         return child
-    os._exit(_status_of(run))  # to take torch apart would keep a core busy for half a second
+    os._exit(status_of(run))  # to take torch apart would keep a core busy for half a second
 
 
-def _status_of(run: Callable[[], int]) -> int:
+def status_of(run: Callable[[], int]) -> int:
+    """Call `run` and return what it returns; what it raises is printed, and is 1."""
     try:
         status = run()
     except BaseException:
@@ -148,7 +152,7 @@ def _start(folder: Path, order: dict[str, Any], forks: bool) -> int:
     be_an_agent = partial(_be_an_agent, folder, order, forks)
     if order["within"]:
         enter, *place = order["within"]
-        be_an_agent = partial(import_object(enter), *place, partial(_status_of, be_an_agent))
+        be_an_agent = partial(import_object(enter), *place, partial(status_of, be_an_agent))
     return _fork(be_an_agent)
 
 
@@ -169,7 +173,7 @@ def main(folder: Path, number: int) -> int:
     os.environ.update(program["environment"])
     sys.path[:] = program["sys_path"]
     # The build has no use for torch: only this program imports it, for all its agents.
-    for module in ("torch.distributed.run", *(program["imports"] or ())):
+    for module in (MODULE, *(program["imports"] or ())):
         import_module(module)
     gc.freeze()  # else each process would go through all of it again, and copy what it touches
     forks = program["imports"] is not None
@@ -196,4 +200,4 @@ def main(folder: Path, number: int) -> int:
 
 
 if __name__ == "__main__":
-    os._exit(_status_of(partial(main, Path(sys.argv[1]), int(sys.argv[2]))))
+    os._exit(status_of(partial(main, Path(sys.argv[1]), int(sys.argv[2]))))

@@ -24,11 +24,18 @@ from typing import IO, Any
 
 import psutil
 from gallery_launcher_rank import Job
+from gallery_launcher_server import Server
 
 _AGENT_PROGRAM = Path(__file__).with_name("gallery_launcher_agent.py")
 _RANK_PROGRAM = Path(__file__).with_name("gallery_launcher_rank.py")
-# Set in every process of a job, to a value of that job's own.
-_MARK = "GALLERY_LAUNCHER_JOB"
+# Set in every process of this build's jobs, of which one runs at a time.
+_MARK = "GALLERY_LAUNCHER_BUILD"
+ENVIRONMENT = {
+    _MARK: uuid.uuid4().hex,
+    "MPLBACKEND": "Agg",
+    # Unless told otherwise, torchrun numbers the ranks of each host from 0.
+    "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank${rank}]:",
+}
 # torchrun gives its ranks this long between SIGTERM and SIGKILL, then has to end itself.
 _SECONDS_FOR_RANKS = 5
 _SECONDS_FOR_TORCHRUN = 8
@@ -87,10 +94,16 @@ class _Program:
 
 
 def run_job(
-    job: Job, folder: Path, agents: Sequence[Agent], timeout: float, say: Callable[[str], None]
+    job: Job,
+    folder: Path,
+    agents: Sequence[Agent],
+    timeout: float,
+    say: Callable[[str], None],
+    server: Server | None,
 ) -> dict[str, Any]:
     """Run a job and return what rank 0 left in `result.pkl`.
 
+    `server` has what the job imports; without one, that program imports it which needs it.
     `folder` is emptied first; it holds the ranks' logs afterwards. `say` is called, from other
     threads, with each line that a rank writes. When this returns or raises, no process of the job
     is left on this machine, and those elsewhere have been told to stop.
@@ -100,14 +113,13 @@ def run_job(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / "job.pkl").write_bytes(pickle.dumps(tuple(job)))
-    mark = uuid.uuid4().hex
     programs: list[_Program] = []
     relays: list[threading.Thread] = []
     deadline = time.monotonic() + timeout
     try:
         meeting = _meeting_place(agents)
         for numbers in _on_one_machine_together(agents):
-            program = _start(job, folder, {n: agents[n] for n in numbers}, mark, meeting)
+            program = _start(job, folder, {n: agents[n] for n in numbers}, meeting, server)
             programs.append(_Program(numbers, program))
             relay = threading.Thread(target=_relay, args=(program.stdout, say), daemon=True)
             relay.start()
@@ -116,7 +128,7 @@ def run_job(
     except OSError as error:  # a prefix that is no program
         raise JobFailed(f"The agent of host {numbers[0]} did not start: {error}") from error
     finally:
-        _stop(programs, folder, mark)
+        _stop(programs, folder, server)
         for relay in relays:
             relay.join()
     if statuses is None:
@@ -149,11 +161,12 @@ def _on_one_machine_together(agents: Sequence[Agent]) -> list[list[int]]:
 
 
 def _start(
-    job: Job, folder: Path, agents: Mapping[int, Agent], mark: str, meeting: Sequence[str]
+    job: Job,
+    folder: Path,
+    agents: Mapping[int, Agent],
+    meeting: Sequence[str],
+    server: Server | None,
 ) -> "subprocess.Popen[str]":
-    # Unless told otherwise, torchrun numbers the ranks of each host from 0.
-    line_prefix = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank${rank}]:"}
-    environment = {_MARK: mark, "MPLBACKEND": "Agg", **line_prefix}
     orders = []
     for number, agent in agents.items():
         arguments = [
@@ -166,23 +179,27 @@ def _start(
         "cwd": str(Path(job.chapter).parent),
         "sys_path": job.sys_path,
         "imports": job.imports,
-        "environment": environment,
+        "environment": ENVIRONMENT,
         "agents": orders,
     }
     first, prefix = orders[0]["number"], orders[0]["prefix"]
     (folder / f"program{first}.json").write_text(json.dumps(program))
     command = [sys.executable, "-u", str(_AGENT_PROGRAM), str(folder), str(first)]
+    inherited: tuple[int, ...] = ()
+    if server and not prefix:
+        command, inherited = server.stand_in(folder, first)
     if prefix and Path(prefix[0]).name == "ssh":  # whose other end is a shell
         command = [shlex.quote(word) for word in command]
     return subprocess.Popen(
         [*prefix, *command],
-        env={**os.environ, **environment},
+        env={**os.environ, **ENVIRONMENT},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
         start_new_session=True,  # Ctrl-C reaches the build, which then stops the job
+        pass_fds=inherited,
     )
 
 
@@ -213,7 +230,7 @@ def _relay(output: IO[str], say: Callable[[str], None]) -> None:
         say(line.rstrip("\n"))
 
 
-def _stop(programs: Sequence[_Program], folder: Path, mark: str) -> None:
+def _stop(programs: Sequence[_Program], folder: Path, server: Server | None) -> None:
     """End whatever still runs of a job, also what its ranks started and left behind."""
     processes = [program.process for program in programs]
     try:
@@ -230,9 +247,10 @@ def _stop(programs: Sequence[_Program], folder: Path, mark: str) -> None:
                 end = min(end, time.monotonic() + _SECONDS_AFTER_PREFIX)
             time.sleep(0.02)
     finally:
+        stays = server.process.pid if server and server.process else None
         for left in psutil.process_iter():
             with suppress(psutil.Error):  # ended meanwhile, or somebody else's
-                if left.environ().get(_MARK) == mark:
+                if left.environ().get(_MARK) == ENVIRONMENT[_MARK] and left.pid != stays:
                     left.kill()
         for process in processes:
             process.kill()

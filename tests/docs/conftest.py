@@ -1,21 +1,24 @@
 """How long jobs take to begin on this machine."""
 
-import math
-
 import pytest
 from gallery_book import JOIN, LAUNCHER, PRELOAD, Book
 
 
 @pytest.fixture(scope="module")
-def timeout(tmp_path_factory: pytest.TempPathFactory) -> int:
-    """Return five times as many seconds as a job takes to begin.
+def beginnings(tmp_path_factory: pytest.TempPathFactory) -> tuple[float, float]:
+    """Seconds from a job's start to that of its chapter: of a build's first job, and of a later.
 
-    A time-out counts from the start of the job, which imports torch, once for each prefix, and rank
-    0 imports Sphinx: some seconds, more with a CUDA build, and 17 on two cores that were busy.
+    A time-out counts from there. The first imports torch, as each prefix does: some seconds, more
+    with a CUDA build, and 17 on two cores that were busy.
     """
     book = Book(tmp_path_factory.mktemp("joins") / "book")
     book.configure(*LAUNCHER, launcher={"ranks": 3, "preload": PRELOAD})
-    book.chapter("joins", JOIN + "if rank == 0: now()")
+    for name in ("first", "later"):
+        book.chapter(name, JOIN + "if rank == 0: now()")
     build = book.build()
-    begun = float((book.root / "chapters/joins.moment").read_text())
-    return math.ceil(5 * (begun - build.time_of("joins.py: running on")))
+    first, later = (
+        float((book.root / f"chapters/{name}.moment").read_text())
+        - build.time_of(f"{name}.py: running on")
+        for name in ("first", "later")
+    )
+    return first, later

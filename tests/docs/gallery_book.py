@@ -163,7 +163,7 @@ class Book:
             extensions=str(EXTENSIONS),
             root=str(self.root),
             added=list(added),
-            launcher={"imports": [], **(launcher or {})},
+            launcher={"imports": ["jupytext"], **(launcher or {})},
             gallery=gallery or {},
         )
         self.write("conf.py", conf)

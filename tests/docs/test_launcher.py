@@ -1,6 +1,7 @@
 """The launcher, in small books that are built for real."""
 
 import html
+import math
 import os
 import signal
 import time
@@ -151,6 +152,12 @@ def report(build: Build, chapter: str) -> str:
 
 
 @pytest.fixture(scope="module")
+def timeout(beginnings: tuple[float, float]) -> int:
+    """Five times as many seconds as a later job takes to begin."""
+    return math.ceil(5 * beginnings[1])
+
+
+@pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory, timeout: int) -> tuple[Book, Build]:
     """Build a book of all faults."""
     book = Book(tmp_path_factory.mktemp("faulty") / "a book")
@@ -212,6 +219,7 @@ class TestFaults:
 def test_timeout_when_some_ranks_have_ended(tmp_path: Path, timeout: int) -> None:
     book = Book(tmp_path / "book")
     book.configure(*LAUNCHER, launcher={"ranks": 2, "timeout": timeout, "preload": PRELOAD})
+    book.chapter("begins", GOOD)  # the first takes longer
     book.chapter("waits", "import os, time\nif os.environ['RANK'] == '0': time.sleep(1000)")
     build = book.build()
     assert build.process.returncode != 0
@@ -367,6 +375,7 @@ def test_each_rank_sees_what_torchrun_would_show_it(
         warnings.warn("look out")
         """,
     )
+    book.chapter("next", "import once\nworld = 2")
     build = book.build("-W")
     assert build.process.returncode == 0, build.output
     expected = [
@@ -381,9 +390,20 @@ def test_each_rank_sees_what_torchrun_would_show_it(
         assert build.output.count(line) == 2  # one on each rank
         assert line in page
     assert "[rank1]:sphinx False" in build.output
-    assert (tmp_path / "imports").read_text() == (".." if imports is None else ".")
+    # By both ranks of both chapters, or once for the build.
+    assert (tmp_path / "imports").read_text() == ("...." if imports is None else ".")
     assert "<p>looks.py on 2 <em>ranks</em>.</p>" in book.page("looks")
     assert in_order(page, ["<h1>looks", "looks.py on 2", "This chapter is called"])
+
+
+def test_a_module_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
+    book = Book(tmp_path / "book")
+    book.configure(*LAUNCHER, launcher={"imports": ["nowhere"], "preload": PRELOAD})
+    book.chapter("good", GOOD)
+    build = book.build()
+    assert build.process.returncode != 0
+    assert "ModuleNotFoundError: No module named 'nowhere'" in build.output
+    assert build.processes_after(0) == []
 
 
 @pytest.mark.gpu(1)

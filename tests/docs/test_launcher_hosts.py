@@ -1,5 +1,6 @@
 """The launcher across hosts: in a box, and behind prefixes as ssh would be."""
 
+import math
 import os
 import re
 import signal
@@ -74,6 +75,12 @@ def book(folder: Path) -> Book:
     }
     made.configure("sphinx_design", *LAUNCHER, launcher=launcher)
     return made
+
+
+@pytest.fixture(scope="module")
+def timeout(beginnings: tuple[float, float]) -> int:
+    """Three times as many seconds as a first job takes to begin; more run at once than there."""
+    return math.ceil(3 * beginnings[0])
 
 
 @pytest.fixture(scope="module", params=["box", "prefixes"])
