@@ -14,6 +14,9 @@ os.environ["MPLBACKEND"] = "Agg"
 # torch looks up the name of each address it connects to, for its messages only. Some name servers
 # lose such a question, and the default is to wait for 5 seconds, twice.
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+# OpenMP's threads spin for a while before they sleep. Where more processes compute than there are
+# cores, they take the time of those whom they wait for: a test of 5 seconds took 70 beside others.
+os.environ["OMP_WAIT_POLICY"] = "passive"
 # Tests make their tensors on the CPU, where init() has to find no GPU. Tests marked gpu give their
 # ranks those that are kept here. The workers of pytest-xdist inherit both from whoever starts them.
 ALL_GPUS = ",".join(map(str, range(64)))  # CUDA reads up to the first that there is not

@@ -29,7 +29,7 @@ SHORTER = {
         "96 - 96 % n, 12": "96 - 96 % n, 3",
         "FullMLP(512)": "FullMLP(64)",
         "samples, 512, device": "samples, 64, device",
-        "STEPS = 144": "STEPS = 20",
+        "STEPS = 112": "STEPS = 20",
         "load_text(LENGTH, ": "load_text(16, ",
         "text, few, 48, on)": "text, few, 4, on)",
     },
