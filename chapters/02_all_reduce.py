@@ -431,7 +431,7 @@ def reductions(nbytes, names, group):
 
 # %%
 timings, names = {}, ("backend", *ALGORITHMS)
-for nbytes in (2**k for k in range(14, 25, 2)):
+for nbytes in (2**k for k in range(13, 24, 2)):
     calls = functools.partial(reductions, nbytes, names)
     for name, t in measure_among(four, calls, warmup=1, repeat=4).items():
         timings.setdefault(name, {})[nbytes] = t

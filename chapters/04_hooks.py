@@ -351,7 +351,7 @@ results = {}
 for size in (64, 1280):
     batch = tuple(tensor[:size] for tensor in digits.train.tensors)
     names = ("none", "naive", "hooks")
-    results[size] = compare_strategies(names, wide, few, batch, cross_entropy, repeat=5)
+    results[size] = compare_strategies(names, wide, few, batch, cross_entropy, repeat=4)
 
 # %% tags=["plumbing"]
 rows = []
@@ -390,7 +390,7 @@ usual = few.box and few.box.links[0].option
 if usual:
     few.relink("30gbit")
     carried = {"naive": median_step(naive), "hooks": median_step(hooked)}
-    fast = compare_strategies(names, wide, few, batch, cross_entropy, repeat=5)
+    fast = compare_strategies(names, wide, few, batch, cross_entropy, repeat=4)
     few.relink(usual)
 
 # %% tags=["plumbing"]

@@ -414,7 +414,7 @@ solo = [few.subgroup([r]) for r in range(n)][rank]
 both = bucketed_step(plan(parameters, total, total), solo)
 calls = {name: bucketed_step(plan(parameters, cap, cap), few) for name, cap in CAPS.items()}
 calls |= {"naive": naive_step, "forward": lambda: mse_loss(deep(x), y), "both": both}
-steps = measure(calls, few, repeat=5)
+steps = measure(calls, few, warmup=1, repeat=4)
 naive, compute, together = (steps.pop(name) for name in ("naive", "forward", "both"))
 
 # %%

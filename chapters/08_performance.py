@@ -576,7 +576,7 @@ for speed, (name, (net, data, loss_fn)) in itertools.product(speeds, CASES.items
     predicted, seconds = [], []
     for _ in range(2):  # in turns, because a machine changes its pace
         predicted.append(both(net, data, loss_fn))
-        seconds += measure({"": step}, few, repeat=4)[""].seconds
+        seconds += measure({"": step}, few, warmup=1, repeat=4)[""].seconds
     both_medians = [statistics.median(each) for each in zip(*predicted, strict=True)]
     measured = Timing(tuple(seconds))
     link = human_bits(8 * speed_of(few)) if few.box else "this machine's"

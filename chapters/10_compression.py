@@ -569,7 +569,7 @@ its steps.
 """
 
 # %%
-STEPS = 144
+STEPS = 112
 model = character_model(few.device)
 computing = learn(strategy_of("alone", model), text, few, STEPS).step
 if few.box:

@@ -372,12 +372,12 @@ def waits(spans, rank):
 
 # %% [markdown]
 r"""
-**Measure.** Four scenes of twelve steps each. In the second, rank 1 sleeps for 30 ms in each step.
+**Measure.** Four scenes of eight steps each. In the second, rank 1 sleeps for 30 ms in each step.
 In the third, host 2's link is at a quarter of its speed. In the fourth, both:
 """
 
 # %%
-NAP, COUNT = 0.03, 12
+NAP, COUNT = 0.03, 8
 torch.manual_seed(0)
 model = FullMLP(256, depth=4, inputs=64, outputs=10).to(senders.device)
 digits = load_digits(senders.device)
