@@ -40,6 +40,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ClassesSt
     return ClassesStayTogether(config, log)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest begins first, so that no worker is left with it at the end."""
+    items.sort(key=lambda item: item.path.stem not in ("test_campaign", "test_pretended_devices"))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test marked ``gpu(count)`` where there are fewer."""
     for mark in item.iter_markers("gpu"):
