@@ -1,5 +1,6 @@
 """Sphinx configuration of the book. Build it with: sphinx-build -c . docs _site"""
 
+import os
 import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -26,6 +27,7 @@ extensions = [
     "chapter_cards",
     "first_use",
     "lab_list",
+    "search_words",
     "torch_names",
     "used_in",
 ]
@@ -85,10 +87,17 @@ html_favicon = "docs/_static/favicon.svg"
 html_show_sphinx = False
 html_copy_source = False
 html_math_renderer = "mathml"
-html_theme_options = {
+html_theme_options: dict[str, object] = {
     "light_css_variables": {"color-brand-primary": "#1d5fa8", "color-brand-content": "#1d5fa8"},
     "dark_css_variables": {"color-brand-primary": "#7ab8ff", "color-brand-content": "#7ab8ff"},
 }
+if repository := os.environ.get("MICRODDP_REPOSITORY"):  # where readers can change a page
+    html_theme_options |= {
+        "source_repository": repository,
+        "source_branch": "main",
+        "source_directory": "docs/",
+        "footer_icons": [{"name": "repository", "url": repository, "html": "Repository"}],
+    }
 pygments_style = "a11y-high-contrast-light"
 pygments_dark_style = "a11y-high-contrast-dark"
 copybutton_exclude = ".linenos, .gp, .go"

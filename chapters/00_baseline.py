@@ -1,6 +1,6 @@
 # %% [markdown]
 r"""
-# One device, measured
+# 00. One device, measured
 
 How fast is one device, and why is that not enough? Before anything is distributed, this chapter
 trains a small network on one device, splits the time and the memory of a step into parts, and

@@ -1,6 +1,6 @@
 # %% [markdown]
 r"""
-# Splitting a batch by hand
+# 01. Splitting a batch by hand
 
 What does it mean to split a batch? Two copies of a model live in one process here. Each sees half
 of the batch, and their gradients are averaged by hand. No message is sent yet. This chapter is

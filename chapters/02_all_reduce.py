@@ -1,6 +1,6 @@
 # %% [markdown]
 r"""
-# All-reduce from send and receive
+# 02. All-reduce from send and receive
 
 How do n processes agree on a sum? Each one has a tensor, and each one should end with the sum of
 all: an *all-reduce*. It is a *collective*, an operation that all processes call together. This

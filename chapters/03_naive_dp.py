@@ -1,6 +1,6 @@
 # %% [markdown]
 r"""
-# The least that trains correctly
+# 03. The least that trains correctly
 
 What is the least code that trains one model on n devices and is right? A training loop needs
 three additions: the same model on every rank, a shard of the batch for each, and the average of

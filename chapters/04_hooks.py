@@ -1,6 +1,6 @@
 # %% [markdown]
 r"""
-# Hooks
+# 04. Hooks
 
 When is each gradient ready? The naive step of chapter 03 does not ask: it communicates when all
 of backward is over. But a gradient is final as soon as backward has passed its parameter. PyTorch

@@ -1,6 +1,6 @@
 # %% [markdown]
 r"""
-# Gradient bucketing
+# 05. Gradient bucketing
 
 Why do small messages cost so much? Because a message has a price that does not depend on its
 size. A model has many parameters, most of them small, and chapter 04 sends each gradient on its

@@ -1,6 +1,6 @@
 # %% [markdown]
 r"""
-# The rest of DistributedDataParallel
+# 06. The rest of DistributedDataParallel
 
 What else does the real one do? Chapter 05's bucketed hooks ask two favours of their user: equal
 models at the start, and a `finish()` after each backward. PyTorch's `DistributedDataParallel`, or

@@ -1,6 +1,6 @@
 # %% [markdown]
 r"""
-# The other collectives
+# 07. The other collectives
 
 Which other collectives are there, and what are they for? An all-reduce gives everybody the sum.
 Around it stand seven more, for waiting, copying, dealing out and collecting. This chapter draws

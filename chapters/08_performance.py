@@ -1,6 +1,6 @@
 # %% [markdown]
 r"""
-# Where the time goes
+# 08. Where the time goes
 
 Where does the time of a step go, and when is a second device worth it? The chapters before timed
 whole steps. This one takes them apart, predicts them from their parts, works out the bandwidth

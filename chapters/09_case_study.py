@@ -1,6 +1,6 @@
 # %% [markdown]
 r"""
-# Case study: a language model
+# 09. Case study: a language model
 
 What does a second device gain on a model that people train? The models so far were made for their
 questions. This chapter takes a decoder of SmolLM2's architecture, and teaches it to tell whether

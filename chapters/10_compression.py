@@ -1,6 +1,6 @@
 # %% [markdown]
 r"""
-# Gradient compression
+# 10. Gradient compression
 
 How few bits are enough? What the network cannot carry need not be sent: a step does not need every
 value of a gradient, and no value needs all its 32 bits. But what is left out is missing, to leave

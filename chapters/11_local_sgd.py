@@ -1,6 +1,6 @@
 # %% [markdown]
 r"""
-# Meeting less often
+# 11. Meeting less often
 
 How seldom can ranks agree? Until now they agreed in every step, on gradients. Over a slow link that
 is most of the time. In this chapter each rank trains by itself, and at times they meet and average

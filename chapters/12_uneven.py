@@ -1,6 +1,6 @@
 # %% [markdown]
 r"""
-# One slow link, one slow rank
+# 12. One slow link, one slow rank
 
 What if one link, or one rank, is slow? Up to here all were alike. In a real cluster a cable is bad,
 two machines share an uplink, one GPU is older than the others. Since every rank waits for all in

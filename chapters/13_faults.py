@@ -1,6 +1,6 @@
 # %% [markdown]
 r"""
-# When a rank hangs or dies
+# 13. When a rank hangs or dies
 
 What if a rank hangs or dies? Up to here each run ended well. A large job does not: among so many
 machines one is always broken. This chapter reads a hang from what the ranks were doing, counts what

@@ -1,6 +1,6 @@
 # %% [markdown]
 r"""
-# Your own script
+# 14. Your own script
 
 How do I bring my own script? The chapters before this one built everything by hand, to see it. To
 train, PyTorch has it all: `torchrun`, `DistributedDataParallel`, `DistributedSampler`. This chapter
@@ -52,7 +52,7 @@ PyTorch.
 
 ## The script
 
-A model, a loader, a loop. The data are the digits of chapter 0:
+A model, a loader, a loop. The data are the digits of chapter 00:
 """
 
 # %%
@@ -101,7 +101,7 @@ gained, and nothing failed. A script that was not changed at all looks as if it 
 
 ## Four lines
 
-What is missing, in the order of chapters 1 to 6: a group of ranks, a device for each, a shard for
+What is missing, in the order of chapters 01 to 06: a group of ranks, a device for each, a shard for
 each, and averaged gradients.
 
 ```python
@@ -692,12 +692,12 @@ Most of what can be wrong, this book has met. Ask in this order, and take the fi
 # %% tags=["plumbing"]
 QUESTIONS = {
     "It is slow": [
-        ("Is one device alone as slow?", "profile that first: torch.profiler (0, 8)"),
+        ("Is one device alone as slow?", "profile that first: torch.profiler (00, 08)"),
         ("Do the devices wait for data?", "time the loader alone; workers, pinned memory (14)"),
         ("Does one rank hold up the others?", "straggler report: slow rank or link (12)"),
         (
             "Is communication exposed?",
-            "buckets, accumulation (5, 8); send less, more seldom (10, 11)",
+            "buckets, accumulation (05, 08); send less, more seldom (10, 11)",
         ),
     ],
     "It is stuck": [
@@ -709,7 +709,7 @@ QUESTIONS = {
 
 # %% tags=["plumbing"]
 QUESTIONS["It learns worse"] = [
-    ("Do n ranks part from one, without noise?", "compare ten steps; check_replicas (3)"),
+    ("Do n ranks part from one, without noise?", "compare ten steps; check_replicas (03)"),
     ("Is the batch larger than before?", "learning rate and warm-up (14)"),
     ("Has each epoch one order, or each rank the same noise?", "set_epoch; seed + rank (14)"),
     ("Is it only the measure?", "add up counts over ranks, not means (14)"),
@@ -718,8 +718,8 @@ figures.questions(QUESTIONS)
 
 # %% [markdown]
 r"""
-The numbers are chapters: [0](00_baseline.py), [3](03_naive_dp.py), [5](05_bucketing.py),
-[8](08_performance.py), [10](10_compression.py), [11](11_local_sgd.py), [12](12_uneven.py),
+The numbers are chapters: [00](00_baseline.py), [03](03_naive_dp.py), [05](05_bucketing.py),
+[08](08_performance.py), [10](10_compression.py), [11](11_local_sgd.py), [12](12_uneven.py),
 [13](13_faults.py), and this one.
 
 ## Under other names
@@ -730,18 +730,18 @@ so that none is there that the running version does not have:
 
 # %% tags=["plumbing"]
 NAMES = """
-2 microddp.init                          torch.distributed.init_process_group
-2 microddp.Comms.all_reduce              torch.distributed.all_reduce
-2 microddp.Comms.sendrecv                torch.distributed.batch_isend_irecv
-3 microddp.data.ShardedBatches           torch.utils.data.DistributedSampler
-3 microddp.replicas.broadcast_parameters part:of:making:the:wrapper
-4 microddp.hooks.AllReduceHooks          torch.Tensor.register_post_accumulate_grad_hook
-5 microddp.bucketing.GradientBucket      torch.distributed.GradBucket
-6 microddp.DDP                           torch.nn.parallel.DistributedDataParallel
-6 microddp.DDP.no_sync                   torch.nn.parallel.DistributedDataParallel.no_sync
-7 microddp.Comms.subgroup                torch.distributed.new_group
-7 microddp.register_mesh                 torch.distributed.init_device_mesh
-8 microddp.performance.analyzer          torch.profiler
+02 microddp.init                          torch.distributed.init_process_group
+02 microddp.Comms.all_reduce              torch.distributed.all_reduce
+02 microddp.Comms.sendrecv                torch.distributed.batch_isend_irecv
+03 microddp.data.ShardedBatches           torch.utils.data.DistributedSampler
+03 microddp.replicas.broadcast_parameters part:of:making:the:wrapper
+04 microddp.hooks.AllReduceHooks          torch.Tensor.register_post_accumulate_grad_hook
+05 microddp.bucketing.GradientBucket      torch.distributed.GradBucket
+06 microddp.DDP                           torch.nn.parallel.DistributedDataParallel
+06 microddp.DDP.no_sync                   torch.nn.parallel.DistributedDataParallel.no_sync
+07 microddp.Comms.subgroup                torch.distributed.new_group
+07 microddp.register_mesh                 torch.distributed.init_device_mesh
+08 microddp.performance.analyzer          torch.profiler
 10 microddp.DDP.register_comm_hook     torch.nn.parallel.DistributedDataParallel.register_comm_hook
 10 microddp.compression.PowerSGD         torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook
 11 microddp.local_sgd.LocalSteps         torch.distributed.algorithms.model_averaging.averagers

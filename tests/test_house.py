@@ -1,13 +1,15 @@
-"""The layout that CONTRIBUTING draws: imports go one way, and what needs no plots loads none."""
+"""The layout that CONTRIBUTING draws, what loads no plots, and what the environment can set."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "microddp"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "microddp"
 # From the ground up: a part imports parts of lower floors, or of its own folder.
 FLOORS = (
     ("report",),
@@ -70,3 +72,17 @@ def test_nobody_reaches_for_another_files_private_names():
 def test_training_does_not_load_matplotlib(module):
     code = f"import sys, {module}; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_every_variable_of_the_environment_is_in_the_readers_table():
+    table = (ROOT / "docs/rebuild.md").read_text().partition("## Environment")[2]
+    named = {
+        name
+        for pattern in ("microddp/**/*.py", "docs/_ext/*.py", "chapters/*.py", "conf.py")
+        for path in ROOT.glob(pattern)
+        for name in re.findall(r"MICRODDP_[A-Z_]+", path.read_text())
+    }
+    # Set by what starts a job on hosts in a box, for its ranks.
+    assert named - {"MICRODDP_BOX", "MICRODDP_NO_HOSTS"} == {
+        *re.findall(r"`(MICRODDP_[A-Z_]+)", table)
+    }

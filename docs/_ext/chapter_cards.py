@@ -51,8 +51,8 @@ class Chapter:
 
     @property
     def number(self) -> str:
-        """As people say it: without the leading zero."""
-        return str(int(self.stem[:2]))
+        """Two digits, as in the name of the file."""
+        return self.stem[:2]
 
 
 def read_chapter(path: Path) -> Chapter:
@@ -78,6 +78,10 @@ def read_chapter(path: Path) -> Chapter:
             lines += len(cell.source.splitlines())
     minutes = math.ceil(words / WORDS_A_MINUTE + lines / LINES_A_MINUTE)
     name = title.removeprefix("# ").strip()
+    if not name.startswith(f"{path.stem[:2]}. "):
+        raise ValueError(
+            f"expected the title of {path.name} to begin with its number, got {name!r}"
+        )
     return Chapter(path.stem, name, question[0].strip(), BUILDS[path.stem], minutes)
 
 
@@ -98,16 +102,22 @@ def head(chapter: Chapter, ranks: int, box: Box | None = None) -> str:
 
 
 class ChapterCards(SphinxDirective):
-    """A card for each chapter: number, question, picture, what is built, minutes."""
+    """A card for each chapter of a part, `NN to NN`: title, question, picture, what is built."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
 
     def run(self) -> list[nodes.Node]:
         """Write the cards in Markdown, and have that parsed."""
         lines = [":::::{grid} 1 2 2 2", ":gutter: 3", ":class-container: chapter-cards"]
+        first, last = self.arguments[0].split(" to ")
         for path in sorted(CHAPTERS.glob("[0-9]*.py")):
+            if not first <= path.stem[:2] <= last:
+                continue
             chapter = read_chapter(path)
             self.env.note_dependency(str(path))
             lines += [
-                f"::::{{grid-item-card}} {chapter.number}. {chapter.title}",
+                f"::::{{grid-item-card}} {chapter.title}",
                 f":link: chapters/{chapter.stem}",
                 ":link-type: doc",
                 f":img-top: chapters/images/thumb/sphx_glr_{chapter.stem}_thumb.svg",

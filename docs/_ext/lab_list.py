@@ -27,7 +27,7 @@ def section(lab: Lab) -> list[str]:
     functions = ", ".join(f"`{name}`" for name in lab.functions)
     return [
         f"**Lab {lab.number}: {lab.title}.** You write {functions}, with "
-        f"{{doc}}`chapter {int(lab.number)} <chapters/{lab.chapter}>`. Its checks:",
+        f"{{doc}}`chapter {lab.number} <chapters/{lab.chapter}>`. Its checks:",
         "",
         *(f"- {check.title} ({where(check)})" for check in lab.checks),
         "",

@@ -67,6 +67,17 @@ def leave_unused_files_out(
         ]
 
 
+def lead_to_the_script(
+    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: nodes.document
+) -> None:
+    """Let "edit this page" lead to a chapter's script; the gallery's own pages have none."""
+    del app, templatename, doctree
+    folder, _, name = pagename.rpartition("/")
+    if folder == "chapters":
+        context["theme_source_directory"] = ""
+        context["page_source_suffix"] = ".py" if name[:2].isdigit() else ""
+
+
 def finish_pages(app: Sphinx, exception: Exception | None) -> None:
     """Name the parts of every page that was written, and give its images their size."""
     if exception or app.builder.format != "html":
@@ -123,5 +134,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("html-page-context", describe)
     app.connect("html-page-context", let_blocks_scroll)
     app.connect("html-page-context", leave_unused_files_out)
+    app.connect("html-page-context", lead_to_the_script)
     app.connect("build-finished", finish_pages)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

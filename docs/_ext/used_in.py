@@ -56,7 +56,7 @@ def link_back(app: Sphinx, doctree: nodes.document, docname: str) -> None:
         line["classes"].append("used-in")
         for place, stem in enumerate(stems):
             address = app.builder.get_relative_uri(docname, f"chapters/{stem}")
-            text = nodes.Text(str(int(stem[:2])))
+            text = nodes.Text(stem[:2])
             title = app.env.titles[f"chapters/{stem}"].astext()
             link = nodes.reference("", "", text, refuri=address, internal=True, reftitle=title)
             line += [nodes.Text(", "), link] if place else [link]

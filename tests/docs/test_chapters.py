@@ -83,7 +83,7 @@ def test_is_written_like_a_chapter(number):
     notebook = jupytext.read(CHAPTERS[number])
     first, *_, last = notebook.cells
     assert first.cell_type == "markdown"
-    assert first.source.startswith("# ")
+    assert first.source.startswith(f"# {number}. ")
     assert last.source.endswith("comms.close()")
     prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     for word in ("**Predict.**", "**Measure.**", "**Explain.**", "Where it breaks", "Exercises"):

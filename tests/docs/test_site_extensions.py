@@ -11,6 +11,7 @@ sys.path.insert(0, str(EXTENSIONS))
 
 import torch_names
 from chapter_cards import BUILDS, CHAPTERS, head, read_chapter
+from page_head import lead_to_the_script
 
 from microddp.hosts import Box, Link
 
@@ -72,6 +73,41 @@ def test_a_chapter_without_a_question_is_refused(tmp_path):
     silent.write_text('# %% [markdown]\n"""\n# Title\n\nNo question.\n"""\n')
     with pytest.raises(ValueError, match=r"00_baseline.py to open with a question"):
         read_chapter(silent)
+    silent.write_text('# %% [markdown]\n"""\n# Title\n\nA question?\n"""\n')
+    with pytest.raises(ValueError, match=r"title of 00_baseline.py to begin with its number"):
+        read_chapter(silent)
+
+
+def test_words_that_people_search_for_lead_to_sections(tmp_path):
+    book = Book(tmp_path / "book")
+    book.configure("gallery_markdown", "search_words")
+    text = '# %% [markdown]\n"""\n# 01. Split\n\n## Where it breaks: unequal shards\n"""\n'
+    book.write("chapters/01_manual.py", text)
+    build = book.build("-W")
+    assert build.process.returncode == 0, build.output
+    index = (book.root / "_site/genindex.html").read_text()
+    place = "chapters/01_manual.html#where-it-breaks-unequal-shards"
+    assert re.search(f'<a href="{place}">(<strong>)?unequal shards', index), "the main entry"
+    assert "unequal shards" in (book.root / "_site/searchindex.js").read_text()
+
+    book.write("chapters/01_manual.py", text.replace("unequal", "other"))
+    build = book.build()
+    assert build.process.returncode != 0
+    assert "01_manual has no section 'Where it breaks: unequal shards'" in build.output
+
+
+@pytest.mark.parametrize(
+    ("page", "edited"),
+    [
+        ("install", ("docs/", ".md")),
+        ("chapters/03_naive_dp", ("", ".py")),
+        ("chapters/index", ("", "")),
+    ],
+)
+def test_a_page_is_edited_where_it_is_written(page, edited):
+    context = {"theme_source_directory": "docs/", "page_source_suffix": ".md"}
+    lead_to_the_script(None, page, "page.html", context, None)
+    assert (context["theme_source_directory"], context["page_source_suffix"]) == edited
 
 
 def test_code_links_to_the_reference_and_to_pytorch_and_the_reference_back(tmp_path):
@@ -99,8 +135,8 @@ def test_code_links_to_the_reference_and_to_pytorch_and_the_reference_back(tmp_p
     back = re.findall("Used in .*</p>", (book.root / "_site/reference.html").read_text())
     assert len(back) == 1
     assert re.findall('href="([^"]*)" title="([^"]*)">([^<]*)', back[0]) == [
-        ("chapters/04_uses.html", "04_uses", "4"),
-        ("chapters/05_names.html", "T", "5"),
+        ("chapters/04_uses.html", "04_uses", "04"),
+        ("chapters/05_names.html", "T", "05"),
     ]
 
 
