@@ -680,9 +680,10 @@ assert {*epochs} >= {*same[1:]}
 r"""
 **Explain.** One process goes on where two stopped, to the same printed losses. (The other one of
 the two fails, since its partner has gone. With `torchrun --max-restarts=9` both would be started
-again. Over gloo every second start then fails, with "Connection refused": torchrun gives them the
-addresses of the dead once more.) Where the number of ranks stays the same, the weights are the same
-to the bit; this book's tests check that on one, two and four ranks.
+again, with the store in which the dead have written where they can be reached. Over gloo a second
+start that reads it fails with "Connection refused", or waits for good. So in the file below each
+start has a `PrefixStore` of its own.) Where the number of ranks stays the same, the weights are the
+same to the bit; this book's tests check that on one, two and four ranks.
 
 ## When something is wrong
 

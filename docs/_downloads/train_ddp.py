@@ -27,14 +27,19 @@ def join():
     for name, value in {**alone, "MASTER_PORT": 0}.items():
         os.environ.setdefault(name, str(value))
     gpus, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    # Ranks that torchrun has restarted get the store of the dead. Under a name of its own, a start
+    # does not find their addresses there.
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    group = {"store": store, "rank": rank, "world_size": world_size}
     if not gpus:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", **group)
         return torch.device("cpu")
     if gpus < ranks:
         raise SystemExit(f"{gpus} GPUs for {ranks} ranks: start fewer, or hide the GPUs")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    dist.init_process_group("nccl", **group, device_id=device)
     return device
 
 
