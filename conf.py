@@ -27,6 +27,7 @@ extensions = [
     "chapter_cards",
     "first_use",
     "lab_list",
+    "live_pictures",
     "search_words",
     "torch_names",
     "used_in",

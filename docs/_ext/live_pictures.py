@@ -1,0 +1,25 @@
+"""Load, on a page that has live pictures, what draws them: `microddp.figures.live` says how."""
+
+import re
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+
+
+def load_scripts(
+    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: nodes.document
+) -> None:
+    """Add the shared script and style, and one script for each kind on the page."""
+    del pagename, templatename, doctree
+    kinds = re.findall(r'<figure class="live" data-live="(\w+)"', context.get("body", ""))
+    if kinds:
+        app.add_css_file("live/live.css")
+        for name in ("live", *dict.fromkeys(kinds)):
+            app.add_js_file(f"live/{name}.js", loading_method="defer")
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Connect the handler."""
+    app.connect("html-page-context", load_scripts, priority=400)  # before page_head sorts files out
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

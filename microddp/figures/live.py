@@ -1,0 +1,50 @@
+"""Pictures that a reader can work with: the page's scripts draw them from what a run recorded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from html import escape
+
+import torch.distributed as dist
+
+
+class Live:
+    """A picture that a script of the site draws from data, and a still one for where none runs.
+
+    The last value of a cell shows it on a web page. A notebook shows what stands still, a terminal
+    one line.
+
+    Args:
+        kind: which script draws it: ``docs/_static/live/<kind>.js``.
+        title: what there is to see, in words.
+        data: what the script is given, as JSON can write it.
+        still: HTML that says the same without a script, and in print.
+    """
+
+    def __init__(self, kind: str, title: str, data: Mapping[str, object], still: str) -> None:
+        self.kind = kind
+        self.title = title
+        self.data = data
+        self.still = still
+        self.shown = not dist.is_initialized() or dist.get_rank() == 0
+
+    def __repr__(self) -> str:
+        return f"{self.title} (a picture to work with; shown in HTML)" if self.shown else ""
+
+    def _repr_html_(self) -> str:
+        if not self.shown:
+            return ""
+        # A "<" could end the script element. Short lines: docutils drops input with lines of more
+        # than 10,000 characters.
+        text = json.dumps(self.data, separators=(",", ":")).replace("<", "\\u003c")
+        text = text.replace("],[", "],\n[").replace('},{"', '},\n{"')
+        return "\n".join(
+            [
+                f'<figure class="live" data-live="{self.kind}">',
+                f"<figcaption>{escape(self.title)}</figcaption>",
+                f'<div class="still">{self.still}</div>',
+                f'<script type="application/json">\n{text}\n</script>',
+                "</figure>",
+            ]
+        )
