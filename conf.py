@@ -28,11 +28,13 @@ extensions = [
     "first_use",
     "lab_list",
     "live_pictures",
+    "machine_line",
     "search_words",
+    "step_race",
     "torch_names",
     "used_in",
 ]
-exclude_patterns = ["_ext", "_static", "**/README.md"]
+exclude_patterns = ["_ext", "_static", "_templates", "**/README.md"]
 nitpicky = True
 suppress_warnings = ["sphinx_gallery.space_in_filename"]  # a clone may lie in any folder
 nitpick_ignore_regex = [
@@ -80,17 +82,49 @@ gallery_launcher = {
 
 # The site ----------------------------------------------------------------------------------------
 
+# The fonts are in docs/_static/fonts; until they are there, and without them, the reader's own.
+FONTS = {
+    "font-stack": "'Hanken Grotesk', system-ui, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif",
+    "font-stack--headings": "'Space Grotesk', 'Hanken Grotesk', system-ui, sans-serif",
+    "font-stack--monospace": "ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace",
+}
 html_theme = "furo"
 html_title = "microddp"
 html_static_path = ["docs/_static"]
-html_css_files = ["book.css"]
+html_css_files = ["book.css", "face.css"]
+templates_path = ["docs/_templates"]
+html_search_scorer = "docs/_static/search_scorer.js"
 html_favicon = "docs/_static/favicon.svg"
 html_show_sphinx = False
 html_copy_source = False
 html_math_renderer = "mathml"
 html_theme_options: dict[str, object] = {
-    "light_css_variables": {"color-brand-primary": "#1d5fa8", "color-brand-content": "#1d5fa8"},
-    "dark_css_variables": {"color-brand-primary": "#7ab8ff", "color-brand-content": "#7ab8ff"},
+    "light_css_variables": {
+        **FONTS,
+        "color-brand-primary": "#0f5f7d",
+        "color-brand-content": "#0f5f7d",
+        "color-brand-visited": "#5b4a8a",
+        "color-foreground-primary": "#1b2227",
+        "color-foreground-secondary": "#4c565d",
+        "color-foreground-muted": "#59636b",
+        "color-background-primary": "#fffefb",
+        "color-background-secondary": "#f7f5ef",
+        "color-background-border": "#e6e2d8",
+        "color-code-background": "#f7f5ef",
+    },
+    "dark_css_variables": {
+        **FONTS,
+        "color-brand-primary": "#74c7e3",
+        "color-brand-content": "#74c7e3",
+        "color-brand-visited": "#b9a5ee",
+        "color-foreground-primary": "#dfe3e6",
+        "color-foreground-secondary": "#a9b2b8",
+        "color-foreground-muted": "#9aa4ab",
+        "color-background-primary": "#14181b",
+        "color-background-secondary": "#1b2024",
+        "color-background-border": "#30373c",
+        "color-code-background": "#1b2024",
+    },
 }
 if repository := os.environ.get("MICRODDP_REPOSITORY"):  # where readers can change a page
     html_theme_options |= {

@@ -39,6 +39,16 @@ def let_blocks_scroll(
         context["body"] = re.sub(r"<pre>", '<pre tabindex="0">', context["body"])
 
 
+def set_number_apart(
+    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: nodes.document
+) -> None:
+    """Let a chapter's number stand for itself in its title; the words stay the same."""
+    del app, pagename, templatename, doctree
+    if "body" in context:
+        number = r'<h1><span class="number">\1</span> '
+        context["body"] = re.sub(r"<h1>(\d\d\.) ", number, context["body"], count=1)
+
+
 # What the theme's templates leave out for those who hear a page instead of seeing it.
 SPOKEN = {
     '<aside class="sidebar-drawer">': '<aside class="sidebar-drawer" aria-label="All pages">',
@@ -133,6 +143,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Connect the handlers."""
     app.connect("html-page-context", describe)
     app.connect("html-page-context", let_blocks_scroll)
+    app.connect("html-page-context", set_number_apart)
     app.connect("html-page-context", leave_unused_files_out)
     app.connect("html-page-context", lead_to_the_script)
     app.connect("build-finished", finish_pages)
