@@ -55,6 +55,7 @@ WORDS = {
     "09_case_study": {
         "The profile": ("profiler", "profile"),
         "bf16": ("mixed precision", "bf16", "autocast"),
+        "A model that does not fit": ("FSDP", "fully_shard", "ZeRO", "sharding"),
         "Where it breaks: the padding token": ("padding",),
     },
     "10_compression": {

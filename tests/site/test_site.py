@@ -188,6 +188,7 @@ def test_the_ring_moves(browser, site):
         ("hang", "13_faults.html#reading-a-hang"),
         ("sampler", "14_your_script.html#what-the-sampler-has-to-be-told"),
         ("mixed precision", "09_case_study.html#bf16"),
+        ("FSDP", "09_case_study.html#a-model-that-does-not-fit"),
     ],
 )
 def test_search_leads_to_the_section(browser, site, words, section):
