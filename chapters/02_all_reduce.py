@@ -20,7 +20,6 @@ import microddp
 from microddp import figures
 from microddp.allreduce import ALGORITHMS, all_reduce_cost, bus_bandwidth, fit_alpha_beta
 from microddp.comms import MessageCounter, schedule_threads
-from microddp.figures import RingAnimation
 from microddp.report import human_bytes, human_seconds, mark_least, table
 from microddp.timing import Timing, measure
 
@@ -212,11 +211,13 @@ if n > 1:
 
 # %% [markdown]
 """
-The same messages as they travel. The number on a dot is the chunk it carries:
+The same messages as they travel, with those of naive and direct beside them. A step is a round of
+each. **Try:** let a step be the same time instead, and see which one ends first. Then choose two
+ranks, and eight: which counts grow with the number of ranks, and which hardly do?
 """
 
 # %%
-RingAnimation(sent["ring"], size * 4)
+figures.all_reduces(sent, size, itemsize=4)
 
 # %% [markdown]
 """

@@ -1,6 +1,7 @@
 """Load, on a page that has live pictures, what draws them: `microddp.figures.live` says how."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 from docutils import nodes
@@ -10,13 +11,16 @@ from sphinx.application import Sphinx
 def load_scripts(
     app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: nodes.document
 ) -> None:
-    """Add the shared script and style, and one script for each kind on the page."""
+    """Add the shared script and style, and for each kind on the page its own, if it has any."""
     del pagename, templatename, doctree
+    own = Path(app.srcdir) / "_static" / "live"
     kinds = re.findall(r'<figure class="live" data-live="(\w+)"', context.get("body", ""))
     if kinds:
         app.add_css_file("live/live.css")
         for name in ("live", *dict.fromkeys(kinds)):
             app.add_js_file(f"live/{name}.js", loading_method="defer")
+            if name != "live" and (own / f"{name}.css").exists():
+                app.add_css_file(f"live/{name}.css")
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

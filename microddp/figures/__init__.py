@@ -8,6 +8,6 @@ environment each figure is also written to ``DIR/<script>-<number>.png``.
 
 from microddp.figures.flow import questions
 from microddp.figures.plots import buckets, lines, pauses, stacked_bars, times_by_size
-from microddp.figures.ring import RingAnimation, ring_rounds
+from microddp.figures.ring import all_reduces, ring_rounds
 from microddp.figures.timelines import gradient_order, timeline, timelines
 from microddp.figures.who_has_what import contributors, holdings, traffic

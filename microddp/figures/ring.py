@@ -1,110 +1,132 @@
-"""Pictures of the ring: moving, as plain SVG that needs no script, and round by round."""
+"""Pictures of the ring: round by round, and beside naive and direct, to play."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 
 import matplotlib.pyplot as plt
-import torch.distributed as dist
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from microddp.comms import Message
+from microddp.figures.live import Live
 from microddp.figures.style import COLORS, drawing
 
-SECONDS_A_ROUND = 1.6
-WIDTH, HEIGHT, RADIUS = 640, 330, 105  # of the drawing, in its own units
+HEADS = {
+    "naive": "who sends to whom",
+    "direct": "to whom ranks 0, 1, ... send",
+    "ring": "which chunks ranks 0, 1, ... send to the next",
+}
+SIZE, RADIUS, RANK = 220, 78, 13  # of a still circle, of the ranks on it, and of a rank's own
 
 
-class RingAnimation:
-    """Every recorded message as a dot that travels from its sender to its receiver.
+def all_reduces(
+    sent: Mapping[str, Sequence[Sequence[Message]]], elements: int, itemsize: int
+) -> Live:
+    """Naive, direct and ring beside each other, message by message, to play and to step through.
 
-    The last value of a cell shows it on a web page and in a notebook; a terminal gets one line.
+    The run's own number of ranks shows the recorded messages, others what the algorithms would
+    send. Messages have no times: those of a round are on their way together if nothing is late.
 
     Args:
-        messages: each rank's messages in order, one for each round.
-        nbytes: the size of the reduced tensor.
+        sent: what ``MessageCounter.gather()`` gave, for each of ``"naive"``, ``"direct"`` and
+            ``"ring"``.
+        elements: of the reduced tensor.
+        itemsize: of an element, bytes.
     """
+    rounds = {name: _in_rounds(name, by_rank) for name, by_rank in sent.items()}
+    data = {
+        "n": len(sent["ring"]),
+        "elements": elements,
+        "itemsize": itemsize,
+        "rounds": {
+            name: [[astuple(message) for message in together] for together in each]
+            for name, each in rounds.items()
+        },
+    }
+    still = "<p>One rank sends nothing.</p>"
+    if len(sent["ring"]) > 1:
+        parts = [_first_round(name, each[0], len(sent[name])) for name, each in rounds.items()]
+        still = "\n".join([*parts, _table_of_rounds(rounds, elements * itemsize)])
+    return Live("ring", "Three all-reduces, message by message", data, still)
 
-    def __init__(self, messages: Sequence[Sequence[Message]], nbytes: int) -> None:
-        self.messages = messages
-        self.nbytes = nbytes
-        self.shown = not dist.is_initialized() or dist.get_rank() == 0
 
-    def __repr__(self) -> str:
-        if not self.shown:
-            return ""
-        rounds = max(map(len, self.messages), default=0)
-        return f"RingAnimation({len(self.messages)} ranks, {rounds} rounds; shown in HTML)"
+def _in_rounds(name: str, by_rank: Sequence[Sequence[Message]]) -> list[list[Message]]:
+    """The messages that are on their way together, round by round.
 
-    def _repr_html_(self) -> str:
-        return self.svg() if self.shown else ""
+    A rank that sends and receives in one call sends its k-th message in round k. Through rank 0
+    they go one at a time: it receives in the order of the ranks, then it sends.
+    """
+    if name == "naive":
+        return [[message] for sent in (*by_rank[1:], by_rank[0]) for message in sent]
+    return [list(together) for together in zip(*by_rank, strict=True)]
 
-    def svg(self) -> str:
-        """The drawing as an ``<svg>`` element that repeats for ever."""
-        n = len(self.messages)
-        rounds = max(map(len, self.messages), default=0)
-        length = (rounds + 1) * SECONDS_A_ROUND  # one pause at the end
-        places = [_on_circle(RADIUS, rank, n) for rank in range(n)]
-        parts = [
-            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" xmlns="http://www.w3.org/2000/svg" '
-            'style="max-width:100%;height:auto" fill="currentColor" font-size="14" '
-            f'font-family="sans-serif"><title>{escape(self._describe(n, rounds))}</title>'
-        ]
-        for step in range(rounds):
-            what = "add what arrives" if step < n - 1 else "keep what arrives"
-            parts.append(
-                f'<text x="12" y="24" opacity="0">round {step + 1} of {rounds}: {what}'
-                f"{_visible(step / (rounds + 1), (step + 1) / (rounds + 1), length)}</text>"
-            )
-        for rank, (x, y) in enumerate(places):
-            # Outside, where no dot passes over it.
-            beside, below = _on_circle(RADIUS + 38, rank, n)
-            anchor = "middle" if abs(beside - x) < 1 else "start" if beside > x else "end"
-            parts.append(
-                f'<circle cx="{x:.0f}" cy="{y:.0f}" r="24" fill="none" stroke="currentColor" '
-                f'stroke-width="2"/><text x="{beside:.0f}" y="{below + 5:.0f}" '
-                f'text-anchor="{anchor}">rank {rank}</text>'
-            )
-        for sent in self.messages:
-            for step, message in enumerate(sent):
-                start, end = step / (rounds + 1), (step + 0.85) / (rounds + 1)
-                chunk = message.offset * n // self.nbytes
-                (x0, y0), (x1, y1) = places[message.src], places[message.dst]
-                times = f"0;{start:.4f};{end:.4f};1"
-                parts.append(
-                    f'<g opacity="0" transform="translate({x0:.0f} {y0:.0f})">'
-                    f'<circle r="13" fill="{COLORS[chunk % len(COLORS)]}"/>'
-                    f'<text y="5" text-anchor="middle" fill="black">{chunk}</text>'
-                    '<animateTransform attributeName="transform" type="translate" '
-                    f'dur="{length}s" repeatCount="indefinite" keyTimes="{times}" '
-                    f'values="{x0:.0f} {y0:.0f};{x0:.0f} {y0:.0f};{x1:.0f} {y1:.0f};'
-                    f'{x1:.0f} {y1:.0f}"/>{_visible(start, end, length)}</g>'
-                )
-        # One element a line: docutils drops input with lines of more than 10,000 characters.
-        return "\n".join([*parts, "</svg>"])
 
-    def _describe(self, n: int, rounds: int) -> str:
-        return (
-            f"{n} ranks in a circle; in each of {rounds} rounds every rank sends one numbered "
-            "chunk to its right-hand neighbour"
+def _first_round(name: str, messages: Sequence[Message], n: int) -> str:
+    """A circle of ranks, with an arrow for each message, as an ``<svg>`` element."""
+    places = [_on_circle(rank, n) for rank in range(n)]
+    parts = [
+        f'<svg class="round" viewBox="0 0 {SIZE} {SIZE}" width="{SIZE}" height="{SIZE}" role="img" '
+        f'xmlns="http://www.w3.org/2000/svg" fill="currentColor" font-size="13" '
+        f'font-family="sans-serif"><title>{name}, round 1 of {n} ranks: '
+        f"{', '.join(f'{m.src} to {m.dst}' for m in messages)}</title>",
+        f'<text x="{SIZE / 2:.0f}" y="16" text-anchor="middle">{name}, round 1</text>',
+    ]
+    for rank, (x, y) in enumerate(places):
+        parts.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{RANK}" fill="none" stroke="currentColor"/>'
+            f'<text x="{x:.1f}" y="{y + 4.5:.1f}" text-anchor="middle">{rank}</text>'
         )
+    parts += [_arrow(places[message.src], places[message.dst]) for message in messages]
+    return "\n".join([*parts, "</svg>"])
 
 
-def _on_circle(radius: float, rank: int, n: int) -> tuple[float, float]:
+def _arrow(start: tuple[float, float], end: tuple[float, float]) -> str:
+    """From rank to rank, a little to the right, as traffic keeps: another may come towards it."""
+    (x0, y0), (x1, y1) = start, end
+    length = math.hypot(x1 - x0, y1 - y0)
+    x, y = (x1 - x0) / length, (y1 - y0) / length
+
+    def at(along: float, aside: float) -> str:
+        return f"{x0 + along * x - aside * y:.1f} {y0 + along * y + aside * x:.1f}"
+
+    tip = length - RANK
+    return (
+        f'<path d="M{at(RANK, 4)}L{at(tip, 4)}M{at(tip - 7, 8)}L{at(tip, 4)}L{at(tip - 7, 0)}" '
+        f'fill="none" stroke="{COLORS[2]}" stroke-width="2"/>'
+    )
+
+
+def _on_circle(rank: int, n: int) -> tuple[float, float]:
     """The place of a rank, the first at the top and the next to its right."""
     angle = 2 * math.pi * rank / n
-    return WIDTH / 2 + radius * math.sin(angle), HEIGHT / 2 + 10 - radius * math.cos(angle)
+    return SIZE / 2 + RADIUS * math.sin(angle), SIZE / 2 + 10 - RADIUS * math.cos(angle)
 
 
-def _visible(start: float, end: float, length: float) -> str:
-    """Show the surrounding element between two fractions of the cycle."""
-    return (
-        f'<animate attributeName="opacity" dur="{length}s" repeatCount="indefinite" '
-        f'calcMode="discrete" keyTimes="0;{start:.4f};{end:.4f}" values="0;1;0"/>'
-    )
+def _table_of_rounds(rounds: Mapping[str, Sequence[Sequence[Message]]], nbytes: int) -> str:
+    """What ``HEADS`` says of every round, as an HTML table."""
+    lines = []
+    for k in range(max(map(len, rounds.values()))):
+        cells = [
+            _in_words(name, each[k], nbytes) if k < len(each) else "done"
+            for name, each in rounds.items()
+        ]
+        columns = "".join(f"<td>{cell}</td>" for cell in cells)
+        lines.append(f'<tr><th scope="row">{k + 1}</th>{columns}</tr>')
+    names = "".join(f'<th scope="col">{name}: {HEADS[name]}</th>' for name in rounds)
+    heads = f'<thead><tr><th scope="col">round</th>{names}</tr></thead>'
+    caption = "<caption>The messages of this run, round by round</caption>"
+    return "\n".join(["<table>", caption, heads, "<tbody>", *lines, "</tbody></table>"])
+
+
+def _in_words(name: str, together: Sequence[Message], nbytes: int) -> str:
+    if name == "naive":
+        return " ".join(f"{message.src} to {message.dst}" for message in together)
+    if name == "direct":
+        return " ".join(str(message.dst) for message in together)
+    return " ".join(str(message.offset * len(together) // nbytes) for message in together)
 
 
 @drawing

@@ -1,7 +1,4 @@
-"""Figures draw what they are given, on rank 0 only; the animation moves every message."""
-
-import itertools
-import xml.etree.ElementTree as ElementTree
+"""Figures draw what they are given, on rank 0 only."""
 
 import matplotlib.pyplot as plt
 import pytest
@@ -10,7 +7,6 @@ from ranks import on_ranks
 
 from microddp import figures
 from microddp.comms import Message
-from microddp.figures import RingAnimation
 from microddp.hooks import GradientReady
 from microddp.timing import Span, Timing
 
@@ -227,25 +223,4 @@ def test_figures_are_kept_where_they_are_asked_for(tmp_path, monkeypatch):
 def test_only_rank_0_draws(comms):
     figures.pauses({"calls": [1.0]}, title="", xlabel="")
     assert plt.get_fignums() == ([1] if comms.rank == 0 else [])
-    drawing = RingAnimation(ring_messages(2), 16)
-    assert bool(drawing._repr_html_()) == bool(repr(drawing)) == (comms.rank == 0)
     plt.close("all")
-
-
-@pytest.mark.parametrize("n", [1, 2, 4, 5])
-def test_the_animation_moves_every_message_from_sender_to_receiver(n):
-    svg = ElementTree.fromstring(RingAnimation(ring_messages(n), n * 8).svg())
-    space = "{http://www.w3.org/2000/svg}"
-    circles = svg.findall(f"{space}circle")
-    places = [(circle.get("cx"), circle.get("cy")) for circle in circles]
-    assert len(places) == n
-    moves = [dot.find(f"{space}animateTransform").get("values") for dot in svg.iter(f"{space}g")]
-    assert len(moves) == n * 2 * (n - 1)
-    for move, message in zip(moves, itertools.chain(*ring_messages(n)), strict=True):
-        start, *_, end = (tuple(place.split()) for place in move.split(";"))
-        assert (start, end) == (places[message.src], places[message.dst])
-
-
-def test_no_line_of_the_animation_is_too_long_for_docutils():
-    lines = RingAnimation(ring_messages(16), 16 * 8).svg().splitlines()
-    assert max(map(len, lines)) < 10_000
