@@ -29,6 +29,7 @@ extensions = [
     "lab_list",
     "live_pictures",
     "machine_line",
+    "printed_tables",
     "search_words",
     "step_race",
     "torch_names",
@@ -135,6 +136,7 @@ if repository := os.environ.get("MICRODDP_REPOSITORY"):  # where readers can cha
     }
 pygments_style = "a11y-high-contrast-light"
 pygments_dark_style = "a11y-high-contrast-dark"
+copybutton_selector = "div:not(.sphx-glr-script-out) > .highlight > pre"  # of code, not of output
 copybutton_exclude = ".linenos, .gp, .go"
 
 autodoc_member_order = "bysource"
