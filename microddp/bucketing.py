@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from microddp.comms import Comms
-from microddp.hooks import Switchable
+from microddp.hooks import Switchable, bytes_held
 from microddp.report import MIB
 from microddp.timing import NOT_RECORDED, Launched, Recorder
 
@@ -311,8 +311,9 @@ class Backward:
         for bucket in self.buckets.all[len(self.works) :]:
             if self.missing[bucket.index()]:
                 return
+            nbytes = bytes_held(bucket.buffer())  # before a hook may put something else in
             work = self.buckets.send(bucket)
-            self.buckets.timeline.launched(f"bucket {bucket.index()}", work)
+            self.buckets.timeline.launched(f"bucket {bucket.index()}", work, nbytes=nbytes)
             self.works.append(work)
 
     @property

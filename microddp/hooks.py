@@ -151,6 +151,13 @@ class Switchable:
             self.armed = before
 
 
+def bytes_held(gradient: torch.Tensor) -> int:
+    """Bytes of a gradient's values; where it holds but a few rows, of those and their numbers."""
+    if gradient.is_sparse:
+        return gradient._values().nbytes + gradient._indices().nbytes
+    return gradient.nbytes
+
+
 class AllReduceHooks(Switchable):
     """Averages every gradient over all ranks, each on its own, while backward goes on.
 
@@ -212,7 +219,7 @@ class AllReduceHooks(Switchable):
         self.comms.agree(f"all-reduce of the gradient of {name}")
         gradient.div_(self.comms.world_size)
         work = self.comms.group.allreduce([gradient])
-        self.timeline.launched(f"all-reduce {name}", work)
+        self.timeline.launched(f"all-reduce {name}", work, nbytes=bytes_held(gradient))
         self._works[name] = work
 
 

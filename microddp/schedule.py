@@ -19,7 +19,7 @@ from microddp.bucketing import BucketedDDPHooks, bucket_caps, plan_in_order
 from microddp.comms import Comms
 from microddp.compression import Compression, hook, reduced_bytes
 from microddp.ddp import DDP
-from microddp.hooks import AllReduceHooks
+from microddp.hooks import AllReduceHooks, bytes_held
 from microddp.local_sgd import LocalSteps
 from microddp.model import gradient_bytes
 from microddp.timing import NOT_RECORDED, Recorder, TorchDDPWatch
@@ -425,7 +425,8 @@ def average_gradients(model: nn.Module, comms: Comms, timeline: Recorder = NOT_R
     with timeline.span("wait for gradients", lane="wait"):
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                with timeline.span(f"all-reduce {name}", lane="communication"):
+                nbytes = bytes_held(parameter.grad)
+                with timeline.span(f"all-reduce {name}", "communication", nbytes):
                     comms.all_reduce_mean(parameter.grad)
 
 

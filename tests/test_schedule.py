@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from microddp.bucketing import BucketedDDPHooks
 from microddp.data import ShardedBatches, load_digits
 from microddp.hooks import AllReduceHooks
-from microddp.model import FullMLP
+from microddp.model import FullMLP, gradient_bytes
 from microddp.replicas import check_replicas
 from microddp.schedule import (
     STRATEGIES,
@@ -177,6 +177,13 @@ def test_every_strategy_records_its_phases_and_what_it_waits_for(comms):
         assert phases == ["forward", "backward", "optimizer"], name
         assert any(s.lane == "wait" for s in spans) == strategy.averages, name
         assert any(s.lane == "communication" for s in spans) == strategy.averages, name
+        sent = [s.nbytes for s in spans if s.lane == "communication"]
+        if name == "torch":  # seen from outside
+            assert sent == [None]
+        else:
+            whole = gradient_bytes(strategy.module) if strategy.averages else 0
+            assert sum(sent) == whole, name
+        assert all(s.nbytes is None for s in spans if s.lane != "communication"), name
 
 
 BUCKETS = (None, 0.001, 25.0)  # MiB; None: each gradient alone

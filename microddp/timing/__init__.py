@@ -1,6 +1,6 @@
 """How things are timed: calls against each other, and what every rank did when."""
 
-from microddp.timing.chrome_trace import save_chrome_trace
+from microddp.timing.chrome_trace import nanoseconds, save_chrome_trace
 from microddp.timing.clock import (
     Instant,
     Timing,

@@ -11,11 +11,17 @@ from microddp.timing.intervals import tracks
 from microddp.timing.timeline import Span
 
 
+def nanoseconds(seconds: float) -> int:
+    """What a time is in a file, or a picture that writes one: no clock here is finer."""
+    return round(seconds * 1e9)
+
+
 def save_chrome_trace(spans: Sequence[Span], path: str | Path) -> None:
     """Write spans as a file that Perfetto and chrome://tracing open: a process for each rank.
 
-    Each lane is a thread, and where spans of a lane overlap, as collectives do, several. The file
-    appears whole or not at all.
+    Each lane is a thread, and where spans of a lane overlap, as collectives do, several. Times are
+    in microseconds, to the nanosecond; what a span knows of its bytes is among its arguments. The
+    file appears whole or not at all.
     """
     places = [(span.lane, track) for span, track in zip(spans, tracks(spans), strict=True)]
     lanes = list(dict.fromkeys(lane for lane, _ in places))
@@ -33,15 +39,18 @@ def save_chrome_trace(spans: Sequence[Span], path: str | Path) -> None:
         )
     ]
     for span, place in zip(spans, places, strict=True):
+        start, end = nanoseconds(span.start), nanoseconds(span.end)
         event: dict[str, object] = {
             "name": span.name,
             "pid": span.rank,
             "tid": threads[place],
-            "ts": span.start * 1e6,  # the format counts in microseconds
+            "ts": start / 1000,  # the format counts in microseconds
         }
-        if span.end == span.start:
+        if span.nbytes is not None:
+            event["args"] = {"bytes": span.nbytes}
+        if end == start:
             events.append({**event, "ph": "i", "s": "t"})  # an instant, of its thread
         else:
-            events.append({**event, "ph": "X", "dur": (span.end - span.start) * 1e6})
+            events.append({**event, "ph": "X", "dur": (end - start) / 1000})
     with whole_file(path) as unfinished:
         unfinished.write_text(json.dumps({"traceEvents": events}))

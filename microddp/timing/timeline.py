@@ -27,6 +27,8 @@ class Span:
         name: what it was.
         start: seconds since the timeline began on that rank.
         end: likewise; equal to ``start`` for a mark.
+        nbytes: of communication, the bytes of what is added up over the ranks, where that is known;
+            a communication hook may have sent fewer.
     """
 
     rank: int
@@ -34,6 +36,7 @@ class Span:
     name: str
     start: float
     end: float
+    nbytes: int | None = None
 
 
 # What says when it is complete: of a collective, or of a communication hook.
@@ -47,15 +50,23 @@ class Recorder:
     it is recorded.
     """
 
-    def span(self, name: str, lane: str = "compute") -> AbstractContextManager[None]:
+    def span(
+        self, name: str, lane: str = "compute", nbytes: int | None = None
+    ) -> AbstractContextManager[None]:
         """Run the block."""
-        del name, lane
+        del name, lane, nbytes
         return _NOTHING
 
     def mark(self, name: str, lane: str = "gradients") -> None:
         """Do nothing, as the other methods."""
 
-    def launched(self, name: str, work: Launched, lane: str = "communication") -> None:
+    def launched(
+        self,
+        name: str,
+        work: Launched,
+        lane: str = "communication",
+        nbytes: int | None = None,
+    ) -> None:
         """Do nothing."""
 
     def between(self, name: str, lane: str, start: Instant, end: Instant) -> None:
@@ -83,7 +94,7 @@ class Timeline(Recorder):
 
     def __init__(self, comms: Comms) -> None:
         self.comms = comms
-        self._spans: list[tuple[str, str, Instant, Instant]] = []
+        self._spans: list[tuple[str, str, Instant, Instant, int | None]] = []
         self._under_way: list[torch.futures.Future[None]] = []
         comms.barrier()
         if comms.device.type == "cuda":  # with no work queued, events and host clock begin as one
@@ -91,20 +102,26 @@ class Timeline(Recorder):
         self._origin = Instant(comms.device)
 
     @contextmanager
-    def span(self, name: str, lane: str = "compute") -> Iterator[None]:
+    def span(self, name: str, lane: str = "compute", nbytes: int | None = None) -> Iterator[None]:
         """Record the block as one span, also if it raises."""
         start = Instant(self.comms.device)
         try:
             yield
         finally:
-            self._spans.append((lane, name, start, Instant(self.comms.device)))
+            self._spans.append((lane, name, start, Instant(self.comms.device), nbytes))
 
     def mark(self, name: str, lane: str = "gradients") -> None:
         """Record that something happened now."""
         now = Instant(self.comms.device)
-        self._spans.append((lane, name, now, now))
+        self._spans.append((lane, name, now, now, None))
 
-    def launched(self, name: str, work: Launched, lane: str = "communication") -> None:
+    def launched(
+        self,
+        name: str,
+        work: Launched,
+        lane: str = "communication",
+        nbytes: int | None = None,
+    ) -> None:
         """Record from now until an asynchronous collective is complete, without waiting for it.
 
         Most of the span may be spent in a queue, behind collectives that were launched earlier.
@@ -113,20 +130,21 @@ class Timeline(Recorder):
             name: what is on its way.
             work: what the call with ``async_op=True`` returned, or a communication hook's future.
             lane: the row of the picture.
+            nbytes: as :attr:`Span.nbytes`.
         """
         start = Instant(self.comms.device)
         # NCCL calls back at once, on a stream that waits for the collective; gloo when it is done.
         clock = self.comms.device if self.comms.backend == "nccl" else torch.device("cpu")
 
         def complete(_: torch.futures.Future[Any]) -> None:
-            self._spans.append((lane, name, start, Instant(clock)))
+            self._spans.append((lane, name, start, Instant(clock), nbytes))
 
         future = work.get_future() if isinstance(work, dist.Work) else work
         self._under_way.append(future.then(complete))
 
     def between(self, name: str, lane: str, start: Instant, end: Instant) -> None:
         """Record what went on between two instants that were taken before."""
-        self._spans.append((lane, name, start, end))
+        self._spans.append((lane, name, start, end, None))
 
     def take(self) -> list[Span]:
         """This rank's spans in the order they were recorded; the timeline forgets them.
@@ -152,14 +170,14 @@ class Timeline(Recorder):
         gathered = []
         for rank, (node, origin, spans) in enumerate(everyone):
             shift = origin - zero if node == machine else 0.0
-            for lane, name, start, end in spans:
-                gathered.append(Span(rank, lane, name, start + shift, end + shift))
+            for lane, name, start, end, nbytes in spans:
+                gathered.append(Span(rank, lane, name, start + shift, end + shift, nbytes))
         return gathered
 
-    def _recorded(self) -> list[tuple[str, str, float, float]]:
+    def _recorded(self) -> list[tuple[str, str, float, float, int | None]]:
         for future in self._under_way:
             future.wait()
         return [
-            (lane, name, self._origin.until(start), self._origin.until(end))
-            for lane, name, start, end in self._spans
+            (lane, name, self._origin.until(start), self._origin.until(end), nbytes)
+            for lane, name, start, end, nbytes in self._spans
         ]

@@ -290,6 +290,8 @@ def test_a_timeline_sees_the_buckets_that_a_hook_sends(comms):
         spans = timeline.take()
         for lane in ("communication", "wait"):
             assert sum(s.lane == lane for s in spans) == len(ddp.reducer.buckets) > 1
+        sent = [s.nbytes for s in spans if s.lane == "communication"]
+        assert sorted(sent) == sorted(b.buffer().nbytes for b in ddp.reducer.buckets)
 
 
 # ---- uneven inputs

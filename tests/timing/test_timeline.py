@@ -255,6 +255,22 @@ def test_every_launched_collective_is_recorded_when_the_timeline_is_gathered(com
         assert names == {f"all-reduce {i}" for i in range(20)}
 
 
+@on_ranks(2)
+def test_spans_keep_the_bytes_they_were_told_of(comms):
+    timeline = Timeline(comms)
+    tensor = torch.ones(3 + comms.rank)
+    with timeline.span("all-reduce", "communication", tensor.nbytes), timeline.span("inner"):
+        timeline.mark("weight")
+    work = dist.all_reduce(torch.ones(5), group=comms.group, async_op=True)
+    timeline.launched("launched", work, nbytes=20)
+    told = {(span.rank, span.name): span.nbytes for span in timeline.gather()}
+    for rank in (0, 1):
+        sizes = [told[rank, name] for name in ("all-reduce", "launched", "inner", "weight")]
+        assert sizes == [12 + 4 * rank, 20, None, None]
+    mine = {span.name: span.nbytes for span in timeline.take()}
+    assert mine == {name: size for (rank, name), size in told.items() if rank == comms.rank}
+
+
 def test_exposed_is_what_a_rank_waited_and_overlapped_what_it_computed_meanwhile():
     spans = [
         Span(0, "compute", "forward", 0.0, 1.0),
@@ -336,6 +352,19 @@ def test_marks_are_instants_and_overlapping_spans_have_threads_of_their_own(tmp_
     (mark,) = (e for e in events if e["ph"] == "i")
     assert (mark["name"], mark["tid"], mark["ts"], mark["s"]) == ("weight", 2, 250_000, "t")
     assert "dur" not in mark
+
+
+def test_a_chrome_file_has_whole_nanoseconds_and_the_bytes_that_are_known(tmp_path):
+    path = tmp_path / "trace.json"
+    spans = [
+        Span(0, "communication", "a", 0.1 + 0.2, 0.7, 1 << 20),
+        Span(0, "communication", "b", 0.7, 0.8),
+    ]
+    save_chrome_trace(spans, path)
+    a, b = (e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X")
+    assert (a["ts"], a["dur"]) == (300_000, 400_000), "not 300000.00000000006"
+    assert a["args"] == {"bytes": 1 << 20}
+    assert "args" not in b
 
 
 def test_a_chrome_file_appears_whole_or_not_at_all(tmp_path, monkeypatch):
