@@ -7,19 +7,19 @@ from typing import Any
 from docutils import nodes
 from sphinx.application import Sphinx
 
+FILES = Path(__file__).parents[1] / "_static" / "live"
+
 
 def load_scripts(
     app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: nodes.document
 ) -> None:
-    """Add the shared script and style, and for each kind on the page its own, if it has any."""
+    """Add the shared script and style, and those of each kind on the page."""
     del pagename, templatename, doctree
-    own = Path(app.srcdir) / "_static" / "live"
     kinds = re.findall(r'<figure class="live" data-live="(\w+)"', context.get("body", ""))
     if kinds:
-        app.add_css_file("live/live.css")
         for name in ("live", *dict.fromkeys(kinds)):
             app.add_js_file(f"live/{name}.js", loading_method="defer")
-            if name != "live" and (own / f"{name}.css").exists():
+            if (FILES / f"{name}.css").exists():
                 app.add_css_file(f"live/{name}.css")
 
 

@@ -4,8 +4,12 @@ Each function draws on rank 0 and does nothing on the others, so that a chapter 
 every rank. It leaves the drawing as matplotlib's current figure, which notebooks and the book's
 build show; returned as well, it would be shown twice. With ``MICRODDP_FIGURES=DIR`` in the
 environment each figure is also written to ``DIR/<script>-<number>.png``.
+
+Functions whose name begins with ``explore_`` return a picture that readers can work with
+(:class:`~microddp.figures.live.Live`): the last value of a cell is shown.
 """
 
+from microddp.figures.explore import explore_timelines
 from microddp.figures.flow import questions
 from microddp.figures.plots import buckets, lines, pauses, stacked_bars, times_by_size
 from microddp.figures.ring import all_reduces, ring_rounds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -68,9 +68,7 @@ def _draw(steps: Mapping[str, Sequence[Span]], title: str) -> Figure:
         squeeze=False,
     )
     legend: dict[str, Rectangle] = {}
-    kinds = dict.fromkeys(_kind(span) for spans in steps.values() for span in spans)
-    others = itertools.cycle(COLORS[4:])
-    colors = {kind: PHASES.get(kind) or next(others) for kind in kinds}
+    colors = colors_of(span for spans in steps.values() for span in spans)
     for axes, (name, spans) in zip(panels[:, 0], steps.items(), strict=True):
         legend |= _draw_rows(axes, spans, colors)
         axes.set_title(name, fontsize=10)
@@ -90,7 +88,7 @@ def _draw_rows(
     tops = dict(zip(heights, itertools.accumulate(heights.values(), initial=0.0), strict=False))
     origin = min(span.start for span in spans)
     for span, track in zip(spans, tracks(spans), strict=True):
-        row, kind = (span.rank, span.lane), _kind(span)
+        row, kind = (span.rank, span.lane), kind_of(span)
         color = colors[kind]
         height = 0.8 * heights[row] / shares[row]
         patch = Rectangle(
@@ -113,9 +111,17 @@ def _draw_rows(
     return legend
 
 
-def _kind(span: Span) -> str:
+def kind_of(span: Span) -> str:
+    """What a span is one of: it has that one's colour, and its name in the legend."""
     special = {"wait": "waiting for communication", "gradients": "gradient ready"}
     return special.get(span.lane, span.name.split()[0])
+
+
+def colors_of(spans: Iterable[Span]) -> dict[str, str]:
+    """The colour of every kind, in the order in which they come."""
+    others = itertools.cycle(COLORS[4:])
+    kinds = dict.fromkeys(map(kind_of, spans))
+    return {kind: PHASES.get(kind) or next(others) for kind in kinds}
 
 
 def _shares(spans: Sequence[Span]) -> dict[Row, int]:
