@@ -94,10 +94,9 @@ def take_apart(spans):
 
 # %% [markdown]
 """
-**Measure.** Steps of one model, first naive and then with buckets. They differ in *strategy* only,
-the book's word for how gradients are averaged; `microddp.schedule.STRATEGIES` is the table of them.
-Its own {func}`~microddp.performance.analyzer.break_down` follows the same rule, and adds the
-phases:
+**Measure.** Steps of one model on all ranks. They differ in *strategy* only, the book's word for
+how gradients are averaged; `microddp.schedule.STRATEGIES` is the table of them. A timeline begins
+when all ranks have met, and strategies take turns:
 """
 
 # %%
@@ -117,32 +116,58 @@ def speed_of(group):
 
 
 # %%
-rows = []
-for name in ("naive", "bucketed"):
-    strategy, timeline = STRATEGIES[name](copy.deepcopy(model), few, bucket_cap_mb=1), Timeline(few)
-    strategy.record(timeline)
-    steps, optimizer = [], sgd(strategy.module)
-    for _ in range(12):
-        take_step(strategy, mse_loss, optimizer, batch)
-        steps.append(timeline.take())
-    del steps[:3]  # to warm up
-    spans = sorted(steps, key=lambda spans: break_down(spans).total)[len(steps) // 2]
-    apart, times = take_apart(spans), break_down(spans)
+ways = {name: make(copy.deepcopy(model), few, bucket_cap_mb=1) for name, make in STRATEGIES.items()}
+optimizers = {name: sgd(strategy.module) for name, strategy in ways.items()}
+recorded = {name: [] for name in ("naive", "hooks", "bucketed", "ddp")}
+for _ in range(9):
+    for name, steps in recorded.items():
+        timeline = Timeline(few)
+        ways[name].record(timeline)
+        take_step(ways[name], mse_loss, optimizers[name], batch)
+        steps.append(timeline.gather())
+
+# %% [markdown]
+"""
+The book's own {func}`~microddp.performance.analyzer.break_down` follows the same rule, and adds the
+phases. Of each strategy's steps, the one of median length on rank 0 is kept, after two to warm up:
+"""
+
+
+# %%
+def on_rank_0(spans):
+    return [span for span in spans if span.rank == 0]
+
+
+rows, medians = [], {}
+for name, steps in recorded.items():
+    steps = sorted(steps[2:], key=lambda spans: break_down(on_rank_0(spans)).total)
+    medians[name] = steps[len(steps) // 2]
+    apart, times = (each(on_rank_0(medians[name])) for each in (take_apart, break_down))
     assert abs(apart["exposed"] - times.exposed) + abs(apart["hidden"] - times.hidden) < 1e-9
     rows.append((name, *(t * 1e3 for t in (times.total, times.exposed, times.hidden))))
 few.print(table(rows, ["ms, rank 0's median step", "step", "exposed", "hidden"]))
 
 # %% [markdown]
 """
-{class}`~microddp.performance.analyzer.DDPPerformanceAnalyzer` times steps of any strategy,
-PyTorch's DDP included: there it watches when gradients come and when the group has sent something.
-Here are all of them, in turns, which is fairer. "none" does not average, "ddp" is the book's
-wrapper, whose table is printed, and "torch" PyTorch's:
+Here are these steps, with the other ranks beside rank 0. "bucketed" averages buckets by hooks, and
+"ddp" is the book's wrapper. Look where the first all-reduce begins, and how much of the green lies
+under backward and how much above the hatched wait. A span of communication lasts from its launch
+until it is complete, its time in the queue included; so behind other messages it moves fewer bytes
+a second than the link can. Compare ranks, too: one that comes late makes all the others wait.
 """
 
 # %%
-ways = {name: make(copy.deepcopy(model), few, bucket_cap_mb=1) for name, make in STRATEGIES.items()}
-optimizers = {name: sgd(strategy.module) for name, strategy in ways.items()}
+figures.explore_timelines(medians, title="The median steps, rank by rank")
+
+# %% [markdown]
+"""
+{class}`~microddp.performance.analyzer.DDPPerformanceAnalyzer` times steps of any strategy,
+PyTorch's DDP included: there it watches when gradients come and when the group has sent something.
+Here are all of them, in turns. "none" does not average, "ddp" is the book's wrapper, whose table is
+printed, and "torch" PyTorch's:
+"""
+
+# %%
 analyzers = {name: DDPPerformanceAnalyzer(few) for name in ways}
 for _ in range(15):
     for name, strategy in ways.items():
