@@ -52,6 +52,17 @@ myst_heading_anchors = 3
 
 # The chapters ------------------------------------------------------------------------------------
 
+repository = os.environ.get("MICRODDP_REPOSITORY")  # where readers find the source
+if repository:
+    get_it = f'# What the cells below import:\n# %pip install "microddp @ git+{repository}"'
+else:
+    get_it = "# What the cells below import, from a clone of the repository:\n# %pip install -e ."
+several_ranks = """\
+# For 2 ranks instead of 1, these as well, each in a cell of its own:
+# %pip install nbdistributed
+# %load_ext nbdistributed
+# %dist_init -n 2"""
+
 sphinx_gallery_conf = {
     "examples_dirs": "../chapters",
     "gallery_dirs": "chapters",
@@ -60,6 +71,7 @@ sphinx_gallery_conf = {
     "matplotlib_animations": False,
     "download_all_examples": False,
     "remove_config_comments": True,
+    "first_notebook_cell": f"{get_it}\n\n{several_ranks}",
     "show_signature": False,
     "show_memory": False,
     "write_computation_times": False,
@@ -127,7 +139,7 @@ html_theme_options: dict[str, object] = {
         "color-code-background": "#1b2024",
     },
 }
-if repository := os.environ.get("MICRODDP_REPOSITORY"):  # where readers can change a page
+if repository:  # pages can be changed there
     html_theme_options |= {
         "source_repository": repository,
         "source_branch": "main",

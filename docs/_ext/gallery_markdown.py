@@ -190,6 +190,8 @@ def save_page(
     rst = page.with_suffix(".rst")
     header, footer = rst.read_text(encoding="utf-8").split(_BODY)
     rst.unlink()
+    # Script and notebook stand beside it, and each is whole.
+    footer = footer.replace(gen_rst.ZIP_DOWNLOAD.format(page.with_suffix(".zip").name), "")
     (label,) = re.findall(r"^\.\. _(sphx_glr_.*):$", header, re.MULTILINE)
     text = f"({label})=\n\n{example_rst}\n\n{_eval_rst(footer)}\n"
     if time_elapsed > 0 or not page.exists() or page.read_text(encoding="utf-8") != text:
@@ -202,7 +204,9 @@ def save_chapter_notebook(work_notebook: dict[str, Any], write_file: str | Path)
     """Write the notebook that jupytext makes of the script beside `write_file`.
 
     `write_file` is named `chapter.ipynb.new`. Settings of the gallery are left out; cells are
-    numbered rather than given random names, so that equal scripts give equal notebooks.
+    numbered rather than given random names, so that equal scripts give equal notebooks. The
+    gallery's `first_notebook_cell` comes below the title: `work_notebook`, the gallery's, begins
+    with it, and otherwise with the title.
     """
     text = Path(write_file).with_suffix("").with_suffix(".py").read_text(encoding="utf-8")
     if not _is_markdown(read_cells(text)):
@@ -211,6 +215,10 @@ def save_chapter_notebook(work_notebook: dict[str, Any], write_file: str | Path)
     text = py_source_parser.remove_config_comments(py_source_parser.remove_ignore_blocks(text))
     notebook = jupytext.reads(text, fmt="py:percent")
     notebook.cells = [cell for cell in notebook.cells if cell.source.strip()]
+    for first in work_notebook.get("cells", [])[:1]:
+        if first["cell_type"] == "code":
+            source = "".join(first["source"])
+            notebook.cells.insert(1, nbformat.v4.new_code_cell(source))  # type: ignore[no-untyped-call]
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number}"
         if cell.cell_type == "markdown":

@@ -293,6 +293,23 @@ class TestNotebook:
         expected[1] = re.sub(r"# sphinx_gallery.*\n", "", expected[1])
         assert [cell.source for cell in notebook.cells] == expected
 
+    def test_the_gallerys_first_cell_is_below_the_title(self, tmp_path: Path) -> None:
+        book = Book(tmp_path / "book")
+        note = "# %pip install it"
+        book.configure("gallery_markdown", gallery={"first_notebook_cell": note})
+        script = book.chapter("a", "x = 1")
+        build = book.build("-W")
+        assert build.process.returncode == 0, build.output
+        cells = self.notebook(book, "a").cells
+        nbformat.validate(self.notebook(book, "a"))
+        assert [cell.source for cell in cells[1:]] == [note, "x = 1"]
+        assert cells[0].source.startswith("# a\n")
+        assert [cell.id for cell in cells] == ["cell-0", "cell-1", "cell-2"]
+        copy = book.root / "docs/chapters/a.py"
+        assert copy.read_bytes() == script.read_bytes(), "the script has no note"
+        downloads = {path.name for path in (book.root / "_site/_downloads").rglob("a.*")}
+        assert downloads == {"a.py", "a.ipynb"}, "and no zip"
+
     def test_runs(self, rich: tuple[Book, Build]) -> None:
         notebook = self.notebook(rich[0], "other")
         nbclient.NotebookClient(notebook, timeout=60).execute()
