@@ -25,6 +25,7 @@ extensions = [
     "mathml",
     "page_head",
     "chapter_cards",
+    "figure_pages",
     "first_use",
     "lab_list",
     "live_pictures",
@@ -107,6 +108,7 @@ html_static_path = ["docs/_static"]
 html_css_files = ["book.css", "face.css"]
 templates_path = ["docs/_templates"]
 html_search_scorer = "docs/_static/search_scorer.js"
+html_css_files = ["book.css", "figures.css"]
 html_favicon = "docs/_static/favicon.svg"
 html_show_sphinx = False
 html_copy_source = False

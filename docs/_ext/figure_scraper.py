@@ -1,52 +1,113 @@
-"""Figures as SVG, sharp at every size, each described for those who hear the page."""
+"""Figures as SVG: wide and narrow, with words for who hears the page, and the values drawn."""
 
-import re
+import json
+from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.text import Text
-from matplotlib.ticker import FixedLocator
-from sphinx_gallery.scrapers import matplotlib_scraper
 
-MOST_NAMES = 12  # a longer list is no help
+from microddp.figures.drawing import Drawing
+
+NARROW = "-narrow"  # at the end of a file's name
+DIGITS = 4  # of a position, as a fraction: less than a pixel
 
 
 def scrape(block: Any, variables: dict[str, Any], gallery: dict[str, Any]) -> str:
-    """Keep the open figures and return the reStructuredText that shows them."""
-    descriptions = [describe(plt.figure(number)) for number in plt.get_fignums()]
+    """Keep the open figures and return the reStructuredText that shows them.
+
+    A figure of :mod:`microddp.figures` is drawn a second time, narrow, and saved beside the first.
+    """
+    del block
+    shown = []
     # The same drawing gives the same file in every build.
     with plt.rc_context({"svg.hashsalt": "figure"}):
-        shown = matplotlib_scraper(block, variables, gallery, format="svg", metadata={"Date": None})
-    return re.sub(r"(?<=:alt: ).*", lambda _: descriptions.pop(0), shown)
+        for number in plt.get_fignums():
+            path = Path(next(variables["image_path_iterator"])).with_suffix(".svg")
+            figure = plt.figure(number)
+            save(figure, path)
+            place = path.relative_to(gallery["src_dir"]).as_posix()
+            shown.append(f".. image:: /{place}\n   :alt: {describe(figure)}")
+            shown.append("   :class: sphx-glr-single-img\n")
+            if isinstance(figure, Drawing) and figure.narrow:
+                narrow = figure.narrow()
+                save(narrow, path.with_stem(path.stem + NARROW))
+                if figure.series:
+                    shown.append(as_html(values(figure, narrow)))
+    plt.close("all")
+    return "\n".join(shown)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write an SVG that says nothing of when it was made."""
+    figure.savefig(path, format="svg", metadata={"Date": None})
 
 
 def describe(figure: Figure) -> str:
     """Return the figure's titles, what its axes count, and what is named in it."""
-    titles, scales, names = [], [], []
-    if figure.get_suptitle():
-        titles.append(figure.get_suptitle())
+    titles, scales = [figure.get_suptitle()], []
+    told: list[str] = figure.told if isinstance(figure, Drawing) else []
     for axes in figure.axes:
         titles.append(axes.get_title(loc="left") or axes.get_title())
         scales.append(" against ".join(filter(None, (axes.get_ylabel(), axes.get_xlabel()))))
-        names += axes.get_legend_handles_labels()[1] + named(axes)
-    for legend in figure.legends:
-        names += [text.get_text() for text in legend.get_texts()]
-    # Words, maybe with a number ("2 devices"), but no sizes and times of an axis ("64 KiB").
-    worded = (name for name in names if re.match("[A-Za-z]{2}|.*[A-Za-z]{4}", name))
-    what = list(dict.fromkeys(worded))
-    parts = [*dict.fromkeys(filter(None, titles)), *dict.fromkeys(filter(None, scales))]
-    if what:
-        more = [f"{len(what) - MOST_NAMES} more"] if len(what) > MOST_NAMES else []
-        parts.append(f"Shown: {', '.join([*what[:MOST_NAMES], *more])}")
-    return ". ".join(" ".join(part.split()) for part in parts) + "."
+    # Panels that count up, such as rounds, are told in other words.
+    panels = titles if len(titles) < 6 else titles[:1]
+    parts = [*dict.fromkeys(filter(None, panels)), *dict.fromkeys(filter(None, scales)), *told]
+    return ". ".join(" ".join(part.split()).rstrip(".") for part in parts) + "."
 
 
-def named(axes: Axes) -> list[str]:
-    """Return the labels in a plot, and those of axes that count no quantity."""
-    labels: list[Text] = [*axes.texts]
-    for axis in (axes.xaxis, axes.yaxis):
-        if isinstance(axis.get_major_locator(), FixedLocator):
-            labels += axis.get_ticklabels()
-    return [label.get_text() for label in labels]
+def values(wide: Drawing, narrow: Figure) -> dict[str, Any]:
+    """Return what can be pointed at: texts, and where they lie in both pictures.
+
+    A box of axes is left, top, width and height in fractions of the picture; a place is in
+    fractions of its axes, from their top left corner.
+    """
+    series = [
+        {
+            "name": one.name,
+            "axes": wide.axes.index(one.axes),
+            "labels": one.labels,
+            "texts": one.texts,
+        }
+        for one in wide.series
+    ]
+    found: dict[str, Any] = {"series": series}
+    for name, figure in (("wide", wide), ("narrow", narrow)):
+        found[name] = {
+            "boxes": [box_of(axes.get_position().bounds) for axes in figure.axes],
+            "places": [places(one) for one in getattr(figure, "series", ())],
+        }
+    if found["narrow"]["places"] == found["wide"]["places"]:
+        del found["narrow"]["places"]
+    return found
+
+
+def box_of(bounds: tuple[float, float, float, float]) -> list[float]:
+    """Return left, top, width and height, from the top."""
+    left, bottom, width, height = bounds
+    return [round(part, DIGITS) for part in (left, 1 - bottom - height, width, height)]
+
+
+def places(series: Any) -> list[list[float]]:
+    """Return the places of a series' values as fractions of its axes, from the top left."""
+    to_fractions = series.axes.transData + series.axes.transAxes.inverted()
+    found = []
+    for place in series.places:
+        if len(place) == 2:
+            x, y = to_fractions.transform(place)
+            found.append([round(float(x), DIGITS), round(1 - float(y), DIGITS)])
+            continue
+        left, right, bottom, top = place
+        corners = to_fractions.transform([(left, bottom), (right, top)])
+        (left, bottom), (right, top) = ((float(x), 1 - float(y)) for x, y in corners)
+        found.append([round(part, DIGITS) for part in (left, top, right, bottom)])
+    return found
+
+
+def as_html(data: dict[str, Any]) -> str:
+    """Return a script element with the data, as reStructuredText."""
+    # A "<" could end the element. Short lines: docutils drops input with lines of more than 10,000
+    # characters.
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c").replace("],[", "],\n[")
+    lines = ['<script type="application/json" class="values">', *text.split("\n"), "</script>"]
+    return "\n".join([".. raw:: html\n", *(f"   {line}" for line in lines), ""])

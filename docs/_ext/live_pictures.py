@@ -1,4 +1,7 @@
-"""Load, on a page that has live pictures, what draws them: `microddp.figures.live` says how."""
+"""Load, on a page that has live pictures, what draws them: `microddp.figures.live` says how.
+
+The same for figures whose values can be pointed at: `figure_scraper` writes them.
+"""
 
 import re
 from pathlib import Path
@@ -15,7 +18,10 @@ def load_scripts(
 ) -> None:
     """Add the shared script and style, and those of each kind on the page."""
     del pagename, templatename, doctree
-    kinds = re.findall(r'<figure class="live" data-live="(\w+)"', context.get("body", ""))
+    body = context.get("body", "")
+    kinds = re.findall(r'<figure class="live" data-live="(\w+)"', body)
+    if '<script type="application/json" class="values">' in body:
+        kinds.append("values")
     if kinds:
         for name in ("live", *dict.fromkeys(kinds)):
             app.add_js_file(f"live/{name}.js", loading_method="defer")

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
-from PIL import Image
 from sphinx.application import Sphinx
 
-FIGURE = "sphx-glr-single-img"  # sphinx-gallery's class
 LONGEST_DESCRIPTION = 160  # characters; search engines cut longer ones
 
 
@@ -89,7 +87,7 @@ def lead_to_the_script(
 
 
 def finish_pages(app: Sphinx, exception: Exception | None) -> None:
-    """Name the parts of every page that was written, and give its images their size."""
+    """Name the parts of every page that was written."""
     if exception or app.builder.format != "html":
         return
     for page in Path(app.outdir).rglob("*.html"):
@@ -97,46 +95,8 @@ def finish_pages(app: Sphinx, exception: Exception | None) -> None:
         for silent, spoken in SPOKEN.items():
             if spoken not in text:
                 text = text.replace(silent, spoken)
-        text = size_images(text, page.parent)
         if text != before:
             page.write_text(text, encoding="utf-8")
-
-
-def size_images(text: str, folder: Path) -> str:
-    """Give images width and height, so that nothing moves when they come, late if further down.
-
-    Figures of chapters come into a frame of their own.
-    """
-    count = 0
-
-    def sized(tag: re.Match[str]) -> str:
-        nonlocal count
-        count += 1
-        source = re.search(r'src="([^"#?]+)', tag[0])
-        if source is None or "width=" in tag[0] or not (folder / source[1]).is_file():
-            return tag[0]
-        width, height = size(folder / source[1])
-        lazy = ' loading="lazy"' if count > 1 else ""
-        image = f'<img width="{width}" height="{height}"{lazy} {tag[0][5:]}'
-        # A figure of a chapter scrolls on a phone, where its words would be too small to read.
-        return f'<div class="figure" tabindex="0">{image}</div>' if FIGURE in tag[0] else image
-
-    return re.sub(r"<img [^>]*>", sized, text)
-
-
-def size(picture: Path) -> tuple[int, int]:
-    """Return a picture's width and height in a page's pixels, of which an inch has 96.
-
-    Raises `ValueError` for an SVG that does not begin with its size in points, as matplotlib's do.
-    """
-    if picture.suffix != ".svg":
-        with Image.open(picture) as image:
-            return image.size
-    head = picture.read_text(encoding="utf-8")[:1000]
-    points = re.search(r'<svg[^>]* width="([\d.]+)pt" height="([\d.]+)pt"', head)
-    if points is None:
-        raise ValueError(f"expected {picture.name} to begin with its size in points")
-    return round(float(points[1]) / 72 * 96), round(float(points[2]) / 72 * 96)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

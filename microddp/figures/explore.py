@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from microddp.figures.live import Live
-from microddp.figures.timelines import colors_of, kind_of
+from microddp.figures.style import looks
+from microddp.figures.timelines import kind_of
 from microddp.report import human_bytes, human_seconds, table
 from microddp.timing import Span, covered, exposed, in_both, nanoseconds, tracks
 
@@ -26,7 +27,8 @@ def explore_timelines(steps: Mapping[str, Sequence[Span]], *, title: str) -> Liv
     ranks = everyone[:MOST_RANKS]
     shown = {name: [s for s in spans if s.rank in ranks] for name, spans in steps.items()}
     every = [span for spans in shown.values() for span in spans]
-    colors = colors_of(every)
+    styles = looks(dict.fromkeys(map(kind_of, every)))
+    colors = {kind: look.color for kind, look in styles.items()}
     kinds = list(colors)
     lanes = list(dict.fromkeys(span.lane for span in every))
     names = list(dict.fromkeys((span.name, kinds.index(kind_of(span))) for span in every))

@@ -2,61 +2,71 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from microddp.figures.style import COLORS, GREY, drawing
+from microddp.figures.drawing import Drawing, drawing, is_narrow, new_panels, width, wrapped
+from microddp.figures.style import COLORS, GREY, INK, NAMES
 
-WIDTH, ROW, HEAD = 7.0, 0.62, 0.4  # inches
-ASK, DO = (0.0, 2.75), (3.45, 7.0)  # inches from the left, of what is asked and of what to do
-LETTERS = 12.4  # an inch, on average
+HEAD, BOX, GAP = 0.4, 0.44, 0.18  # inches: a heading's height, a box's, and what lies below one
+INSET = 0.08  # inches, from a box's side to its text
 
 
 @drawing
-def questions(parts: Mapping[str, Sequence[tuple[str, str]]]) -> Figure:
+def questions(parts: Mapping[str, Sequence[tuple[str, str]]]) -> Drawing:
     """Questions one below the other, each with what to do if the answer is yes.
+
+    What to do stands beside its question; on a phone below it.
 
     Args:
         parts: by its heading, a part's questions and what to do, in the order in which to ask.
     """
-    height = sum(HEAD + ROW * len(part) for part in parts.values())
-    figure = plt.figure(figsize=(WIDTH, height))
-    axes = figure.add_axes((0, 0, 1, 1))
+    right = width()
+    ask = (0.0, 3.3) if is_narrow() else (0.0, 2.75)
+    do = (0.55, right) if is_narrow() else (3.45, right)
+    below = BOX + GAP if is_narrow() else 0.0  # from a question to what to do
+    step = BOX + GAP + below
+    height = sum(HEAD + step * len(part) for part in parts.values())
+    figure, panels = new_panels(1, 1, height)
+    axes: Axes = panels[0, 0]
+    figure.set_layout_engine("none")
+    axes.set_position((0, 0, 1, 1))
     axes.set_axis_off()
-    axes.set(xlim=(-0.05, WIDTH + 0.05), ylim=(-height, 0))
+    axes.set(xlim=(-0.05, right + 0.05), ylim=(-height, 0))
     top = 0.0
     for color, (heading, part) in zip(COLORS, parts.items(), strict=False):
-        axes.text(0, top - HEAD / 2, heading, color=color, weight="bold", va="center")
+        axes.text(0, top - HEAD / 2, heading, color=NAMES[color], weight="bold", va="center")
+        figure.tell(heading, [f"{asked} If yes: {answer}" for asked, answer in part])
         top -= HEAD
         for row, (asked, answer) in enumerate(part):
-            middle = top - ROW / 2
-            _box(axes, ASK, middle, asked, color)
-            _box(axes, DO, middle, answer, GREY)
-            _arrow(axes, (ASK[1], middle), (DO[0], middle), "yes")
+            _box(axes, ask, top, asked, color)
+            _box(axes, do, top - below, answer, GREY)
+            middle = top - BOX / 2
+            if is_narrow():
+                _arrow(axes, (2.2, top - BOX), (2.2, top - below), "yes")
+            else:
+                _arrow(axes, (ask[1], middle), (do[0], middle), "yes")
             if row < len(part) - 1:
-                x = sum(ASK) / 2
-                _arrow(axes, (x, middle - 0.22), (x, middle - ROW + 0.22), "no" if row == 0 else "")
-            top -= ROW
+                x = 0.25 if is_narrow() else sum(ask) / 2
+                _arrow(axes, (x, top - BOX), (x, top - step), "no" if row == 0 else "")
+            top -= step
     return figure
 
 
-def _box(axes: Axes, sides: tuple[float, float], middle: float, text: str, color: str) -> None:
+def _box(axes: Axes, sides: tuple[float, float], top: float, text: str, color: str) -> None:
     left, right = sides
-    box = Rectangle((left, middle - 0.22), right - left, 0.44, fill=False, edgecolor=color)
-    axes.add_patch(box)
-    lines = textwrap.fill(text, int((right - left) * LETTERS))
-    axes.text(left + 0.08, middle, lines, va="center", fontsize=9, linespacing=1.15)
+    axes.add_patch(Rectangle((left, top - BOX), right - left, BOX, fill=False, edgecolor=color))
+    size = 10 if is_narrow() else 9
+    lines = wrapped(text, 0.97 * (right - left) - 2 * INSET, size)
+    axes.text(left + INSET, top - BOX / 2, lines, va="center", fontsize=size, linespacing=1.15)
 
 
 def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], word: str) -> None:
-    axes.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": GREY})
+    axes.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": INK})
     across = start[1] == end[1]
     middle = (start[0] + end[0]) / 2, (start[1] + end[1]) / 2
-    label = axes.annotate(word, middle, xytext=(0, 3) if across else (5, 0), fontsize=8)
+    label = axes.annotate(word, middle, xytext=(0, 3) if across else (5, 0), fontsize=9)
     label.set(ha="center" if across else "left", va="bottom" if across else "center")
     label.anncoords = "offset points"

@@ -6,10 +6,20 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, MultipleLocator, NullLocator
 
-from microddp.figures.style import COLORS, drawing, label_ends, new_axes
+from microddp.figures.drawing import (
+    Drawing,
+    drawing,
+    is_narrow,
+    label_ends,
+    name_rows,
+    new_axes,
+    text_width,
+    width,
+)
+from microddp.figures.style import COLORS, looks
 from microddp.figures.timelines import gradient_order as gradient_order
 from microddp.figures.timelines import timeline as timeline
 from microddp.figures.timelines import timelines as timelines
@@ -30,8 +40,8 @@ def lines(
     log: str = "",
     zero: bool = True,
     crosses: Sequence[tuple[float, float]] = (),
-) -> Figure:
-    """Curves of y against x, each named at its end.
+) -> Drawing:
+    """Curves of y against x, each named at its end; on a phone below the plot.
 
     Args:
         series: the x and y values by name.
@@ -48,7 +58,7 @@ def lines(
     colors, dashes = itertools.cycle(COLORS), itertools.cycle(["-", "--", ":", "-."])
     for color, dash, (name, (x, y)) in zip(colors, dashes, series.items(), strict=False):
         marker = "o" if len(x) < 20 else None
-        axes.plot(x, y, dash, marker=marker, markersize=4, color=color)
+        axes.plot(x, y, dash, marker=marker, markersize=4, color=color, label=name)
         if len(series) > 1:
             ends[name] = (x[-1], y[-1], color)
     xs = [value for x, _ in series.values() for value in x]
@@ -65,8 +75,21 @@ def lines(
         axes.set_ylim(bottom=0)
     for cross in crosses:
         axes.plot(*cross, "x", color=axes.xaxis.label.get_color(), markersize=9, markeredgewidth=2)
-    label_ends(axes, ends)
+    for name, (x, y) in series.items():
+        figure.points(axes, name if len(series) > 1 else "", x, y)
+    figure.tell("Curves", list(ends))
+    _name_curves(figure, axes, ends)
     return figure
+
+
+def _name_curves(figure: Drawing, axes: Axes, ends: Mapping[str, tuple[float, float, str]]) -> None:
+    """Name each curve by its right end and colour: there, or below the plot if that is narrow."""
+    if not is_narrow():
+        label_ends(axes, ends)
+    elif ends:
+        curves = [line for line in axes.lines if line.get_label() in ends]
+        figure.taller(1)
+        figure.legend_below(curves, [str(line.get_label()) for line in curves])
 
 
 @drawing
@@ -76,8 +99,10 @@ def stacked_bars(
     title: str,
     xlabel: str,
     formatter: Callable[[float, object], str] = human_seconds,
-) -> Figure:
+) -> Drawing:
     """One horizontal bar for each name, divided into the same named parts.
+
+    A part that has a role in a step, such as ``"forward"`` or ``"exposed"``, has the role's colour.
 
     Args:
         bars: the size of each part by its name, by the bar's name.
@@ -85,53 +110,97 @@ def stacked_bars(
         xlabel: with unit.
         formatter: writes a size.
     """
-    figure, axes = new_axes(title, xlabel, "", height=1.2 + 0.45 * len(bars))
+    figure, axes = new_axes(title, xlabel, "", height=1.2 + _ROW[is_narrow()] * len(bars))
     names = list(bars)
+    top, height = _bar()
     total = max(sum(parts.values()) for parts in bars.values())
     left = [0.0] * len(names)
-    for color, part in zip(itertools.cycle(COLORS), next(iter(bars.values())), strict=False):
+    rows: list[dict[tuple[float, float, float, float], str]] = [{} for _ in names]
+    handles = []
+    for part, look in looks(next(iter(bars.values()))).items():
         sizes = [bars[name][part] for name in names]
-        axes.barh(names, sizes, left=left, color=color, label=part)
+        tops = [row + top for row in range(len(names))]
+        drawn = axes.barh(tops, sizes, height, left=left, align="edge", **look.style)
+        handles.append(drawn[0])
         for row, size in enumerate(sizes):
-            if size > 0.09 * total:  # narrower ones have no room for their size
-                at = left[row] + size / 2
-                axes.text(at, row, formatter(size, None), ha="center", va="center", color="black")
-        left = [start + size for start, size in zip(left, sizes, strict=True)]
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
+            text = formatter(size, None)
+            right = left[row] + size
+            rows[row][left[row], right, tops[row] + height, tops[row]] = f"{part}: {text}"
+            _write_inside(axes, text, left[row], right, tops[row] + height / 2, total, look.color)
+            left[row] = right
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    name_rows(axes, {name: (row + top, row + top + height / 2) for row, name in enumerate(names)})
+    for name, boxes in zip(names, rows, strict=True):
+        figure.boxes(axes, name, boxes)
+    figure.tell("Bars", names)
+    figure.tell("Parts", list(next(iter(bars.values()))))
     axes.xaxis.set_major_formatter(FuncFormatter(formatter))
     if formatter is human_bytes:  # whose round numbers are powers of two
-        axes.xaxis.set_major_locator(MultipleLocator(2 ** math.ceil(math.log2(total / 6))))
-    figure.legend(loc="outside lower left", ncols=4)
+        axes.xaxis.set_major_locator(_whole_bytes(total))
+    figure.legend_below(handles, list(next(iter(bars.values()))))
     return figure
 
 
+def _whole_bytes(total: float) -> MultipleLocator:
+    """Ticks at powers of two."""
+    return MultipleLocator(2 ** math.ceil(math.log2(total / (4 if is_narrow() else 6))))
+
+
+_ROW = (0.45, 0.62)  # inches from bar to bar; on a phone there is a name between two
+
+
+def _bar() -> tuple[float, float]:
+    """Of a bar in its row, which ends half a row below: the upper edge, and the height."""
+    return (-0.02, 0.46) if is_narrow() else (-0.4, 0.8)
+
+
+def _write_inside(
+    axes: Axes, text: str, left: float, right: float, y: float, total: float, color: str
+) -> None:
+    """Write in the middle of a bar, of the given colour, if it has room for that."""
+    inches = width() * (0.9 if is_narrow() else 0.7)  # what the longest bar has, about
+    if (right - left) / total * inches > text_width(text) + 0.06:
+        written = axes.text((left + right) / 2, y, text, ha="center", va="center", color="black")
+        written.set_bbox({"pad": 1.5, "facecolor": color, "edgecolor": "none"})
+
+
 @drawing
-def buckets(plans: Mapping[str, Sequence[Sequence[int]]], *, title: str) -> Figure:
+def buckets(plans: Mapping[str, Sequence[Sequence[int]]], *, title: str) -> Drawing:
     """Which parameters share a bucket: a bar for each plan, a colour for each of its buckets.
 
     Args:
         plans: by name, for each bucket in the order of sending, the bytes of its parameters.
         title: the finding, in words.
     """
-    figure, axes = new_axes(title, "gradients, first sent first", "", 1.1 + 0.55 * len(plans))
+    height_of_row = 0.62 if is_narrow() else 0.55
+    height = 1.1 + height_of_row * len(plans)
+    figure, axes = new_axes(title, "gradients, first sent first", "", height)
+    top, height = _bar()
     total = max(sum(map(sum, plan)) for plan in plans.values())
-    for row, plan in enumerate(plans.values()):
+    for row, (name, plan) in enumerate(plans.items()):
         start = 0
-        for color, members in zip(itertools.cycle(COLORS), plan, strict=False):
-            size = sum(members)
+        boxes: dict[tuple[float, float, float, float], str] = {}
+        for number, members in enumerate(plan, start=1):
+            color, size = COLORS[(number - 1) % len(COLORS)], sum(members)
             left = list(itertools.accumulate(members[:-1], initial=start))
-            axes.barh(row, members, left=left, color=color, edgecolor="black", linewidth=0.6)
-            if size > 0.09 * total:  # a narrower one has no room for its size
-                text = axes.text(start + size / 2, row, human_bytes(size), ha="center", va="center")
-                text.set(color="black", bbox={"pad": 2, "facecolor": color, "edgecolor": "none"})
+            bars = axes.barh(row + top, members, height, left=left, align="edge", color=color)
+            for bar in bars:
+                bar.set(edgecolor="black", linewidth=0.6)
+            _write_inside(
+                axes, human_bytes(size), start, start + size, row + top + height / 2, total, color
+            )
+            for at, member in zip(left, members, strict=True):
+                said = f"bucket {number} of {len(plan)}: {human_bytes(size)}"
+                place = (at, at + member, row + top + height, row + top)
+                boxes[place] = f"{said}\nparameter: {human_bytes(member)}"
             start += size
-    axes.set_yticks(range(len(plans)), list(plans))
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
+        figure.boxes(axes, name, boxes)
+    axes.set_ylim(len(plans) - 0.5, -0.5)
+    name_rows(axes, {name: (row + top, row + top + height / 2) for row, name in enumerate(plans)})
+    figure.tell("Bars", [f"{name} ({len(plan)} buckets)" for name, plan in plans.items()])
     axes.set_axisbelow(True)
     axes.xaxis.set_major_formatter(FuncFormatter(human_bytes))
-    axes.xaxis.set_major_locator(MultipleLocator(2 ** math.ceil(math.log2(total / 6))))
+    axes.xaxis.set_major_locator(_whole_bytes(total))
     return figure
 
 
@@ -141,7 +210,7 @@ def times_by_size(
     *,
     title: str,
     models: Mapping[str, Callable[[int], float]] | None = None,
-) -> Figure:
+) -> Drawing:
     """Time against size, both logarithmic: the median with a band from quartile to quartile.
 
     Args:
@@ -151,29 +220,42 @@ def times_by_size(
     """
     figure, axes = new_axes(title, "size of the tensor", "time (median and quartiles)", height=3.8)
     axes.set_xscale("log", base=2)
+    if is_narrow():
+        axes.xaxis.set_major_locator(LogLocator(base=2, numticks=5))
     axes.set_yscale("log")
     ends: dict[str, tuple[float, float, str]] = {}
+    drawn: list[tuple[str, list[int], list[float], list[str]]] = []
     for color, (name, by_size) in zip(itertools.cycle(COLORS), timings.items(), strict=False):
         sizes = sorted(by_size)
         medians = [by_size[size].median for size in sizes]
         low, high = zip(*(by_size[size].spread for size in sizes), strict=True)
-        axes.plot(sizes, medians, marker="o", markersize=4, color=color)
+        axes.plot(sizes, medians, marker="o", markersize=4, color=color, label=name)
         axes.fill_between(sizes, low, high, color=color, alpha=0.2, linewidth=0)
         ends[name] = (sizes[-1], medians[-1], color)
+        texts = [
+            f"{human_seconds(median)} ({human_seconds(first)} to {human_seconds(third)})"
+            for median, first, third in zip(medians, low, high, strict=True)
+        ]
+        drawn.append((name, sizes, medians, texts))
         if models and name in models:
             predicted = [models[name](size) for size in sizes]
-            axes.plot(sizes, predicted, linestyle="--", linewidth=1.2, color=color)
-            ends[f"{name}, predicted"] = (sizes[-1], predicted[-1], color)
+            label = f"{name}, predicted"
+            axes.plot(sizes, predicted, "--", linewidth=1.2, color=color, label=label)
+            ends[label] = (sizes[-1], predicted[-1], color)
+            drawn.append((label, sizes, predicted, []))
     axes.xaxis.set_major_formatter(FuncFormatter(human_bytes))
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(human_seconds))
     axes.yaxis.set_minor_locator(NullLocator())
-    label_ends(axes, ends)
+    for name, xs, ys, texts in drawn:
+        figure.points(axes, name, xs, ys, texts)
+    figure.tell("Curves", list(ends))
+    _name_curves(figure, axes, ends)
     return figure
 
 
 @drawing
-def pauses(series: Mapping[str, Sequence[float]], *, title: str, xlabel: str) -> Figure:
+def pauses(series: Mapping[str, Sequence[float]], *, title: str, xlabel: str) -> Drawing:
     """How often a call took how long: the share of calls that took longer than x.
 
     Args:
@@ -182,14 +264,16 @@ def pauses(series: Mapping[str, Sequence[float]], *, title: str, xlabel: str) ->
         xlabel: what was timed.
     """
     figure, axes = new_axes(title, xlabel, "share of calls that took longer")
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(human_seconds))
+    axes.xaxis.set_minor_locator(NullLocator())
     for color, (name, seconds) in zip(itertools.cycle(COLORS), series.items(), strict=False):
         ordered = sorted(seconds)
         share = [1 - i / len(ordered) for i in range(len(ordered))]
         axes.step(ordered, share, where="post", color=color, label=name)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(human_seconds))
-    axes.xaxis.set_minor_locator(NullLocator())
+        figure.points(axes, name, ordered, share, [f"{of:.1%}" for of in share])
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0%}"))
+    figure.tell("Curves", list(series))
     axes.legend()
     return figure

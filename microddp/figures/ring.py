@@ -6,13 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 
-import matplotlib.pyplot as plt
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from microddp.comms import Message
+from microddp.figures.drawing import Drawing, drawing, is_narrow, new_panels
 from microddp.figures.live import Live
-from microddp.figures.style import COLORS, drawing
+from microddp.figures.style import COLORS
 
 HEADS = {
     "naive": "who sends to whom",
@@ -130,7 +129,7 @@ def _in_words(name: str, together: Sequence[Message], nbytes: int) -> str:
 
 
 @drawing
-def ring_rounds(messages: Sequence[Sequence[Message]], nbytes: int, *, title: str) -> Figure:
+def ring_rounds(messages: Sequence[Sequence[Message]], nbytes: int, *, title: str) -> Drawing:
     """The ring, round by round, from recorded messages: what each rank holds, and what it sends.
 
     A square is a chunk on a rank; the number in it says how many ranks' values it contains. A frame
@@ -144,11 +143,10 @@ def ring_rounds(messages: Sequence[Sequence[Message]], nbytes: int, *, title: st
     n = len(messages)
     rounds = len(messages[0])
     holds = [[1] * n for _ in range(n)]
-    columns = min(rounds + 1, 4)
+    columns = min(rounds + 1, 2 if is_narrow() else 4)
     rows = -(-(rounds + 1) // columns)
-    figure, panels = plt.subplots(
-        rows, columns, figsize=(7.0, 0.6 + 1.95 * rows), layout="constrained", squeeze=False
-    )
+    figure, panels = new_panels(rows, columns, 0.6 + 1.75 * rows)
+    figure.headline(title)
     for step, axes in enumerate(panels.flat):
         axes.set_axis_off()
         if step > rounds:
@@ -158,18 +156,18 @@ def ring_rounds(messages: Sequence[Sequence[Message]], nbytes: int, *, title: st
         axes.imshow(holds, cmap="Blues", vmin=0, vmax=1.6 * n)
         for rank in range(n):
             label = f"rank {rank}" if step % columns == 0 else str(rank)
-            axes.text(-0.7, rank, label, ha="right", va="center", fontsize=8)
+            axes.text(-0.7, rank, label, ha="right", va="center", fontsize=9)
             for chunk in range(n):
                 text = str(holds[rank][chunk])
                 axes.text(chunk, rank, text, ha="center", va="center", fontsize=9, color="black")
         for rank, chunk in enumerate(chunks):
             corner = (chunk - 0.44, rank - 0.44)
             axes.add_patch(Rectangle(corner, 0.88, 0.88, fill=False, lw=2, ec=COLORS[1]))
-        axes.set_title("result" if step == rounds else f"round {step + 1}", fontsize=9)
+        axes.set_title("result" if step == rounds else f"round {step + 1}")
         before = [row.copy() for row in holds]
         for message, chunk in zip(sent, chunks, strict=True):
             arriving = before[message.src][chunk]
             mine = before[message.dst][chunk]
             holds[message.dst][chunk] = arriving if arriving == n else mine + arriving
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    figure.tell(f"What each of {n} ranks holds", [f"before each of {rounds} rounds", "the result"])
     return figure

@@ -1,106 +1,118 @@
-"""How the book's figures look."""
+"""How the book's figures look: sizes, and colours that mean the same in all of them."""
 
 from __future__ import annotations
 
-import functools
-import os
-import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any, NamedTuple
 
-import matplotlib.pyplot as plt
-import torch.distributed as dist
 from cycler import cycler
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-P = ParamSpec("P")
-# Now, and not inside the first rc_context: a notebook's back end turns interactive drawing on when
-# it is loaded, and leaving the context would turn it off again.
-plt.switch_backend(plt.get_backend())
-# Grey text and these colours keep enough contrast on a white and on a near-black page, so one
-# picture with a transparent ground serves both; they differ in lightness for greyscale readers.
-GREY = "#7d8590"
-COLORS = ("#3b8bd9", "#e08214", "#1b9e77", "#c2589b", "#8c6bb1", "#b8a038")
-STYLE: dict[Any, Any] = {
-    "axes.edgecolor": GREY,
-    "axes.facecolor": "none",
-    "axes.grid": True,
-    "axes.labelcolor": GREY,
-    "axes.prop_cycle": cycler(color=COLORS),
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlecolor": GREY,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 11,
-    "figure.facecolor": "none",
-    "figure.figsize": (7.0, 3.4),
-    "font.size": 10,
-    "grid.alpha": 0.3,
-    "grid.color": GREY,
-    "legend.frameon": False,
-    "legend.labelcolor": GREY,
-    "lines.linewidth": 2,
-    "text.color": GREY,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
+WIDE, NARROW = (
+    7.0,
+    3.75,
+)  # inches: on a desk, and on a phone, where an inch shows as about 96 pixels
+# Text and axes. The ground is transparent. On a dark page a copy of the picture is shown in which
+# the colours of DARK are replaced; all text then has a contrast of 4.5 and more on both grounds.
+INK = "#57606a"
+GREY = "#7d8590"  # of marks and of squares with nothing in them
+# Curves, and parts that have no role. They differ in lightness for greyscale readers.
+COLORS = ("#3b8bd9", "#e08214", "#1b9e77", "#c2589b", "#8c6bb1", "#9a8428")
+# The same as text: a curve's name has the colour of the curve.
+NAMES = dict(
+    zip(COLORS, ("#1d6bb5", "#a15a00", "#0f7557", "#a83f80", "#74529b", "#75651a"), strict=True)
+)
+DARK = {
+    INK: "#a9b1bb",
+    **dict(
+        zip(
+            NAMES.values(),
+            ("#6db1f2", "#f0a04a", "#3fc59b", "#e086be", "#b497d6", "#cdb855"),
+            strict=True,
+        )
+    ),
 }
 
 
-def drawing(draw: Callable[P, Figure]) -> Callable[P, None]:
-    """Draw in the book's style, on rank 0 only, and save if asked to."""
+class Look(NamedTuple):
+    """Of a bar or a span: its colour, and what is hatched over it."""
 
-    @functools.wraps(draw)
-    def on_rank_0(*args: P.args, **kwargs: P.kwargs) -> None:
-        if dist.is_initialized() and dist.get_rank() != 0:
-            return
-        with plt.rc_context(STYLE):
-            figure = draw(*args, **kwargs)
-            if folder := os.environ.get("MICRODDP_FIGURES"):
-                Path(folder).mkdir(parents=True, exist_ok=True)
-                stem = Path(sys.argv[0]).stem or "figure"
-                figure.savefig(Path(folder) / f"{stem}-{figure.number}.png", dpi=150)
+    color: str
+    hatch: str = ""
+    hatch_color: str = ""
 
-    return on_rank_0
-
-
-def new_axes(title: str, xlabel: str, ylabel: str, height: float = 3.4) -> tuple[Figure, Axes]:
-    """A figure of the book's width with one pair of axes; its height is in inches."""
-    figure, axes = plt.subplots(figsize=(7.0, height), layout="constrained")
-    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
-    return figure, axes
+    @property
+    def style(self) -> dict[str, Any]:
+        """As a patch of matplotlib takes it."""
+        if not self.hatch:
+            return {"facecolor": self.color, "edgecolor": self.color, "linewidth": 0.5}
+        # What is hatched has the colour of the edge.
+        style = {"facecolor": self.color, "edgecolor": self.hatch_color, "linewidth": 0.5}
+        return {**style, "hatch": self.hatch}
 
 
-def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float, str]]) -> None:
-    """Name each curve at its right end, in its colour, moving labels apart where they would meet.
+FORWARD, BACKWARD, OPTIMIZER = Look(COLORS[0]), Look(COLORS[1]), Look(COLORS[3])
+COMMUNICATION = Look(COLORS[2])
+COMPUTING = Look("#6f94c4")  # not told apart into forward, backward and optimizer
+HIDDEN = Look(COMPUTING.color, "///", "#0b5a43")  # computing, with communication below it
+WAITING = Look("#e0524d", "////", "#8e1f1b")  # for communication, which nothing hides
+WAITING_FOR_RANKS = Look("#ec9a96", "\\\\\\\\", "#8e1f1b")
+# By the names that the chapters give to parts of a step.
+ROLES = {
+    "forward": FORWARD,
+    "backward": BACKWARD,
+    "optimizer": OPTIMIZER,
+    "computing": COMPUTING,
+    "works": COMPUTING,
+    "computing during all-reduce": HIDDEN,
+    "hidden": HIDDEN,
+    "all-reduce": COMMUNICATION,
+    "averaging": COMMUNICATION,
+    "bucket": COMMUNICATION,
+    "busiest link": COMMUNICATION,
+    "all-reduce, not hidden": WAITING,
+    "exposed": WAITING,
+    "waiting for communication": WAITING,
+    "waits for transfers": WAITING,
+    "waits for ranks": WAITING_FOR_RANKS,
+    "gradient ready": Look(GREY),
+    "idle": Look("#a9afb7"),
+    "data": Look("#b0a58f"),
+}
+# Of what has no role, so that it takes no role's colour.
+OTHERS = (COLORS[4], COLORS[5], "#3d93a3", "#b0663f", "#8f969f")
 
-    The least gap is a 14th of the axis: about one line of text. A label that begins an eighth of
-    the axis to the side of another one does not meet it.
+STYLE: dict[Any, Any] = {
+    "axes.edgecolor": INK,
+    "axes.facecolor": "none",
+    "axes.grid": True,
+    "axes.labelcolor": INK,
+    "axes.prop_cycle": cycler(color=COLORS),
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlecolor": INK,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10,
+    "figure.facecolor": "none",
+    "figure.figsize": (WIDE, 3.4),
+    "figure.titlesize": 11,
+    "font.size": 10,
+    "grid.alpha": 0.3,
+    "grid.color": INK,
+    "hatch.linewidth": 1.2,
+    "legend.frameon": False,
+    "legend.labelcolor": INK,
+    "lines.linewidth": 2,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+}
+
+
+def looks(parts: Any) -> dict[str, Look]:
+    """How each of the named parts looks, in their order: by its role, else in a colour of no role.
+
+    A part that has no role takes the next of the colours that mean nothing.
     """
-    transform, across = axes.yaxis.get_transform(), axes.xaxis.get_transform()
-    bottom, top = (float(transform.transform(limit)) for limit in axes.get_ylim())
-    left, right = (float(across.transform(limit)) for limit in axes.get_xlim())
-    gap = (top - bottom) / 14
-    names = sorted(ends, key=lambda name: ends[name][1])
-    places = [float(transform.transform(ends[name][1])) for name in names]
-    sides = [float(across.transform(ends[name][0])) for name in names]
-    beside = [
-        [j for j in range(len(names)) if j != i and abs(sides[i] - sides[j]) < (right - left) / 8]
-        for i in range(len(names))
-    ]
-    for i in range(len(names)):
-        places[i] = max([places[i], *(places[j] + gap for j in beside[i] if j < i)])
-    for i in reversed(range(len(names))):  # what was moved up past the top moves the others down
-        places[i] = min([places[i], top, *(places[j] - gap for j in beside[i] if j > i)])
-    for name, place in zip(names, places, strict=True):
-        x, _, color = ends[name]
-        axes.annotate(
-            name,
-            (x, float(transform.inverted().transform(place))),
-            xytext=(6, 0),
-            textcoords="offset points",
-            color=color,
-            va="center",
-            annotation_clip=False,
-        )
+    others = [part for part in parts if part not in ROLES]
+    return {
+        part: ROLES.get(part) or Look(OTHERS[others.index(part) % len(OTHERS)]) for part in parts
+    }

@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter
 
-from microddp.figures.style import COLORS, GREY, drawing, new_axes
+from microddp.figures.drawing import (
+    Drawing,
+    drawing,
+    few_ticks,
+    is_narrow,
+    name_rows,
+    new_axes,
+    new_panels,
+)
+from microddp.figures.style import COLORS, Look, looks
 from microddp.hooks import GradientReady
-from microddp.report import human_seconds
+from microddp.report import human_bytes, human_seconds
 from microddp.timing import Span, tracks
 
-# The same in every figure.
-PHASES = {
-    "forward": COLORS[0],
-    "backward": COLORS[1],
-    "all-reduce": COLORS[2],
-    "bucket": COLORS[2],
-    "optimizer": COLORS[3],
-    "gradient ready": GREY,
-    "waiting for communication": "#e0524d",
-}
 Row = tuple[int, str]  # a rank's lane
 
 
 @drawing
-def timeline(spans: Sequence[Span], *, title: str) -> Figure:
+def timeline(spans: Sequence[Span], *, title: str) -> Drawing:
     """What each rank did when: a row for each of its lanes.
 
     Spans that overlap share the height of their row. A mark is a tick. The lane ``"wait"``, in
-    which nothing hides the communication, is hatched.
+    which nothing hides the communication, is hatched. On a phone a row's name lies above it.
 
     Args:
         spans: of all ranks, as :meth:`microddp.timing.timeline.Timeline.gather` returns them.
@@ -44,7 +41,7 @@ def timeline(spans: Sequence[Span], *, title: str) -> Figure:
 
 
 @drawing
-def timelines(steps: Mapping[str, Sequence[Span]], *, title: str) -> Figure:
+def timelines(steps: Mapping[str, Sequence[Span]], *, title: str) -> Drawing:
     """Timelines above each other on one scale, each from its own beginning.
 
     Args:
@@ -54,74 +51,74 @@ def timelines(steps: Mapping[str, Sequence[Span]], *, title: str) -> Figure:
     return _draw(steps, title)
 
 
-def _draw(steps: Mapping[str, Sequence[Span]], title: str) -> Figure:
+def _draw(steps: Mapping[str, Sequence[Span]], title: str) -> Drawing:
     # Room for the panel's name, and for its rows.
     sizes = [
-        0.35 * bool(name) + 0.3 * sum(_heights(spans).values()) for name, spans in steps.items()
+        0.35 * bool(name) + 0.3 * sum(height + _gap() for height in _heights(spans).values())
+        for name, spans in steps.items()
     ]
-    figure, panels = plt.subplots(
-        len(steps),
-        figsize=(7.0, 1.2 + sum(sizes)),
-        height_ratios=sizes,
-        layout="constrained",
-        sharex=True,
-        squeeze=False,
-    )
+    figure, panels = new_panels(len(steps), 1, 1.2 + sum(sizes), height_ratios=sizes, sharex=True)
+    figure.headline(title)
     legend: dict[str, Rectangle] = {}
-    colors = colors_of(span for spans in steps.values() for span in spans)
+    styles = looks(dict.fromkeys(kind_of(span) for spans in steps.values() for span in spans))
     for axes, (name, spans) in zip(panels[:, 0], steps.items(), strict=True):
-        legend |= _draw_rows(axes, spans, colors)
-        axes.set_title(name, fontsize=10)
+        legend |= _draw_rows(figure, axes, name, spans, styles)
+        axes.set_title(name)
     panels[-1, 0].set_xlabel("time since the step began")
     panels[0, 0].set_xlim(left=0)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    figure.legend(legend.values(), legend.keys(), loc="outside lower left", ncols=3)
+    figure.tell("Rows", [series.name for series in figure.series])
+    figure.tell("Spans and marks", list(legend))
+    figure.legend_below(list(legend.values()), list(legend))
     return figure
 
 
+def _gap() -> float:
+    """Between two rows, in heights of a row: on a phone there is a name."""
+    return 0.6 if is_narrow() else 0.0
+
+
 def _draw_rows(
-    axes: Axes, spans: Sequence[Span], colors: Mapping[str, str]
+    figure: Drawing, axes: Axes, panel: str, spans: Sequence[Span], styles: Mapping[str, Look]
 ) -> dict[str, Rectangle]:
     """Draw every rank's lanes; return an example of each kind of span."""
     legend = {}
     heights, shares = _heights(spans), _shares(spans)
-    tops = dict(zip(heights, itertools.accumulate(heights.values(), initial=0.0), strict=False))
+    steps = (height + _gap() for height in heights.values())
+    tops = dict(zip(heights, itertools.accumulate(steps, initial=_gap()), strict=False))
     origin = min(span.start for span in spans)
+    boxes: dict[Row, dict[tuple[float, float, float, float], str]] = {row: {} for row in heights}
     for span, track in zip(spans, tracks(spans), strict=True):
         row, kind = (span.rank, span.lane), kind_of(span)
-        color = colors[kind]
         height = 0.8 * heights[row] / shares[row]
-        patch = Rectangle(
-            (span.start - origin, tops[row] + 0.1 * heights[row] + track * height),
-            span.end - span.start,
-            height,
-            facecolor="none" if span.lane == "wait" else color,
-            edgecolor=color,  # which makes a mark a tick
-            hatch="////" if span.lane == "wait" else None,
-            linewidth=0.5,
-        )
+        left, right = span.start - origin, span.end - origin
+        top = tops[row] + 0.1 * heights[row] + track * height
+        # A line around it makes a mark a tick.
+        patch = Rectangle((left, top), span.end - span.start, height, **styles[kind].style)
         axes.add_patch(patch)
         legend[kind] = patch
+        boxes[row][left, right, top + height, top] = _say(span, left, right)
     axes.autoscale_view()
-    middles = [tops[row] + height / 2 for row, height in heights.items()]
-    axes.set_yticks(middles, [f"rank {rank} {lane}" for rank, lane in heights])
-    axes.set_ylim(sum(heights.values()), 0)
-    axes.grid(axis="y", visible=False)
+    axes.set_ylim(sum(heights.values()) + len(heights) * _gap(), 0)
+    names = {row: f"rank {row[0]} {row[1]}" for row in heights}
+    middles = {names[row]: (tops[row], tops[row] + heights[row] / 2) for row in heights}
+    name_rows(axes, middles)
+    for row, name in names.items():
+        figure.boxes(axes, f"{panel}: {name}" if panel else name, boxes[row])
     axes.xaxis.set_major_formatter(FuncFormatter(human_seconds))
     return legend
+
+
+def _say(span: Span, left: float, right: float) -> str:
+    if left == right:
+        return f"{span.name}: at {human_seconds(left)}"
+    whole = f"{human_seconds(left)} to {human_seconds(right)}"
+    return f"{span.name}: {human_seconds(right - left)}\n{whole}"
 
 
 def kind_of(span: Span) -> str:
     """What a span is one of: it has that one's colour, and its name in the legend."""
     special = {"wait": "waiting for communication", "gradients": "gradient ready"}
     return special.get(span.lane, span.name.split()[0])
-
-
-def colors_of(spans: Iterable[Span]) -> dict[str, str]:
-    """The colour of every kind, in the order in which they come."""
-    others = itertools.cycle(COLORS[4:])
-    kinds = dict.fromkeys(map(kind_of, spans))
-    return {kind: PHASES.get(kind) or next(others) for kind in kinds}
 
 
 def _shares(spans: Sequence[Span]) -> dict[Row, int]:
@@ -144,7 +141,7 @@ def _heights(spans: Sequence[Span]) -> dict[Row, float]:
 @drawing
 def gradient_order(
     rows: Sequence[GradientReady], *, title: str, forward: Sequence[str] = ()
-) -> Figure:
+) -> Drawing:
     """When each gradient was ready: a line for each parameter, a dot whose area is its bytes.
 
     Args:
@@ -166,5 +163,15 @@ def gradient_order(
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlim(left=0)
     axes.grid(axis="y", visible=False)
+    few_ticks(axes)
     axes.xaxis.set_major_formatter(FuncFormatter(human_seconds))
+    ready = [(row, row.seconds) for row in rows if row.seconds is not None]
+    figure.points(
+        axes,
+        "",
+        [seconds for _, seconds in ready],
+        [names.index(row.name) for row, _ in ready],
+        [f"{row.name}, {human_bytes(row.nbytes)}" for row, _ in ready],
+    )
+    figure.tell("Gradients", names)
     return figure

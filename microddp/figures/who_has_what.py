@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from microddp.figures.style import COLORS, GREY, drawing
+from microddp.figures.drawing import Drawing, drawing, is_narrow, new_panels, width
+from microddp.figures.style import COLORS, GREY
 from microddp.report import BYTE_UNITS, human_bytes
 
 Rows = Sequence[Sequence[int]]  # what each rank holds, in rank order
-WIDTH = 4.9  # inches: narrower than the other figures, so that a phone shrinks its numbers less
+WIDTH = 4.9  # inches: narrower than the other figures, as its squares need no more
 CELL = 0.3  # inches, the height of a square
 SIZE = 0.86  # of a square; the rest is the gap to the next one
 
@@ -33,11 +32,11 @@ def contributors(value: int) -> list[int]:
 
 
 @drawing
-def holdings(panels: Mapping[str, tuple[Rows, Rows]], *, title: str) -> Figure:
+def holdings(panels: Mapping[str, tuple[Rows, Rows]], *, title: str) -> Drawing:
     """What each rank held before and after: a row of squares for each rank.
 
-    A square has its number in it, on the colour of the rank whose value that is; in a sum, each
-    digit is on the colour of its own rank.
+    On a phone "after" lies below "before". A square has its number in it, on the colour of the rank
+    whose value that is; in a sum, each digit is on the colour of its own rank.
 
     Args:
         panels: by the collective's name, what every rank held before and after it, as numbers
@@ -47,31 +46,33 @@ def holdings(panels: Mapping[str, tuple[Rows, Rows]], *, title: str) -> Figure:
     sides = [side for panel in panels.values() for side in panel]
     ranks = max(map(len, sides))
     columns = max(1, *(len(row) for side in sides for row in side))
-    figure, axes = plt.subplots(
-        len(panels),
-        figsize=(WIDTH, 0.6 + len(panels) * (0.4 + CELL * ranks)),
-        layout="constrained",
-        squeeze=False,
-    )
-    second = columns + 0.8  # where the squares of "after" begin
+    inches = min(WIDTH, width())
+    sides_below = 2 if is_narrow() else 1
+    height = 0.6 + len(panels) * sides_below * (0.4 + CELL * ranks)
+    figure, axes = new_panels(len(panels), 1, height, inches=inches)
+    figure.headline(title)
+    # Where the squares of "after" begin.
+    left, top = (0.0, ranks + 1.3) if is_narrow() else (columns + 0.8, 0.0)
     for ax, (name, (before, after)) in zip(axes[:, 0], panels.items(), strict=True):
         ax.set_axis_off()
-        ax.set(xlim=(-0.3 * columns, second + columns), ylim=(ranks, -0.9))
+        ax.set(xlim=(-0.3 * columns, left + columns), ylim=(top + ranks, -0.9))
         for rank in range(ranks):
-            ax.text(-0.15, rank + SIZE / 2, f"rank {rank}", ha="right", va="center", fontsize=10)
-        _draw_side(ax, before, 0, f"before {name}")
-        _draw_side(ax, after, second, f"after {name}")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+            for y in dict.fromkeys((0.0, top)):
+                ax.text(-0.15, y + rank + SIZE / 2, f"rank {rank}", ha="right", va="center")
+        _draw_side(ax, before, (0.0, 0.0), f"before {name}")
+        _draw_side(ax, after, (left, top), f"after {name}")
+    figure.tell(f"Before and after, on {ranks} ranks", list(panels))
     return figure
 
 
-def _draw_side(axes: Axes, rows: Rows, left: float, heading: str) -> None:
-    axes.text(left, -0.2, heading, fontsize=10)
+def _draw_side(axes: Axes, rows: Rows, corner: tuple[float, float], heading: str) -> None:
+    left, top = corner
+    axes.text(left, top - 0.2, heading)
     for rank, values in enumerate(rows):
         if not values:
-            axes.text(left, rank + SIZE / 2, "nothing", va="center", fontsize=10, style="italic")
+            axes.text(left, top + rank + SIZE / 2, "nothing", va="center", style="italic")
         for column, value in enumerate(values):
-            _draw_square(axes, left + column, rank, value)
+            _draw_square(axes, left + column, top + rank, value)
 
 
 def _draw_square(axes: Axes, left: float, top: float, value: int) -> None:
@@ -89,33 +90,43 @@ def _draw_square(axes: Axes, left: float, top: float, value: int) -> None:
         axes.text(*middle, text, ha="center", va="center", fontsize=fontsize, color="black")
 
 
+def _short(size: float) -> str:
+    """With two digits, and no 0 before a point: squares are small."""
+    return f"{size:.2g}".removeprefix("0")
+
+
 @drawing
-def traffic(matrices: Mapping[str, Sequence[Sequence[float]]], *, title: str) -> Figure:
+def traffic(matrices: Mapping[str, Sequence[Sequence[float]]], *, title: str) -> Drawing:
     """Who sent how much to whom: one square of ranks by ranks for each algorithm.
 
     Args:
         matrices: bytes from row to column, by the algorithm's name.
         title: the finding, in words.
     """
-    figure, panels = plt.subplots(
-        1, len(matrices), figsize=(7.0, 2.5), layout="constrained", squeeze=False
-    )
+    shape = (len(matrices), 1) if is_narrow() else (1, len(matrices))
+    figure, panels = new_panels(*shape, 3.4 * shape[0] if is_narrow() else 3.0)
+    figure.headline(title)
     largest = max(max(map(max, matrix)) for matrix in matrices.values()) or 1
     unit = human_bytes(largest).split()[1]
     unit_bytes = 1024 ** BYTE_UNITS.index(unit)
-    fontsize = 8 if max(map(len, matrices.values())) < 6 else 6
-    for axes, (name, matrix) in zip(panels[0], matrices.items(), strict=True):
+    fontsize = 10 if is_narrow() else 8
+    for axes, (name, matrix) in zip(panels.flat, matrices.items(), strict=True):
+        boxes = {}
         axes.imshow(np.ma.masked_equal(matrix, 0), cmap="Blues", vmin=0, vmax=2 * largest)
         for i, row in enumerate(matrix):
             for j, size in enumerate(row):
                 if size:
                     style = {"ha": "center", "va": "center", "fontsize": fontsize}
-                    axes.text(j, i, f"{size / unit_bytes:.2g}", color="black", **style)
-        axes.set_title(name, loc="center", fontsize=10)
+                    axes.text(j, i, _short(size / unit_bytes), color="black", **style)
+                    place = (j - 0.5, j + 0.5, i + 0.5, i - 0.5)
+                    boxes[place] = f"rank {i} to rank {j}: {human_bytes(size)}"
+        figure.boxes(axes, name, boxes)
+        axes.set_title(name, loc="center")
         axes.set_xlabel("to rank")
         axes.set_xticks(range(len(matrix)))
         axes.set_yticks(range(len(matrix)))
         axes.grid(visible=False)
-    panels[0][0].set_ylabel(f"from rank (squares: {unit})")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+        if axes is panels.flat[0] or is_narrow():
+            axes.set_ylabel(f"from rank (squares: {unit})")
+    figure.tell("Squares", list(matrices))
     return figure
