@@ -44,13 +44,14 @@ def open_run(browser, tmp_path):
 
 def offered(page, call):
     return page.evaluate(
-        "call => { const data = JSON.parse(document.querySelector('figure.live script').textContent);"
+        "call => { const data = JSON.parse("
+        "document.querySelector('figure.live script').textContent);"
         f"const ring = live.kinds.ring; return {call}; }}"
     )
 
 
 def held_by_values(name, n):
-    """How many ranks' values each rank holds after each round, from values that tell who is in them."""
+    """How many ranks' values each rank holds after each round: values tell who is in them."""
     values = [[10**rank] * (n if name == "ring" else 1) for rank in range(n)]
     yield [[1] * len(row) for row in values]
     for messages in zip(*all_messages(n, n)[name], strict=True) if name != "naive" else naive(n):
