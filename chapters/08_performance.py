@@ -96,7 +96,8 @@ def take_apart(spans):
 """
 **Measure.** Steps of one model on all ranks. They differ in *strategy* only, the book's word for
 how gradients are averaged; `microddp.schedule.STRATEGIES` is the table of them. A timeline begins
-when all ranks have met, and strategies take turns:
+when all ranks have met, and strategies take turns. The batch is large, so that backward has time to
+hide something:
 """
 
 # %%
@@ -119,11 +120,12 @@ def speed_of(group):
 ways = {name: make(copy.deepcopy(model), few, bucket_cap_mb=1) for name, make in STRATEGIES.items()}
 optimizers = {name: sgd(strategy.module) for name, strategy in ways.items()}
 recorded = {name: [] for name in ("naive", "hooks", "bucketed", "ddp")}
+large = torch.randn(2, 768, DIM, device=few.device).unbind()
 for _ in range(9):
     for name, steps in recorded.items():
         timeline = Timeline(few)
         ways[name].record(timeline)
-        take_step(ways[name], mse_loss, optimizers[name], batch)
+        take_step(ways[name], mse_loss, optimizers[name], large)
         steps.append(timeline.gather())
 
 # %% [markdown]

@@ -43,15 +43,13 @@ def open_run(browser, tmp_path):
 
 
 def offered(page, call):
-    return page.evaluate(
-        "call => { const data = JSON.parse("
-        "document.querySelector('figure.live script').textContent);"
-        f"const ring = live.kinds.ring; return {call}; }}"
-    )
+    """What the script computes, `data` being what the page has for it."""
+    given = "JSON.parse(document.querySelector('figure.live script').textContent)"
+    return page.evaluate(f"() => (({{ ring }}, data) => {call})(live.kinds, {given})")
 
 
 def held_by_values(name, n):
-    """How many ranks' values each rank holds after each round: values tell who is in them."""
+    """How many ranks' values each rank holds after each round, from sums that tell of whom."""
     values = [[10**rank] * (n if name == "ring" else 1) for rank in range(n)]
     yield [[1] * len(row) for row in values]
     for messages in zip(*all_messages(n, n)[name], strict=True) if name != "naive" else naive(n):
@@ -123,6 +121,13 @@ def test_it_says_whether_the_run_recorded_what_it_shows(open_run):
     assert page.locator(".panel:last-child .held tr").count() == 1 + 6
 
 
+def test_for_the_runs_ranks_the_recording_counts(open_run):
+    page = open_run(n=3, reduced_motion="reduce")
+    recording = "{ n: 3, elements: 9, itemsize: 4, rounds: { ring: [[[0, 1, 7, 0]]] } }"
+    assert offered(page, f"ring.counts({recording}, 'ring', 3, 1).most") == 7
+    assert offered(page, f"ring.counts({recording}, 'ring', 4, 1).most") == 12
+
+
 def test_a_run_on_one_rank_shows_four_by_schedule(open_run):
     page = open_run(n=1, reduced_motion="reduce")
     assert "schedules, 4 ranks" in page.locator(".stage > .told").text_content()
@@ -175,6 +180,7 @@ def test_it_plays_when_it_is_seen_and_pauses(open_run):
 def test_with_less_motion_it_waits_and_then_goes_in_steps(open_run):
     page = open_run(n=4, reduced_motion="reduce")
     page.wait_for_timeout(300)
+    assert page.locator(".stage button").first.text_content() == "Play"
     page.get_by_role("button", name="Play").click()
     start = place(page)
     page.wait_for_timeout(400)

@@ -164,7 +164,7 @@
         });
         return live.element("tr", {}, live.element("th", { scope: "row" }, `rank ${rank}`), ...cells);
       });
-      const corner = live.element("th", { scope: "col" }, name === "ring" ? "chunk" : "");
+      const corner = live.element("td", {}, name === "ring" ? "chunk" : "");
       const columns = heads.map((head) => live.element("th", { scope: "col" }, String(head)));
       const caption = live.element("caption", {}, "Holds the values of how many ranks?");
       held.replaceChildren(caption, live.element("tr", {}, corner, ...columns), ...rows);
