@@ -165,8 +165,8 @@ figures.explore_timelines(medians, title="The median steps, rank by rank")
 """
 {class}`~microddp.performance.analyzer.DDPPerformanceAnalyzer` times steps of any strategy,
 PyTorch's DDP included: there it watches when gradients come and when the group has sent something.
-Here are all of them, in turns. "none" does not average, "ddp" is the book's wrapper, whose table is
-printed, and "torch" PyTorch's:
+Here are all of them, in turns, on 64 samples. "none" does not average, "ddp" is the book's wrapper,
+whose table is printed, and "torch" PyTorch's:
 """
 
 # %%
