@@ -7,7 +7,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, MultipleLocator, NullLocator
+from matplotlib.ticker import (
+    FuncFormatter,
+    LogFormatter,
+    LogLocator,
+    MaxNLocator,
+    MultipleLocator,
+    NullLocator,
+)
 
 from microddp.figures.drawing import (
     Drawing,
@@ -73,6 +80,11 @@ def lines(
         axes.set_yscale("log")
     elif zero:
         axes.set_ylim(bottom=0)
+    for axis in (axes.xaxis, axes.yaxis):
+        plain = isinstance(axis.get_major_formatter(), FuncFormatter)
+        if is_narrow() and axis.get_scale() == "log" and not plain:
+            axis.set_major_formatter(LogFormatter())  # with no exponents, which would be small
+            axis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
     for cross in crosses:
         axes.plot(*cross, "x", color=axes.xaxis.label.get_color(), markersize=9, markeredgewidth=2)
     for name, (x, y) in series.items():

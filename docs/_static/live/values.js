@@ -61,17 +61,17 @@
     figure.append(keys, mark, heard);
     const tip = live.tip(figure);
     let at = [0, 0];
-    let shown = false;
+    let shown = ""; // by "keys" or "pointer", or not at all
 
     const hide = () => {
       mark.hidden = true;
-      shown = false;
+      shown = "";
       tip.hide();
     };
 
-    function show(value, aloud) {
+    function show(value, by) {
       at = value;
-      shown = true;
+      shown = by;
       const lines = linesOf(data.series[at[0]], at[1]);
       const box = boxOf(data, ...at);
       const [image, frame] = [picture().getBoundingClientRect(), figure.getBoundingClientRect()];
@@ -85,7 +85,7 @@
       mark.classList.toggle("point", data.wide.places[at[0]][at[1]].length === 2);
       mark.hidden = false;
       tip.show(lines, frame.left + place.left + place.width / 2, frame.top + place.top);
-      if (aloud) heard.textContent = lines.join(", ");
+      if (by === "keys") heard.textContent = lines.join(", ");
     }
 
     function point(event) {
@@ -93,7 +93,7 @@
       const x = (event.clientX - image.left) / image.width;
       const y = (event.clientY - image.top) / image.height;
       const value = nearest(data, x, y, image.width, image.height, NEAR);
-      if (value) show(value, false);
+      if (value) show(value, "pointer");
       else hide();
     }
 
@@ -117,11 +117,11 @@
     document.addEventListener("pointerdown", (event) => figure.contains(event.target) || hide());
     document.addEventListener("keydown", (event) => event.key === "Escape" && hide());
     window.addEventListener("resize", hide);
-    keys.addEventListener("blur", hide);
+    keys.addEventListener("blur", () => shown === "keys" && hide()); // a tap shows before it
     keys.addEventListener("keydown", (event) => {
       if (!event.key.startsWith("Arrow") || event.ctrlKey || event.altKey || event.metaKey) return;
       event.preventDefault();
-      show(step(event.key), true);
+      show(step(event.key), "keys");
     });
   }
 
