@@ -32,3 +32,4 @@ from microddp.performance.stragglers import (
     probe_links,
     straggler_report,
 )
+from microddp.performance.worth import Outcome, StepBudget, step_budget
