@@ -12,6 +12,7 @@ start: the numbers are those of the ranks that stay.
 # %% tags=["imports"]
 import copy
 import itertools
+import math
 import statistics
 import tempfile
 import time
@@ -42,6 +43,7 @@ from microddp.performance import (
     plan_by_name,
     predict_step,
     profile_steps,
+    step_budget,
 )
 from microddp.report import MIB, human_bytes, human_seconds, table
 from microddp.schedule import STRATEGIES, take_step
@@ -712,6 +714,25 @@ figures.lines(
 The links by their specifications, in each direction: 10 Gbit/s; PCIe 4.0 with 16 lanes of 16
 GT/s; NVLink 4 with 18 links of 25 GB/s, from NVIDIA's data sheet.
 
+For a plan of your own, {func}`~microddp.performance.worth.step_budget` does the same:
+"""
+
+# %%
+for rate, start_up in (H100, HERE):
+    device = {"peak": rate, "utilisation": 1, "latency": start_up / (2 * RANKS - 2)}
+    planned = step_budget(1e9, SAMPLES, RANKS, bandwidth=1e9, **device).unhidden
+    assert math.isclose(planned.break_even, break_even(1e9, rate, start_up))
+
+# %% tags=["plumbing"]
+devices = {
+    "H100": figures.Device(989e12, 0.4, H100[1] / (2 * RANKS - 2)),
+    "this machine's": figures.Device(HERE[0], 1, HERE[1] / (2 * RANKS - 2)),
+}
+links = sorted(((name, 1e9 * speed) for name, speed in LINKS.items()), key=lambda link: -link[1])
+figures.explore_plan(devices, dict(links), parameters=1e9, tokens=SAMPLES, ranks=RANKS)
+
+# %% [markdown]
+"""
 ## The verdict
 
 What limits a step? {func}`~microddp.performance.roofline.find_bottleneck` counts each operation's

@@ -20,7 +20,8 @@ FLOORS = (
     ("bucketing", "local_sgd"),
     ("ddp",),
     ("schedule",),
-    ("performance", "figures", "workloads"),
+    ("performance", "workloads"),
+    ("figures",),
     ("train", "bench", "doctor"),
     ("labs",),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 import torch.distributed as dist
@@ -48,3 +48,13 @@ class Live:
                 "</figure>",
             ]
         )
+
+
+def html_table(rows: Iterable[Iterable[object]], headers: Sequence[str]) -> str:
+    """A table for what stands still: the first cell of each row names it."""
+    head = "".join(f'<th scope="col">{escape(text)}</th>' for text in headers)
+    lines = [f"<tr>{head}</tr>"]
+    for name, *cells in rows:
+        row = "".join(f"<td>{escape(str(cell))}</td>" for cell in cells)
+        lines.append(f'<tr><th scope="row">{escape(str(name))}</th>{row}</tr>')
+    return '<table class="docutils">\n' + "\n".join(lines) + "\n</table>"

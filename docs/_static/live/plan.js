@@ -1,0 +1,369 @@
+// A step to plan: how long it takes on several devices, and on one for the same tokens.
+//
+// `budget` is step_budget of microddp/performance/worth.py; a test holds the two to one result.
+"use strict";
+
+{
+  const COLORS = { forward: "#3b8bd9", backward: "#e08214", sent: "#1b9e77", exposed: "#e0524d" };
+  const HOW = { overlapped: "hidden as far as possible", unhidden: "nothing hidden" };
+  const DASHES = { overlapped: "", unhidden: "8 5", even: "2 4" };
+  const MOST_DEVICES = 1024;
+  const LEAST_SHARE = 0.001; // of efficiency, at the bottom of its axis
+  const FRAGMENT = "#plan=";
+  let patterns = 0;
+
+  function budget(plan) {
+    const { parameters, tokens, devices, peak, utilisation, bandwidth, latency } = plan;
+    const rate = peak * utilisation;
+    const compute = plan.accumulation * ((6 * parameters * tokens) / rate);
+    const lastBackward = (4 * parameters * tokens) / rate;
+    const startUp = 2 * (devices - 1) * latency;
+    const sent = ((2 * (devices - 1)) / devices) * parameters * plan.gradient_bytes;
+    const communication = startUp + sent / bandwidth;
+
+    function outcome(hidden) {
+      const exposed = Math.max(0, communication - hidden);
+      const step = compute + exposed;
+      const room = (devices - 1) * compute + hidden - startUp; // for the bytes, in seconds
+      return {
+        exposed,
+        step,
+        speedup: (devices * compute) / step,
+        efficiency: compute / step,
+        break_even: devices > 1 && room > 0 ? sent / room : Infinity,
+      };
+    }
+
+    return {
+      compute,
+      communication,
+      memory: 16 * parameters, // weight, gradient and Adam's two moments, of 4 bytes each
+      overlapped: outcome(lastBackward),
+      unhidden: outcome(0),
+    };
+  }
+
+  function verdict(plan) {
+    const { devices, tokens, accumulation } = plan;
+    if (devices === 1) return "One device has nobody to wait for, and is as fast as itself.";
+    const { overlapped, unhidden } = budget(plan);
+    const [least, most] = [overlapped, unhidden].map((each) => live.number(1 / each.speedup));
+    const all = (devices * tokens * accumulation).toLocaleString("en-US");
+    const who = `${devices} devices take ${most} times as long as one for the same ${all} tokens`;
+    const so = { true: "Worth it", false: "Not worth it" };
+    if (least === most) return `${who}, hidden or not. ${so[unhidden.speedup > 1]}.`;
+    const both = `${who} if nothing is hidden, ${least} times if backward hides all it can.`;
+    if (unhidden.speedup > 1 || !(overlapped.speedup > 1)) {
+      return `${both} ${so[unhidden.speedup > 1]} either way.`;
+    }
+    return `${both} Worth it only as far as backward hides communication.`;
+  }
+
+  // In decimal units, as networks are sold.
+  function perSecond(value) {
+    if (value === Infinity) return "no link is enough";
+    for (const [factor, unit] of [[1e12, "TB/s"], [1e9, "GB/s"], [1e6, "MB/s"], [1e3, "kB/s"]]) {
+      if (value >= 0.9995 * factor) return `${live.number(value / factor)} ${unit}`;
+    }
+    return `${live.number(value)} B/s`;
+  }
+
+  // The fields ----------------------------------------------------------------------------------
+
+  // Values in even ratios, of two digits or whole: the places of a slider.
+  function ladder(from, to, whole) {
+    const values = new Set();
+    for (let k = 0; k <= 20 * Math.log10(to / from) + 1e-9; k += 1) {
+      const value = from * 10 ** (k / 20);
+      values.add(whole ? Math.round(value) : Number(value.toPrecision(2)));
+    }
+    return [...values.add(to)];
+  }
+  const percents = Array.from({ length: 20 }, (_, i) => (5 * i + 5) / 100);
+
+  // What each is called, the unit of its number field, and the places of its slider.
+  const FIELDS = {
+    parameters: ["Parameters, millions", 1e6, ladder(1e4, 1e12)],
+    tokens: ["Tokens a device and micro-batch", 1, ladder(1, 1e7, true)],
+    accumulation: ["Micro-batches a step (accumulation)", 1, ladder(1, 1024, true)],
+    devices: ["Devices", 1, ladder(1, MOST_DEVICES, true)],
+    gradient_bytes: ["Bytes sent for a gradient", 1, [0.125, 0.25, 0.5, 1, 2, 4, 8]],
+    peak: ["Device: peak, TFLOP/s", 1e12, ladder(1e9, 1e16)],
+    utilisation: ["Device: utilisation, %", 0.01, percents],
+    bandwidth: ["Link, GB/s each way", 1e9, ladder(1e6, 1e13)],
+    latency: ["Start of a round, microseconds", 1e-6, [0, ...ladder(1e-7, 1e-2)]],
+  };
+  const WHOLE = new Set(["accumulation", "devices"]);
+
+  function nearest(places, value) {
+    const apart = places.map((place) => Math.abs(Math.log((place + 1e-9) / (value + 1e-9))));
+    return apart.indexOf(Math.min(...apart));
+  }
+
+  function allowed(key, value) {
+    const places = FIELDS[key][2];
+    const inside = value >= places[0] && value <= places[places.length - 1];
+    return inside && (!WHOLE.has(key) || Number.isInteger(value));
+  }
+
+  // A slider and a field for the same number. `field.set(value)` moves both.
+  function makeField(key, onChange) {
+    const [name, unit, places] = FIELDS[key];
+    const write = (value) => String(Number((value / unit).toPrecision(10)));
+    const slider = live.element("input", {
+      type: "range", min: 0, max: places.length - 1, step: 1, "aria-label": name,
+      input() {
+        const value = places[slider.value];
+        number.value = write(value);
+        sayValid(true);
+        slider.setAttribute("aria-valuetext", number.value);
+        onChange(key, value);
+      },
+    });
+    const number = live.element("input", {
+      type: "number", step: "any", min: write(places[0]), max: write(places[places.length - 1]),
+      input() {
+        const value = number.value === "" ? NaN : Number(number.value) * unit;
+        sayValid(allowed(key, value));
+        if (!allowed(key, value)) return;
+        slider.value = nearest(places, value);
+        slider.setAttribute("aria-valuetext", number.value);
+        onChange(key, value);
+      },
+    });
+    const sayValid = (valid) => number.setAttribute("aria-invalid", String(!valid));
+    const label = live.element("label", {}, name);
+    const field = live.element("div", { class: "field" }, label, slider, number);
+    number.id = `plan-${key}-${++patterns}`;
+    label.htmlFor = number.id;
+    field.set = (value) => {
+      slider.value = nearest(places, value);
+      number.value = write(value);
+      slider.setAttribute("aria-valuetext", number.value);
+      sayValid(true);
+    };
+    return field;
+  }
+
+  // The pictures --------------------------------------------------------------------------------
+
+  function hatching(svg) {
+    const id = `plan-hatch-${++patterns}`;
+    const pattern = { id, width: 8, height: 8, patternUnits: "userSpaceOnUse" };
+    svg.append(
+      live.shape("pattern", { ...pattern, patternTransform: "rotate(45)" },
+        live.shape("rect", { width: 8, height: 8, fill: COLORS.exposed }),
+        live.shape("rect", { width: 2, height: 8, fill: "#000", "fill-opacity": 0.45 })),
+    );
+    return `url(#${id})`;
+  }
+
+  const text = (x, y, words, more = {}) =>
+    live.shape("text", { x, y, "font-size": 13, ...more }, words);
+
+  // Two bars, one for each way, with the all-reduce under what it overlaps.
+  function drawBars(plan, width) {
+    const { compute, communication, ...outcomes } = budget(plan);
+    const scale = width / outcomes.unhidden.step;
+    const svg = live.shape("svg", {
+      viewBox: `0 0 ${width} 158`, role: "img",
+      "aria-label": "The step with communication hidden as far as possible, and with none hidden",
+    });
+    const hatched = hatching(svg);
+    Object.entries(HOW).forEach(([how, name], row) => {
+      const { exposed, step } = outcomes[how];
+      const y = 79 * row;
+      svg.append(text(0, y + 14, `${live.seconds(step)} a step, ${name}`));
+      const parts = [["forward", compute / 3], ["backward", (2 * compute) / 3], ["exposed", exposed]];
+      let start = 0;
+      for (const [part, seconds] of parts) {
+        const wide = seconds * scale;
+        const fill = part === "exposed" ? hatched : COLORS[part];
+        svg.append(live.shape("rect", { x: start, y: y + 20, width: wide, height: 26, fill }));
+        if (wide > 70 && part !== "exposed") {
+          svg.append(text(start + wide / 2, y + 38, part, { class: "on-bar", "text-anchor": "middle" }));
+        }
+        start += wide;
+      }
+      const begins = (step - communication) * scale;
+      const sent = { x: begins, y: y + 48, width: communication * scale, height: 8 };
+      svg.append(live.shape("rect", { ...sent, fill: COLORS.sent }));
+    });
+    return svg;
+  }
+
+  function drawCurve(plan, width) {
+    const [left, right, top, bottom] = [44, 14, 10, 44];
+    const height = 230;
+    const x = (n) => left + (Math.log2(n) / Math.log2(MOST_DEVICES)) * (width - left - right);
+    const decades = (share) => Math.log10(Math.max(share, LEAST_SHARE) / LEAST_SHARE);
+    const y = (share) => height - bottom - (decades(share) / decades(1)) * (height - top - bottom);
+    const svg = live.shape("svg", {
+      viewBox: `0 0 ${width} ${height}`, role: "img",
+      "aria-label": "Efficiency against the number of devices; below the dotted curve one is faster",
+    });
+    for (const share of [0.001, 0.01, 0.1, 1]) {
+      svg.append(
+        live.shape("line", {
+          x1: left, x2: width - right, y1: y(share), y2: y(share),
+          stroke: "currentColor", "stroke-opacity": 0.18,
+        }),
+        text(left - 6, y(share) + 4, `${Number((100 * share).toPrecision(1))} %`, { "text-anchor": "end" }),
+      );
+    }
+    for (let n = 1; n <= MOST_DEVICES; n *= width < 450 ? 4 : 2) {
+      svg.append(text(x(n), height - bottom + 18, n, { "text-anchor": "middle" }));
+    }
+    const middle = (left + width - right) / 2;
+    svg.append(text(middle, height - 6, "devices", { "text-anchor": "middle" }));
+    const counts = FIELDS.devices[2];
+    const line = (share, attributes) =>
+      svg.append(live.shape("polyline", {
+        points: counts.map((n) => `${x(n).toFixed(1)},${y(share(n)).toFixed(1)}`).join(" "),
+        fill: "none", ...attributes,
+      }));
+    const stroke = "currentColor";
+    line((n) => 1 / n, { stroke, "stroke-width": 2, "stroke-dasharray": DASHES.even });
+    for (const how of Object.keys(HOW)) {
+      const share = (n) => budget({ ...plan, devices: n })[how].efficiency;
+      line(share, { stroke, "stroke-width": 2.5, "stroke-dasharray": DASHES[how] });
+      svg.append(live.shape("circle", {
+        cx: x(plan.devices), cy: y(share(plan.devices)), r: 6, fill: stroke,
+      }));
+    }
+    return svg;
+  }
+
+  function key(entries) {
+    const row = live.element("div", { class: "controls" });
+    for (const [name, stroke, dash] of entries) {
+      const line = live.shape("line", { x1: 0, x2: 30, y1: 6, y2: 6, stroke, "stroke-width": 3, "stroke-dasharray": dash });
+      row.append(live.element("span", {}, live.shape("svg", { width: 30, height: 12, "aria-hidden": "true" }, line), ` ${name}`));
+    }
+    return row;
+  }
+
+  function results(plan) {
+    const found = budget(plan);
+    const percent = (share) => `${live.number(100 * share)} %`;
+    const rows = [
+      ["exposed communication", (way) => live.seconds(way.exposed)],
+      ["step", (way) => live.seconds(way.step)],
+      ["speed-up over one device", (way) => live.number(way.speedup)],
+      ["efficiency", (way) => percent(way.efficiency)],
+      ["worth it from a link of", (way) => perSecond(way.break_even)],
+      ["worth it", (way) => (way.speedup > 1 ? "yes" : "no")],
+    ];
+    const cell = (tag, words, scope) => live.element(tag, scope ? { scope } : {}, words);
+    const lines = rows.map(([name, write]) =>
+      live.element("tr", {}, cell("th", name, "row"),
+        ...Object.keys(HOW).map((how) => cell("td", write(found[how])))));
+    const head = ["", ...Object.values(HOW)].map((name) => (name ? cell("th", name, "col") : cell("td", "")));
+    const all = plan.devices * plan.tokens * plan.accumulation;
+    return [
+      live.element("table", { class: "docutils" }, live.element("tr", {}, ...head), ...lines),
+      live.element("p", {},
+        `Each device computes for ${live.seconds(found.compute)} a step; the all-reduce takes ` +
+        `${live.seconds(found.communication)}. All devices train on ` +
+        `${Number((all / found.overlapped.step).toPrecision(3)).toLocaleString("en-US")} tokens a ` +
+        "second at best. " +
+        `Weights, gradients and Adam's moments in 32 bits take ${live.bytes(found.memory)} of ` +
+        "each device's memory, however many there are; activations come on top."),
+    ];
+  }
+
+  // The form ------------------------------------------------------------------------------------
+
+  function fromAddress() {
+    if (!location.hash.startsWith(FRAGMENT)) return null;
+    const numbers = location.hash.slice(FRAGMENT.length).split(",").map(Number);
+    const keys = Object.keys(FIELDS);
+    if (numbers.length !== keys.length) return null;
+    const plan = Object.fromEntries(keys.map((name, i) => [name, numbers[i]]));
+    return keys.every((name) => allowed(name, plan[name])) ? plan : null;
+  }
+
+  function draw(stage, data, figure) {
+    const shared = fromAddress();
+    const [, peak, utilisation, latency] = data.devices[0];
+    const first = { accumulation: 1, gradient_bytes: 4, bandwidth: data.links[0][1] };
+    const plan = shared ?? { ...data.start, peak, utilisation, latency, ...first };
+
+    const fields = {};
+    const form = live.element("div", { class: "plan" });
+    for (const name of Object.keys(FIELDS)) {
+      fields[name] = makeField(name, change);
+      form.append(fields[name]);
+    }
+    // Presets set fields; a field that is moved makes a preset "another".
+    const deviceKeys = ["peak", "utilisation", "latency"];
+    const presets = [
+      ["Device", deviceKeys, data.devices.map(([name, ...values]) => [name, values])],
+      ["Link", ["bandwidth"], data.links.map(([name, value]) => [name, [value]])],
+    ].map(([label, keys, options]) => {
+      const chosen = options.findIndex(([, values]) => keys.every((name, i) => plan[name] === values[i]));
+      const pairs = [...options.map(([name], i) => [String(i), name]), ["other", "another"]];
+      const choice = live.choice(label, pairs, chosen < 0 ? "other" : String(chosen), (value) => {
+        if (value === "other") return;
+        keys.forEach((name, i) => { plan[name] = options[value][1][i]; });
+        show();
+      });
+      return { keys, choice };
+    });
+
+    function change(name, value) {
+      plan[name] = value;
+      for (const { keys, choice } of presets) {
+        if (keys.includes(name)) choice.querySelector("[value=other]").checked = true;
+      }
+      redraw();
+    }
+
+    const said = live.element("p", { class: "verdict", role: "status" });
+    const bars = live.element("div", {});
+    const table = live.element("div", { class: "results", tabindex: "0", role: "region", "aria-label": "Results" });
+    const curve = live.element("div", {});
+    const kept = live.told();
+    const share = live.button("Put this plan into the page's address", () => {
+      const numbers = Object.keys(FIELDS).map((name) => plan[name]).join();
+      history.replaceState(null, "", FRAGMENT + numbers);
+      kept.textContent = "The address of this page now leads to this plan.";
+    });
+
+    function redraw() {
+      const width = stage.clientWidth;
+      said.textContent = verdict(plan);
+      kept.textContent = "";
+      bars.replaceChildren(drawBars(plan, width));
+      table.replaceChildren(...results(plan));
+      curve.replaceChildren(drawCurve(plan, width));
+    }
+    function show() {
+      for (const name of Object.keys(FIELDS)) fields[name].set(plan[name]);
+      redraw();
+    }
+
+    stage.append(
+      live.element("div", { class: "controls" }, ...presets.map(({ choice }) => choice)),
+      form, said, bars,
+      key([["forward", COLORS.forward, ""], ["backward", COLORS.backward, ""],
+        ["exposed", COLORS.exposed, "3 2"], ["all-reduce", COLORS.sent, ""]]),
+      table,
+      live.element("p", {}, "Efficiency against the number of devices:"),
+      curve,
+      key([...Object.keys(HOW).map((how) => [HOW[how], "currentColor", DASHES[how]]),
+        ["below it, one device is faster", "currentColor", DASHES.even]]),
+      live.element("div", { class: "controls" }, share), kept,
+    );
+    show();
+    let drawn = stage.clientWidth;
+    new ResizeObserver(() => {
+      if (stage.clientWidth === drawn) return;
+      drawn = stage.clientWidth;
+      redraw();
+    }).observe(stage);
+    if (shared) figure.scrollIntoView();
+  }
+
+  live.register("plan", draw, { budget, verdict });
+}

@@ -1,0 +1,68 @@
+"""A form in which a reader plans a step, and sees whether several devices are worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, astuple, dataclass
+
+from microddp.figures.live import Live, html_table
+from microddp.performance import step_budget
+
+COUNTS = tuple(2**k for k in range(11))  # of devices, in the still table
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a device enters a plan with.
+
+    Attributes:
+        peak: operations a second.
+        utilisation: the share of them that training reaches.
+        latency: seconds to start a round of an all-reduce between such devices.
+    """
+
+    peak: float
+    utilisation: float
+    latency: float
+
+
+def explore_plan(
+    devices: Mapping[str, Device],
+    links: Mapping[str, float],
+    *,
+    parameters: float,
+    tokens: float,
+    ranks: int,
+) -> Live:
+    """A step to plan, by :func:`~microddp.performance.worth.step_budget`.
+
+    What stands still is the speed-up of the first device, for each number of them on each link.
+
+    Args:
+        devices: by name; the form begins with the first.
+        links: bytes a second in each direction, by name; the form begins with the first.
+        parameters: of the model, to begin with, like the following.
+        tokens: of a device and step.
+        ranks: the number of devices.
+    """
+    name, device = next(iter(devices.items()))
+    rows = []
+    for n in COUNTS:
+        cells = []
+        for bandwidth in links.values():
+            budget = step_budget(parameters, tokens, n, bandwidth=bandwidth, **asdict(device))
+            bare, hidden = (f"{o.speedup:.3g}" for o in (budget.unhidden, budget.overlapped))
+            cells.append(bare if bare == hidden else f"{bare} to {hidden}")
+        rows.append((n, *cells))
+    still = (
+        f"<p>Speed-up over one device ({name}) on the same tokens, {tokens:g} a device and step, "
+        f"with {parameters:.3g} parameters: with nothing hidden, to all hidden that the last "
+        f"backward can hide.</p>\n{html_table(rows, ['devices', *links])}"
+    )
+    data = {
+        "devices": [[name, *astuple(device)] for name, device in devices.items()],
+        "links": list(links.items()),
+        "start": {"parameters": parameters, "tokens": tokens, "devices": ranks},
+    }
+    title = "Plan a step: what several devices take, and what one takes for the same tokens"
+    return Live("plan", title, data, still)
