@@ -14,6 +14,7 @@ from typing import Any
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
 REFERENCE = "reference"
@@ -35,11 +36,18 @@ def uses(chapters: Path) -> dict[str, list[str]]:
     return {name: sorted(stems) for name, stems in found.items()}
 
 
-def depend_on_chapters(app: Sphinx, docname: str, _: list[str]) -> None:
-    """Have the reference written again when a chapter has changed."""
-    if docname == REFERENCE:
-        for path in Path(app.srcdir, "chapters").glob("[0-9]*.md"):
-            app.env.note_dependency(str(path))
+def write_reference_again(app: Sphinx, env: BuildEnvironment) -> list[str]:
+    """Have the reference written again, which is quick, when what stands in its links changed.
+
+    If it depended on the chapters' pages, it would be read again with every word changed in one.
+    """
+    found = uses(Path(app.srcdir, "chapters"))
+    stems = {stem for names in found.values() for stem in names}
+    titles = {stem: env.titles[f"chapters/{stem}"].astext() for stem in sorted(stems)}
+    if REFERENCE not in env.found_docs or getattr(env, "used_in", None) == (found, titles):
+        return []
+    env.used_in = found, titles  # type: ignore[attr-defined]
+    return [REFERENCE]
 
 
 def link_back(app: Sphinx, doctree: nodes.document, docname: str) -> None:
@@ -79,7 +87,7 @@ class UnlinkVariables(SphinxPostTransform):
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Connect the handlers and the transform."""
-    app.connect("source-read", depend_on_chapters)
+    app.connect("env-updated", write_reference_again)
     app.connect("doctree-resolved", link_back)
     app.add_post_transform(UnlinkVariables)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

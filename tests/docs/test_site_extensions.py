@@ -139,6 +139,15 @@ def test_code_links_to_the_reference_and_to_pytorch_and_the_reference_back(tmp_p
         ("chapters/05_names.html", "T", "05"),
     ]
 
+    # Where the links do not change, the reference is not touched; where they do, it is not read.
+    names = book.root / "chapters/05_names.py"
+    for change, written in (("# # T\n# More.", False), ("# # Title", True)):
+        names.write_text(names.read_text().replace("# # T", change, 1))
+        build = book.build("-W")
+        assert not re.search(r"reading sources.*\breference", build.output)
+        assert bool(re.search(r"writing output.*\breference", build.output)) == written
+    assert 'title="Title">05' in (book.root / "_site/reference.html").read_text()
+
 
 def test_a_line_that_names_nothing_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "names.txt"
