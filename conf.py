@@ -30,6 +30,7 @@ extensions = [
     "lab_list",
     "live_pictures",
     "machine_line",
+    "other_build",
     "printed_tables",
     "search_words",
     "step_race",
@@ -91,7 +92,16 @@ gallery_launcher = {
     # What ranks import takes seconds of each. Elsewhere a fork of such a process is not safe.
     "imports": imports if sys.platform == "linux" else None,
     "preload": ["gallery_markdown.install"],
-    "facts": "book_run.below_title",
+    "facts": "book_run.facts",
+    "below_title": "book_run.below_title",
+}
+
+# Outputs of another machine on the same pages, taken in from a folder that its build recorded.
+other_build = {
+    "core": ["microddp/**/*.py"],
+    "label": "book_run.label",
+    "record": os.environ.get("MICRODDP_OUTPUTS"),
+    "there": os.environ.get("MICRODDP_THERE"),
 }
 
 # The site ----------------------------------------------------------------------------------------

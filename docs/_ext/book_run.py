@@ -68,14 +68,15 @@ class HostsInABox:
     """Hosts on this machine with links of a known speed, from a chapter's ``"4 x 1gbit"``.
 
     Where the machine refuses them, the same ranks meet over loopback, and the page says so.
-    ``MICRODDP_NPROC`` stands in for the number of hosts.
+    ``MICRODDP_NPROC`` stands in for the number of hosts, ``MICRODDP_LINK`` for the links' speed.
     """
 
     def __init__(self, text: str) -> None:
         match = re.fullmatch(r"(\d+) x (\w+)", text)
         if not match:
             raise ValueError(f"expected hosts as '4 x 1gbit', got {text!r}")
-        links = (Link.parse(match[2]),) * (_wanted() or int(match[1]))
+        link = Link.parse(os.environ.get("MICRODDP_LINK", match[2]))
+        links = (link,) * (_wanted() or int(match[1]))
         self.box = Box(links, os.cpu_count() or 1)
         self.stack = ExitStack()
 
@@ -114,17 +115,41 @@ def hosts(wish: str | None) -> RealHosts | HostsInABox | None:
     return None if wish is None or enough else HostsInABox(wish)
 
 
-def below_title(namespace: dict[str, Any], script: Path) -> str:
-    """What stands below a chapter's title, from the ``Comms`` that the chapter ran with."""
+def facts(namespace: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of a chapter's ``Comms``, and of the hosts that it asked for and did not get."""
     comms = namespace["comms"]
-    below = head(read_chapter(script), comms.world_size, comms.box)
-    return f"{measured_on(namespace, script)}\n\n{below}"
+    return {
+        "machine": comms.describe(),
+        "short": shorten(comms.where, comms.backend),
+        "refused": os.environ.get(REFUSED),
+        "ranks": comms.world_size,
+        "links": [link.option for link in comms.box.links] if comms.box else [],
+    }
 
 
-def measured_on(namespace: dict[str, Any], script: Path) -> str:
-    """What the chapter's ``Comms`` ran on, and which hosts it asked for and did not get."""
+def shorten(where: str, backend: str) -> str:
+    """``Comms.where`` without what tells processors of a kind apart, the machine first."""
+    hosts, _, machine = re.sub(r"NVIDIA | \(.*\)", "", where).rpartition(", on ")
+    nccl = "NCCL" if backend == "nccl" else ""
+    return ", ".join(filter(None, (machine, hosts.replace(" in a box with", ","), nccl)))
+
+
+def label(facts: dict[str, Any]) -> str:
+    """What a chapter ran on, in the words of a switch: ``"8 x A100, NCCL"``."""
+    return str(facts["short"])
+
+
+def below_title(facts: dict[str, Any], script: Path) -> list[str]:
+    """What stands below a chapter's title, from the facts that its run left."""
+    links = tuple(map(Link.parse, facts["links"]))
+    box = Box(links, os.cpu_count() or 1) if links else None
+    return [measured_on(facts, script)[0], *head(read_chapter(script), facts["ranks"], box)]
+
+
+def measured_on(facts: dict[str, Any], script: Path) -> list[str]:
+    """What a chapter ran on, and which hosts it asked for and did not get."""
     del script
-    lines = [f"Measured on {namespace['comms'].describe()}."]
-    if refused := os.environ.get(REFUSED):
-        lines.append(f"Over loopback, since there are no {refused}")
-    return ":::{div} measured-on\n" + "\n".join(lines) + "\n:::"
+    lines = [f"Measured on {facts['machine']}."]
+    if facts["refused"]:
+        lines.append(f"Over loopback, since there are no {facts['refused']}")
+    return [":::{div} measured-on\n" + "\n".join(lines) + "\n:::"]

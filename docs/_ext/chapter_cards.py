@@ -9,7 +9,9 @@ from typing import Any
 import jupytext
 from docutils import nodes
 from docutils.statemachine import StringList
+from gallery_launcher_kept import Kept
 from gallery_markdown import FOLDED
+from other_build import both
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -85,8 +87,8 @@ def read_chapter(path: Path) -> Chapter:
     return Chapter(path.stem, name, question[0].strip(), BUILDS[path.stem], minutes)
 
 
-def head(chapter: Chapter, ranks: int, box: Box | None = None) -> str:
-    """Return what stands below the title of a chapter's page, as Markdown.
+def head(chapter: Chapter, ranks: int, box: Box | None = None) -> tuple[str, str]:
+    """Return what stands below the title of a chapter's page, as Markdown: words and commands.
 
     The commands are how it ran here, and, if that was on hosts in a box, how it runs without.
     """
@@ -96,8 +98,8 @@ def head(chapter: Chapter, ranks: int, box: Box | None = None) -> str:
         commands.insert(0, f"$ python -m microddp.hosts {hosts} -- chapters/{chapter.stem}.py")
     return (
         f":::{{div}} chapter-head\n**In this chapter you build** {chapter.builds}. "
-        f"About {chapter.minutes} minutes to read, without exercises. Run it yourself:\n:::\n\n"
-        + "\n".join(["```console", *commands, "```"])
+        f"About {chapter.minutes} minutes to read, without exercises. Run it yourself:\n:::",
+        "\n".join(["```console", *commands, "```"]),
     )
 
 
@@ -135,17 +137,20 @@ class ChapterCards(SphinxDirective):
 
 
 class MeasuredOn(SphinxDirective):
-    """The line on what a chapter of this build was measured on."""
+    """The lines on what a chapter of this build was measured on, and of another one taken in."""
 
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        """Take it from the chapter's page."""
-        page = Path(self.env.srcdir, "chapters", f"{self.arguments[0]}.md")
-        self.env.note_dependency(str(page))
-        line = re.search(r"^Measured on .*$", page.read_text(encoding="utf-8"), re.MULTILINE)
-        text = line[0] if line else "Not measured in this build."
-        return [nodes.paragraph("", text, classes=["measured-on"])]
+        """Take them from what the chapter's run left."""
+        docname = f"chapters/{self.arguments[0]}"
+        kept = Path(self.env.srcdir, f"{docname}.py.job")
+        self.env.note_dependency(str(kept))
+        run, pair = Kept.read(kept), both(self.env, docname)
+        lines = [f"Measured on {run.facts['machine']}." if run else "Not measured in this build."]
+        if pair and not pair.why_not:
+            lines.append(f"Each chapter can show what {pair.there.facts['machine']} gave instead.")
+        return [nodes.paragraph("", line, classes=["measured-on"]) for line in lines]
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

@@ -15,13 +15,14 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
 from gallery_launcher_job import ENVIRONMENT, Agent, JobFailed, run_job
-from gallery_launcher_rank import Job, import_object
+from gallery_launcher_kept import Kept, code_of
+from gallery_launcher_rank import Job, import_object, write_below_title
 from gallery_launcher_server import Server
 from sphinx.application import Sphinx
 from sphinx.errors import ConfigError, ExtensionError
@@ -49,7 +50,8 @@ class Options:
     depends: Sequence[str] = ()  # globs, likewise; if such a file changes, all run again
     imports: Sequence[str] | None = None  # modules; ranks are forked from a process that has them
     preload: Sequence[str] = ()  # import paths of callables that rank 0 calls first
-    facts: str | None = None  # import path: (example's globals, its path) -> Markdown
+    facts: str | None = None  # import path: example's globals -> what JSON can write
+    below_title: str | None = None  # import path: (these facts, example's path) -> [Markdown]
 
 
 class Hosts(Protocol):
@@ -84,7 +86,7 @@ class Launcher:
         call = (fname, target_dir, src_dir, gallery_conf)
         source = Path(os.path.normpath(Path(src_dir, fname)))
         parser, _ = gen_rst._get_parser(fname, gallery_conf)
-        file_conf = parser.split_code_and_text_blocks(source)[0]
+        file_conf, blocks = parser.split_code_and_text_blocks(source)
         ranks = file_conf.get("ranks", self.ranks)
         timeout = file_conf.get("timeout", self.options.timeout)
         if not (_is_count(ranks) and isinstance(timeout, int | float) and timeout > 0):
@@ -94,13 +96,22 @@ class Launcher:
         # The gallery makes its mark when rank 0 is done, this one is made when all ranks are.
         md5_mark, job_mark = (Path(target_dir, f"{fname}.{kind}") for kind in ("md5", "job"))
         state = f"{self.surroundings} {hosts or ranks}"
-        current = _reads(md5_mark, get_md5sum(source, mode="t")) and _reads(job_mark, state)
-        if current and not gallery_conf["run_stale_examples"]:
+        kept = Kept.read(job_mark) if md5_mark.is_file() else None
+        if kept and (kept.state != state or gallery_conf["run_stale_examples"]):
+            kept = None
+        if kept and md5_mark.read_text() == get_md5sum(source, mode="t"):
             return generate_here(*call)  # type: ignore[no-any-return]
         md5_mark.unlink(missing_ok=True)
         job_mark.unlink(missing_ok=True)
         if not gen_rst.executable_script(source, gallery_conf):
             return generate_here(*call)  # type: ignore[no-any-return]
+        if kept and kept.fits(blocks):
+            logger.info("%s: only its text changed", fname)
+            parts = write_below_title(self.options.below_title, kept.facts, source)
+            result: Result = kept.show_again(lambda: generate_here(*call), parts)
+            lines = code_of(blocks)[1]
+            replace(kept, lines=lines, below_title=parts).write(job_mark)
+            return result
 
         logger.info("%s: running on %s", fname, hosts or f"{ranks} ranks")
         start = time.monotonic()
@@ -112,6 +123,7 @@ class Launcher:
             imports=None if self.options.imports is None else list(self.options.imports),
             preload=list(self.options.preload),
             facts=self.options.facts,
+            below_title=self.options.below_title,
             call=_pickle(call),
         )
         try:
@@ -123,7 +135,7 @@ class Launcher:
             return _fail(call, str(source), message)
         for message, kind, subtype in outcome["warnings"]:
             logger.warning("%s", message, type=kind, subtype=subtype)
-        job_mark.write_text(state)
+        Kept(state, **outcome["kept"]).write(job_mark)
         logger.info("%s: took %.1f s", fname, time.monotonic() - start)
         return outcome["result"]  # type: ignore[no-any-return]
 
@@ -156,10 +168,6 @@ def _fail(call: Call, source: str, message: str) -> Result:
     return (*rest, {**out_vars, "formatted_exception": message})
 
 
-def _reads(mark: Path, text: str) -> bool:
-    return mark.is_file() and mark.read_text() == text
-
-
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and value > 0
 
@@ -179,15 +187,23 @@ def _surroundings(confdir: Path, depends: Sequence[str]) -> str:
 
     Raises `ConfigError` if a glob matches no file.
     """
-    digest = hashlib.sha256()
-    for pattern in depends:
-        files = sorted(path for path in confdir.glob(pattern) if path.is_file())
-        if not files:
-            raise ConfigError(f"gallery_launcher['depends']: no file matches {pattern!r}")
-        for path in files:
-            digest.update(f"{path.relative_to(confdir)} {get_md5sum(path)}\n".encode())
     machine = (version("torch"), platform.python_version(), os.cpu_count(), _gpus())
-    digest.update(repr(machine).encode())
+    text = f"{digest_of(confdir, depends)} {machine!r}"
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def digest_of(folder: Path, patterns: Sequence[str]) -> str:
+    """Digest the files below a folder that match globs, with their names.
+
+    Raises `ConfigError` if a glob matches no file.
+    """
+    digest = hashlib.sha256()
+    for pattern in patterns:
+        files = sorted(path for path in folder.glob(pattern) if path.is_file())
+        if not files:
+            raise ConfigError(f"{folder}: no file matches {pattern!r}")
+        for path in files:
+            digest.update(f"{path.relative_to(folder)} {get_md5sum(path)}\n".encode())
     return digest.hexdigest()
 
 

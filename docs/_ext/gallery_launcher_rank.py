@@ -37,6 +37,7 @@ class Job(NamedTuple):
     imports: list[str] | None
     preload: list[str]
     facts: str | None
+    below_title: str | None
     call: bytes  # the pickled arguments of generate_file_rst, read by rank 0 only
 
 
@@ -70,6 +71,7 @@ class _GalleryLog(logging.Handler):
 def _run_gallery(job: Job) -> dict[str, Any]:
     """Run sphinx-gallery on the chapter; an exception of the chapter ends it."""
     # Ranks above 0 must not pay for these imports.
+    from gallery_launcher_kept import code_of, replaced, show_below_title
     from sphinx.util.logging import VERBOSE
     from sphinx_gallery import gen_rst
 
@@ -79,21 +81,37 @@ def _run_gallery(job: Job) -> dict[str, Any]:
     for path in job.preload:
         import_object(path)()
     fname, target_dir, src_dir, gallery_conf = pickle.loads(job.call)
-    if job.facts is not None:
-        find_facts, execute_script = import_object(job.facts), gen_rst.execute_script
+    kept: dict[str, Any] = {}
 
-        def execute_and_find_facts(
-            blocks: Any, script_vars: dict[str, Any], conf: Any, file_conf: dict[str, Any]
-        ) -> Any:
-            output = execute_script(blocks, script_vars, conf, file_conf)
-            file_conf["preamble"] = find_facts(script_vars["example_globals"], Path(job.chapter))
-            return output
+    def execute_and_keep(
+        blocks: Any, script_vars: dict[str, Any], conf: Any, file_conf: dict[str, Any]
+    ) -> Any:
+        outputs, seconds = execute_script(blocks, script_vars, conf, file_conf)
+        code, lines = code_of(blocks)
+        said = [output for block, output in zip(blocks, outputs, strict=True) if _is_code(block)]
+        facts = None
+        if job.facts is not None:
+            facts = import_object(job.facts)(script_vars["example_globals"])
+        parts = write_below_title(job.below_title, facts, Path(job.chapter))
+        kept.update(code=code, lines=lines, outputs=said, seconds=seconds)
+        kept.update(figures=len(script_vars["image_path_iterator"]), facts=facts, below_title=parts)
+        show_below_title(file_conf, parts)
+        return outputs, seconds
 
-        gen_rst.execute_script = execute_and_find_facts
     # Otherwise the gallery would go on after an exception while the other ranks wait.
     gallery_conf["abort_on_example_error"] = True
-    result = gen_rst.generate_file_rst(fname, target_dir, src_dir, gallery_conf)
-    return {"result": result, "warnings": log.warnings}
+    with replaced("execute_script", execute_and_keep) as execute_script:
+        result = gen_rst.generate_file_rst(fname, target_dir, src_dir, gallery_conf)
+    return {"result": result, "warnings": log.warnings, "kept": kept}
+
+
+def _is_code(block: Any) -> bool:
+    return bool(block.type == "code")
+
+
+def write_below_title(function: str | None, facts: Any, chapter: Path) -> list[str]:
+    """Return what the function of that import path, if any, makes of a run's facts."""
+    return [] if function is None else list(import_object(function)(facts, chapter))
 
 
 def _run_script(job: Job) -> None:

@@ -9,9 +9,13 @@ are left to the functions replaced.
 The page folds the code of a cell that has one of the tags in `FOLDED`, as in
 `# %% tags=["plumbing"]`; what the cell printed and drew stays in sight. The notebook has the tags.
 
+What a run said is on the page in directives, `{of-run} below-title` and `{of-run} N` for the code
+cell with that number, counted from 0. Another extension can put its own in the place of `OfRun`.
+
 `install()` makes the replacements, for processes that have no Sphinx application.
 """
 
+import itertools
 import os
 import re
 from collections.abc import Iterable
@@ -21,10 +25,13 @@ from typing import Any, NamedTuple
 
 import jupytext
 import nbformat
+from docutils import nodes
+from docutils.statemachine import StringList
 from jupytext.cell_reader import DoublePercentScriptCellReader
 from jupytext.header import header_to_metadata_and_cell
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
+from sphinx.util.docutils import SphinxDirective
 from sphinx_gallery import gen_rst, py_source_parser
 from sphinx_gallery.gen_rst import codestr2rst
 from sphinx_gallery.gen_rst import extract_intro_and_title as rst_intro_and_title
@@ -123,10 +130,37 @@ def _link_chapters(markdown: str, suffix: str) -> str:
     return re.sub(r"(\]\([\w-]+)\.py(?=[)#])", rf"\g<1>{suffix}", markdown)
 
 
-def _eval_rst(rst: str) -> str:
-    longest = max(map(len, re.findall("`+", rst)), default=0)
+def fenced(directive: str, content: str) -> str:
+    """Write a directive, `{name} argument`, around content that may have fences of its own."""
+    longest = max(map(len, re.findall("`+", content)), default=0)
     fence = "`" * max(3, longest + 1)
-    return f"{fence}{{eval-rst}}\n{rst.strip()}\n{fence}"
+    return "\n".join(filter(None, (f"{fence}{directive}", content.strip("\n"), fence)))
+
+
+def eval_rst(rst: str) -> str:
+    """Write reStructuredText into a Markdown page; nothing, if it is nothing."""
+    return fenced("{eval-rst}", rst.strip()) if rst.strip() else ""
+
+
+BELOW_TITLE = "below-title"
+
+
+class OfRun(SphinxDirective):
+    """What an example's run said, in Markdown, from the place that the argument names."""
+
+    required_arguments = 1
+    has_content = True
+
+    def run(self) -> list[nodes.Node]:
+        """Show it."""
+        return self.parse("\n".join(self.content))
+
+    def parse(self, markdown: str) -> list[nodes.Node]:
+        """Return what stands on the page for some Markdown."""
+        holder = nodes.container()
+        lines = StringList(markdown.splitlines(), self.env.docname)
+        self.state.nested_parse(lines, self.content_offset, holder)
+        return holder.children
 
 
 def page_blocks(
@@ -149,19 +183,22 @@ def page_blocks(
         return rst
     numbered = file_conf.get("line_numbers", gallery_conf["line_numbers"])
     parts = []
+    place = itertools.count()
     for block, output in zip(script_blocks, output_blocks, strict=True):
         if block.type == "text":
             parts.append(_link_chapters(block.content.strip(), ".md"))
-        elif block.content.strip():  # blank where it held nothing but settings
+            continue
+        said = fenced(f"{{of-run}} {next(place)}", eval_rst(output))
+        if block.content.strip():  # blank where it held nothing but settings
             code = codestr2rst(block.content, language, block.lineno if numbered else None)
+            shown = [eval_rst(code)]
             if summary := file_conf["folded"].get(block.lineno):
-                parts.append(f'<details class="folded"><summary>{summary}</summary>')
-                parts += [_eval_rst(code), "</details>"]
-                code = ""
-            if shown := f"{code}\n{output}".strip():
-                parts.append(_eval_rst(shown))
+                opened = f'<details class="folded"><summary>{summary}</summary>'
+                shown = [opened, *shown, "</details>"]
+            parts += [*shown, said]
     title, _, rest = parts[0].partition("\n")
-    parts[:1] = [title, file_conf.get("preamble", ""), rest]
+    below = fenced(f"{{of-run}} {BELOW_TITLE}", file_conf.get("preamble", ""))
+    parts[:1] = [title, below, rest]
     return "\n\n".join(part.strip("\n") for part in parts if part.strip())
 
 
@@ -193,7 +230,7 @@ def save_page(
     # Script and notebook stand beside it, and each is whole.
     footer = footer.replace(gen_rst.ZIP_DOWNLOAD.format(page.with_suffix(".zip").name), "")
     (label,) = re.findall(r"^\.\. _(sphx_glr_.*):$", header, re.MULTILINE)
-    text = f"({label})=\n\n{example_rst}\n\n{_eval_rst(footer)}\n"
+    text = f"({label})=\n\n{example_rst}\n\n{eval_rst(footer)}\n"
     if time_elapsed > 0 or not page.exists() or page.read_text(encoding="utf-8") != text:
         new = page.with_suffix(".md.new")
         new.write_text(text, encoding="utf-8")
@@ -258,6 +295,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Set up the extension."""
     app.setup_extension("sphinx_gallery.gen_gallery")
     install()
+    app.add_directive("of-run", OfRun)
     # The gallery generates its pages at priority 500.
     app.connect("builder-inited", remove_stale_pages, priority=600)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -186,31 +186,42 @@ class Identity:
         if self.rank == 0:
             print(*values, flush=True)
 
-    def describe(self) -> str:
-        """One line on what this run is: backend, ranks, devices, cores, versions and date.
+    @property
+    def where(self) -> str:
+        """The devices or hosts of this run, as in ``"8 x NVIDIA A100"``.
 
         What it says of a machine is of this rank's own; the others are taken to be like it.
         """
-        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
-        here = min(self.world_size, self.local_world_size)
-        machines = -(-self.world_size // here)
         if self.device.type == "cuda":
-            # A launcher may let each rank see no GPU but its own.
-            gpus = here if self.backend == "nccl" else min(here, torch.cuda.device_count())
-            where = f"{gpus} x {torch.cuda.get_device_name(self.device)}"
-            kind, crowded = "GPUs", here > gpus
+            where = f"{self._gpus} x {torch.cuda.get_device_name(self.device)}"
         else:
             where = f"{self.cores} core{'s' if self.cores > 1 else ''} ({cpu_name()})"
-            kind, crowded = "cores", here > self.cores
+        machines = -(-self.world_size // self._ranks_here)
         if self.box:
-            where = f"{self.box}, on {where}"
-            crowded = self.device.type == "cpu" and self.world_size > self.cores
-        elif machines > 1:
-            where = f"{machines} machines of {where}"
+            return f"{self.box}, on {where}"
+        return f"{machines} machines of {where}" if machines > 1 else where
+
+    @property
+    def _ranks_here(self) -> int:
+        return min(self.world_size, self.local_world_size)
+
+    @property
+    def _gpus(self) -> int:
+        # A launcher may let each rank see no GPU but its own.
+        here = self._ranks_here
+        return here if self.backend == "nccl" else min(here, torch.cuda.device_count())
+
+    def describe(self) -> str:
+        """One line on what this run is: backend, ranks, devices, cores, versions and date."""
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        if self.device.type == "cuda":
+            kind, crowded = "GPUs", not self.box and self._ranks_here > self._gpus
+        else:
+            together = self.world_size if self.box else self._ranks_here
+            kind, crowded = "cores", together > self.cores
         sharing = f", more ranks than {kind}" if crowded else ""
         if self.most_rounds:
             sharing += f", at most {self.most_rounds} rounds a measurement"
         versions = f"torch {torch.__version__}, Python {sys.version.split()[0]}"
-        return (
-            f"{self.backend}, {ranks} on {where}{sharing}, {versions}, {time.strftime('%Y-%m-%d')}"
-        )
+        date = time.strftime("%Y-%m-%d")
+        return f"{self.backend}, {ranks} on {self.where}{sharing}, {versions}, {date}"

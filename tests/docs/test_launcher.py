@@ -3,6 +3,7 @@
 import html
 import math
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -266,6 +267,34 @@ def test_what_runs_again(tmp_path: Path) -> None:
     assert book.build().ran() == []
 
 
+def test_a_change_of_words_runs_nothing_unless_an_output_names_a_line(tmp_path: Path) -> None:
+    book = Book(tmp_path / "book")
+    book.configure(*LAUNCHER, launcher={"ranks": 2, "preload": PRELOAD})
+    named = "import sys\nprint('line', sys._getframe().f_lineno)"
+    paths = [book.chapter("a_good", GOOD), book.chapter("b_names_a_line", named)]
+    assert book.build("-W").ran() == ["a_good.py", "b_names_a_line.py"]
+    before = book.page("b_names_a_line")
+
+    def rebuilt(old: str, new: str) -> list[str]:
+        for path in paths:
+            path.write_text(path.read_text().replace(old, new))
+        build = book.build("-W")
+        assert build.process.returncode == 0, build.output
+        assert "".join(new.split()[-2:]) in re.sub(r"\s", "", book.page("a_good"))
+        assert "rank 0 of 2" in book.page("a_good")
+        return build.ran()
+
+    assert rebuilt("This chapter", "A chapter") == []
+    assert rebuilt("A chapter is", "A chapter,\nlonger now, is") == ["b_names_a_line.py"]
+    numbers = [
+        int(re.findall(r"line (\d+)", page)[-1]) for page in (before, book.page(paths[1].stem))
+    ]
+    assert numbers[1] == numbers[0] + 1
+    assert rebuilt("longer now", "longer once more") == []
+    (book.root / "docs/chapters/a_good.py.md5").unlink()
+    assert rebuilt("once more", "for good") == ["a_good.py"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_rank_outlives_the_build(tmp_path: Path, number: signal.Signals) -> None:
     book = Book(tmp_path / "book")
@@ -351,13 +380,15 @@ def test_each_rank_sees_what_torchrun_would_show_it(
             "imports": imports,
             "preload": PRELOAD,
             "facts": "machine.facts",
+            "below_title": "machine.below",
             "depends": ["machine.py"],
         },
     )
     book.write(
         "machine.py",
         "def ranks(): return 2\n"
-        "def facts(names, path): return f\"{path.name} on {names['world']} *ranks*.\"\n",
+        "def facts(names): return names['world']\n"
+        "def below(world, path): return [f'{path.name} on {world} *ranks*.']\n",
     )
     book.write("once.py", f"open({str(tmp_path / 'imports')!r}, 'a').write('.')")
     book.write("chapters/beside.py.txt", "read from the chapter's folder")

@@ -70,7 +70,8 @@ def book(folder: Path) -> Book:
     launcher = {
         "ranks": "book_run.ranks",
         "hosts": "book_run.hosts",
-        "facts": "book_run.measured_on",
+        "facts": "book_run.facts",
+        "below_title": "book_run.measured_on",
         "preload": PRELOAD,
     }
     made.configure("sphinx_design", *LAUNCHER, launcher=launcher)

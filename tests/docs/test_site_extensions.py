@@ -57,8 +57,8 @@ def test_every_chapter_opens_with_a_question_and_says_what_is_built(path):
     assert chapter.question.endswith("?")
     assert chapter.builds == BUILDS[path.stem]
     assert 3 <= chapter.minutes <= 25
-    assert f"torchrun --nproc-per-node=3 chapters/{path.name}" in head(chapter, 3)
-    boxed = head(chapter, 2, Box((Link(1e9),) * 2, cores=2))
+    assert f"torchrun --nproc-per-node=3 chapters/{path.name}" in head(chapter, 3)[1]
+    boxed = head(chapter, 2, Box((Link(1e9),) * 2, cores=2))[1]
     assert f"microddp.hosts --hosts 2 --link 1gbit -- chapters/{path.name}" in boxed
 
 
