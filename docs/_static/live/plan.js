@@ -193,7 +193,7 @@
   }
 
   function drawCurve(plan, width) {
-    const [left, right, top, bottom] = [44, 14, 10, 44];
+    const [left, right, top, bottom] = [56, 22, 10, 44];
     const height = 230;
     const x = (n) => left + (Math.log2(n) / Math.log2(MOST_DEVICES)) * (width - left - right);
     const decades = (share) => Math.log10(Math.max(share, LEAST_SHARE) / LEAST_SHARE);
