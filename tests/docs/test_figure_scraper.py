@@ -42,14 +42,14 @@ def test_a_description_has_titles_axes_and_all_names():
     curves = {name: ([1, 2], [3, 4]) for name in ("ring, predicted", "H = 4", "26 of 26122")}
     figures.lines(
         curves | {str(i): ([1, 2], [i, i]) for i in range(12)},
-        title="It grows, and grows and grows, until its title has no room left for more in a line",
+        title="It grows, and grows, and grows, until " + "more " * 12 + "has no room in one line",
         xlabel="bytes",
         ylabel="time, ms",
     )
     assert plt.gcf().get_suptitle().count("\n") == 1
     rest = "; ".join(map(str, range(12)))
     assert describe(plt.gcf()) == (
-        "It grows, and grows and grows, until its title has no room left for more in a line. "
+        f"It grows, and grows, and grows, until {'more ' * 12}has no room in one line. "
         f"time, ms against bytes. Curves: ring, predicted; H = 4; 26 of 26122; {rest}."
     )
 

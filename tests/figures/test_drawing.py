@@ -46,9 +46,7 @@ NAMED = {"26 of 26122, rest forgotten": curve(1, 2, 3), "this machine's all-redu
 BARS = {"accumulation of 8 (46.4 ms)": {"computing during all-reduce": 0.123, "exposed": 0.456}}
 TABLE = [[1, 2, 3, 4], [10, 20, 30, 40], [100, 200, 300, 400], [1000, 2000, 3000, 4000]]
 KINDS = {
-    "lines": lambda: figures.lines(
-        NAMED, title=LONG, xlabel=LONG, ylabel="bytes / those of an all-reduce", log="xy"
-    ),
+    "lines": lambda: figures.lines(NAMED, title=LONG, xlabel=LONG, ylabel=LONG, log="xy"),
     "stacked_bars": lambda: figures.stacked_bars(BARS, title=LONG, xlabel="a step"),
     "buckets": lambda: figures.buckets({"cap 25 MiB": [[2**20] * 3, [2**22]]}, title=LONG),
     "times_by_size": lambda: figures.times_by_size(
