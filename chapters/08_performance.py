@@ -153,11 +153,10 @@ few.print(table(rows, ["ms, rank 0's median step", "step", "exposed", "hidden"])
 
 # %% [markdown]
 """
-Here are these steps, with the other ranks beside rank 0. "bucketed" averages buckets by hooks, and
-"ddp" is the book's wrapper. Look where the first all-reduce begins, and how much of the green lies
-under backward and how much above the hatched wait. A span of communication lasts from its launch
-until it is complete, its time in the queue included; so behind other messages it moves fewer bytes
-a second than the link can. Compare ranks, too: one that comes late makes all the others wait.
+Here are these steps, rank by rank. Look where the first all-reduce begins, and how much of the
+green lies under backward and how much above the hatched wait. A span of communication lasts from
+its launch until it is complete, its time in the queue included; so behind other messages it moves
+fewer bytes a second than the link can. And a rank that comes late makes all others wait.
 """
 
 # %%
@@ -168,7 +167,7 @@ figures.explore_timelines(medians, title="The median steps, rank by rank")
 {class}`~microddp.performance.analyzer.DDPPerformanceAnalyzer` times steps of any strategy,
 PyTorch's DDP included: there it watches when gradients come and when the group has sent something.
 Here are all of them, in turns, on 64 samples. "none" does not average, "ddp" is the book's wrapper,
-whose table is printed, and "torch" PyTorch's:
+and "torch" PyTorch's:
 """
 
 # %%
@@ -207,31 +206,7 @@ of its many processors. Over gloo the host's processor moves the bytes. Where ev
 what the cores do for a message, the hooks included, is taken from backward. So what hooks save in
 the last column they may lose in the one before it. Buckets also have fewer messages to start, which
 saves waiting without hiding any.
-
-A clock should not slow what it measures. Here are steps on four times the samples, with and without
-the analyzer; a change within the quartiles is none:
 """
-
-# %%
-net = DDP(copy.deepcopy(model), few)
-optimizer, analyzer = sgd(net), DDPPerformanceAnalyzer(few)
-longer = [torch.cat([tensor] * 4) for tensor in batch]
-
-
-def train_step(net, optimizer, batch, loss_fn):
-    optimizer.zero_grad()
-    loss_fn(net(batch[0]), batch[1]).backward()
-    optimizer.step()
-
-
-# %%
-calls = {
-    "plain": partial(train_step, net, optimizer, longer, mse_loss),
-    "watched": partial(analyzer.time_step, net, *longer, optimizer, loss_fn=mse_loss),
-}
-clocked = measure(calls, few, repeat=30)
-added = clocked["watched"].ratio(clocked["plain"]).median - 1
-few.print(f"with the analyzer, a step of {clocked['plain']} changes by {added:+.1%}")
 
 # %% [markdown]
 r"""
@@ -311,8 +286,7 @@ on several devices?
 
 **Predict.** A model of P parameters sends 4P bytes. If each parameter is used equally often for a
 sample, its computing grows as P as well, and the share stays as it is. It falls only if a larger
-model uses each parameter more often, or if what weighed was the start-up of messages, which does
-not grow.
+model uses each parameter more often, or if what weighed was the start-up of messages.
 
 **Measure.** The rule's device computes faster than this one, or less for each byte. So the links
 are set to a speed that gives the smallest model about the rule's 60 %, with nothing hidden. That is
@@ -374,6 +348,13 @@ ceiling is measured too, by steps without communication on as many ranks at once
 
 
 # %%
+def train_step(net, optimizer, batch, loss_fn):
+    optimizer.zero_grad()
+    loss_fn(net(batch[0]), batch[1]).backward()
+    optimizer.step()
+
+
+# %%
 def make_steps(group, samples):
     data = torch.randn(2, samples, DIM, device=few.device).unbind()
     alone, wrapped = copy.deepcopy(model), DDP(copy.deepcopy(model), group)
@@ -402,8 +383,7 @@ figures.lines(
 # %% [markdown]
 r"""
 **Explain.** Between a curve and its "computing alone" lies what communication costs. A speed-up
-below 1 means that the ranks together are slower than one of them by itself. From which batch on
-they are faster is worked out below, in "When is it worth it?"
+below 1 means that the ranks together are slower than one of them by itself.
 
 ## What changes the share
 
@@ -651,9 +631,8 @@ $$L + \frac{2(n-1)}{n}\,\frac{4P}{B} \;<\; (n-1)\,\frac{6Pb}{R}
 \qquad\Longrightarrow\qquad
 B \;>\; \frac{8P\,(n-1)/n}{6Pb\,(n-1)/R - L} .$$
 
-For large models the start-up L does not matter and P cancels out: the bandwidth that is needed
-depends on the device, on n and on b alone. For small ones the start-up can be more than all there
-is to save, whatever the bandwidth.
+For large models L does not matter and P cancels out: the bandwidth that is needed depends on the
+device, on n and on b alone. For small ones the start-up can be more than all there is to save.
 
 This machine's R is that of the fastest of several large products, and L is its $\alpha$ times the
 rounds. An H100 enters with its maker's figure, 989 TFLOP/s in dense bf16 ([NVIDIA, H100 data
@@ -779,7 +758,7 @@ if few.device.type == "cpu":
 ## Where it breaks
 
 **One slow rank looks like a slow network.** Here, to load a batch takes the last rank as long as
-two of the plain steps that were timed above:
+two of the steps of "ddp" above:
 """
 
 
@@ -787,7 +766,7 @@ two of the plain steps that were timed above:
 def slow_loader(batches=8):
     for _ in range(batches):
         if few.rank == n - 1:
-            time.sleep(2 * clocked["plain"].median)
+            time.sleep(2 * summaries["ddp"].ranks[0].total)
         yield batch
 
 
@@ -833,6 +812,28 @@ Before you buy a network, in this order:
    fewer bits where to make them costs less than to send them.
 6. If computing weighs, you are done: a faster network has nothing left to give.
 
+## Appendix: what the clock costs
+
+A clock should not slow what it measures. Here are steps on four times the samples, with and without
+the analyzer; a change within the quartiles is none:
+"""
+
+# %%
+net = DDP(copy.deepcopy(model), few)
+optimizer, analyzer = sgd(net), DDPPerformanceAnalyzer(few)
+longer = [torch.cat([tensor] * 4) for tensor in batch]
+
+# %%
+calls = {
+    "plain": partial(train_step, net, optimizer, longer, mse_loss),
+    "watched": partial(analyzer.time_step, net, *longer, optimizer, loss_fn=mse_loss),
+}
+clocked = measure(calls, few, repeat=30)
+added = clocked["watched"].ratio(clocked["plain"]).median - 1
+few.print(f"with the analyzer, a step of {clocked['plain']} changes by {added:+.1%}")
+
+# %% [markdown]
+"""
 ## Appendix: the profiler
 
 PyTorch's profiler records every operation, at a price. So it is the tool for *what* takes the time,
