@@ -27,6 +27,7 @@ from other_build_record import Record
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.errors import ConfigError
+from sphinx.transforms import SphinxTransform
 
 HERE, THERE = "of-here", "of-there"  # classes of what the switch shows
 SWITCH = """\
@@ -143,6 +144,19 @@ class OfBoth(OfRun):
         ]
 
 
+class DropEmpty(SphinxTransform):
+    """Leave no label without an output: another extension may have taken it out."""
+
+    default_priority = 790
+
+    def apply(self, **_: Any) -> None:
+        """Remove containers that hold nothing, or nothing but such containers."""
+        for panel in list(self.document.findall(nodes.container)):
+            of_one = {HERE, THERE} & set(panel["classes"])
+            if of_one and all(isinstance(node, nodes.container) for node in panel.findall()):
+                panel.parent.remove(panel)
+
+
 def rename_ids(output: str) -> str:
     """Give the elements of an output's HTML ids and names that this build's output has not."""
     names = set(re.findall(r'\s(?:id|name)="([^"]+)"', output))
@@ -204,6 +218,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.setup_extension("gallery_markdown")
     app.add_config_value("other_build", {}, "", types=[dict])
     app.add_directive("of-run", OfBoth, override=True)
+    app.add_transform(DropEmpty)
     app.connect("builder-inited", check, priority=300)  # before the examples run
     app.connect("env-get-outdated", read_again)
     app.connect("html-page-context", load_files, priority=400)  # before page_head sorts files out

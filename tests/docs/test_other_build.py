@@ -31,6 +31,9 @@ print("two and two are", 2 + 2)
 print("this machine is", machine)
 
 # %%
+print("again, it is", machine)
+
+# %%
 if machine == "big":
     print("only a big machine gets here")
 
@@ -64,15 +67,35 @@ other_build = {
 }
 """
 
+# As an extension may, of what the page says elsewhere.
+TAKES_OUT = """
+from docutils import nodes
+from sphinx.transforms import SphinxTransform
+
+class TakeOut(SphinxTransform):
+    default_priority = 700
+
+    def apply(self):
+        for output in list(self.document.findall(nodes.literal_block)):
+            if output.astext().startswith("again, it is"):
+                output.parent.remove(output)
+
+def setup(app):
+    app.add_transform(TakeOut)
+"""
+
 
 def book(root: Path) -> Book:
     """A book of one chapter that says on which machine it ran."""
     made = Book(root)
     launcher = {"facts": "machine.facts", "below_title": "machine.below", "preload": PRELOAD}
-    made.configure(*LAUNCHER, "other_build", launcher={**launcher, "depends": ["core/*.py"]})
+    made.configure(
+        *LAUNCHER, "other_build", "takes_out", launcher={**launcher, "depends": ["core/*.py"]}
+    )
     conf = made.root / "conf.py"
     conf.write_text(conf.read_text() + OTHER)
     made.write("machine.py", MACHINE)
+    made.write("takes_out.py", TAKES_OUT)
     (made.root / "core").mkdir()
     made.write("core/module.py", "one = 1")
     made.write("chapters/measured.py", CHAPTER)
@@ -136,6 +159,7 @@ class TestBoth:
         assert ours.startswith("Ran on small.")
         assert theirs.startswith("Ran on big.")
         assert "this machine is small" in ours
+        assert not re.search(r'<div class="of-\w+ docutils container">\s*</div>', page)
         assert "this machine is big" in theirs
         assert "drawn by small" in ours
         assert "drawn by big" in theirs
