@@ -12,6 +12,7 @@ the first message starts too late.
 # %% tags=["imports"]
 import copy
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -25,7 +26,13 @@ from microddp.allreduce import fit_alpha_beta
 from microddp.bucketing import BucketedDDPHooks, plan_buckets
 from microddp.data import ShardedBatches, load_digits
 from microddp.model import FullMLP, SimpleCNN, Transformer, gradient_bytes
-from microddp.performance import compare_strategies
+from microddp.performance import (
+    ComputeTimes,
+    compare_strategies,
+    cores_for_each_rank,
+    measure_all_reduce,
+    measure_compute,
+)
 from microddp.report import MIB, human_bytes, human_seconds, mark_least, table
 from microddp.timing import measure
 
@@ -475,6 +482,42 @@ left end should lie nearer to "all hidden"; over loopback the cores do all of it
 should lie nearer to "none hidden". Neither prediction knows that a message which starts inside
 backward costs more than its alpha, since it takes the core from backward. That makes many small
 messages dearer than "all hidden" says, and the valley's left side steeper.
+
+Chapter 08 has a model between the extremes: a message takes from backward the cores that carry it,
+and no more. It needs to know how many those are, and when each gradient is ready. Both are measured
+here. Forward and backward are those of above, and what is ready after a tenth of the backward here
+is taken to be ready after a tenth of that one:
+"""
+
+# %%
+alone = measure_compute(
+    deep, mse_loss, (x, y), lambda net: torch.optim.SGD(net.parameters()), few, repeat=3
+)
+ready = {name: t / alone.backward * backward for name, t in alone.ready.items()}
+# The steps above have no optimizer, and their hooks' copies are a part of backward.
+alone = ComputeTimes(forward, backward, ready, optimizer=0.0, copy=0.0)
+
+# %%
+cost = replace(measure_all_reduce(few, (MIB, 2 * MIB), repeat=3), alpha=alpha, beta=beta)
+cores = cores_for_each_rank(few)
+few.print(f"a message keeps {cost.cores:.2f} cores of a rank busy")
+
+# %% tags=["plumbing"]
+figures.explore_buckets(
+    {name: p.nbytes for name, p in reversed(list(deep.named_parameters()))},
+    alone,
+    cost,
+    cores,
+    {cap: steps[name] for name, cap in CAPS.items()},
+    title="Refill the buckets: a cap's plan, and the step that is predicted with it",
+)
+
+# %% [markdown]
+"""
+The all-reduces are predicted, with the alpha and beta of above; the dots are the steps that ran.
+Move the cap from one end to the other. See how the first all-reduce leaves later, and what becomes
+of the exposed part. Does the cap that is predicted to take least lie near the one that took least?
+Where a dot lies above the curve, its messages cost more than the model knows.
 
 PyTorch's default cap is 25 MiB. Some of its developers call that too small for today's models,
 and one proposes 100 MB ([issue 118421](https://github.com/pytorch/pytorch/issues/118421)).

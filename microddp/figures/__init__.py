@@ -13,6 +13,7 @@ from microddp.figures.explore import explore_timelines
 from microddp.figures.flow import questions
 from microddp.figures.planned import Device, explore_plan
 from microddp.figures.plots import buckets, lines, pauses, stacked_bars, times_by_size
+from microddp.figures.refilled import explore_buckets
 from microddp.figures.ring import all_reduces, ring_rounds
 from microddp.figures.timelines import gradient_order, timeline, timelines
 from microddp.figures.who_has_what import contributors, holdings, traffic

@@ -1,0 +1,73 @@
+"""Buckets that a reader refills: a cap, and what a step takes with it by chapter 08's model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+
+import torch
+
+from microddp.allreduce import AllReduceCost
+from microddp.bucketing import plan_buckets
+from microddp.figures.live import Live, html_table
+from microddp.performance import Bucket, ComputeTimes, predict_plan
+from microddp.report import human_bytes, human_seconds
+from microddp.timing import Timing
+
+
+def explore_buckets(
+    gradients: Mapping[str, int],
+    compute: ComputeTimes,
+    cost: AllReduceCost,
+    cores: float | None,
+    measured: Mapping[int, Timing],
+    *,
+    title: str,
+) -> Live:
+    """A cap to choose for all buckets, the plan it makes, and the step that is predicted with it.
+
+    The prediction is :func:`~microddp.performance.prediction.predict_plan`'s on this process's
+    threads, with buckets sent as soon as they are full. What stands still is a table of the caps
+    that were measured.
+
+    Args:
+        gradients: bytes by the parameter's name, in the order in which buckets take them; all of
+            one dtype and device.
+        compute: of a step without communication; its ``optimizer`` is 0 where steps have none.
+        cost: of an all-reduce between the ranks.
+        cores: processor cores for each rank; ``None``: messages take nothing from computing.
+        measured: steps by the cap of all their buckets, in bytes; at least one.
+        title: what there is to see, in words.
+
+    Raises:
+        KeyError: ``compute`` does not say when a gradient is ready.
+    """
+    rows = []
+    for cap, timing in measured.items():
+        buckets = _plan(gradients, cap)
+        predicted = predict_plan(compute, buckets, cost, cores)
+        name = human_bytes(cap) if cap > min(gradients.values()) else "each gradient alone"
+        times = (human_seconds(predicted.step), human_seconds(predicted.exposed))
+        rows.append((name, len(buckets), *times, timing))
+    headers = ["cap", "all-reduces", "predicted step", "of it exposed", "measured (quartiles)"]
+    data = {
+        "gradients": [[name, size, compute.ready[name]] for name, size in gradients.items()],
+        "compute": {
+            part: getattr(compute, part) for part in ("forward", "backward", "optimizer", "copy")
+        },
+        "cost": asdict(cost),
+        "cores": cores,
+        "threads": torch.get_num_threads(),
+        "measured": [[cap, t.spread[0], t.median, t.spread[1]] for cap, t in measured.items()],
+    }
+    return Live("buckets", title, data, html_table(rows, headers))
+
+
+def _plan(gradients: Mapping[str, int], cap: int) -> list[Bucket]:
+    """The buckets of a cap, by the core's own planner: it asks tensors for their size alone."""
+    names, sizes = list(gradients), list(gradients.values())
+    tensors = [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
+    return [
+        Bucket(tuple(names[i] for i in members), sum(sizes[i] for i in members))
+        for members in plan_buckets(tensors, [cap])
+    ]
