@@ -218,8 +218,9 @@ class AllReduceHooks(Switchable):
         self.timeline.mark(name)
         self.comms.agree(f"all-reduce of the gradient of {name}")
         gradient.div_(self.comms.world_size)
+        nbytes = bytes_held(gradient)  # now: a sparse one's values are replaced as they arrive
         work = self.comms.group.allreduce([gradient])
-        self.timeline.launched(f"all-reduce {name}", work, nbytes=bytes_held(gradient))
+        self.timeline.launched(f"all-reduce {name}", work, nbytes=nbytes)
         self._works[name] = work
 
 

@@ -99,10 +99,10 @@ def has_anchor(page, fragment):
 
 def test_images_say_what_they_show(browser, page_path):
     with Visit(browser, page_path) as visit:
-        # A thumbnail stands beside the title that it belongs to, and says nothing more.
+        # A thumbnail stands beside the title that it belongs to, the mark beside the book's name.
         silent = visit.page.evaluate(
-            """[...document.images]
-                .filter(i => !i.alt.trim() && !i.closest('.sphx-glr-thumbcontainer'))
+            """[...document.images].filter(i => !i.alt.trim())
+                .filter(i => !i.closest('.sphx-glr-thumbcontainer, .sidebar-brand'))
                 .map(i => i.src)"""
         )
         unsized = visit.page.evaluate(
