@@ -212,8 +212,8 @@ if n > 1:
 # %% [markdown]
 """
 The same messages as they travel, with those of naive and direct beside them. A step is a round of
-each. **Try:** let a step be the same time instead, and see which one ends first. Then choose two
-ranks, and eight: which counts grow with the number of ranks, and which hardly do?
+each. **Try:** with eight ranks, let a step be the same time instead, and see which one ends first.
+Then go from two ranks to eight: which counts grow without bound, and which stays below 2S?
 """
 
 # %%

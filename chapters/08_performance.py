@@ -154,9 +154,9 @@ few.print(table(rows, ["ms, rank 0's median step", "step", "exposed", "hidden"])
 # %% [markdown]
 """
 Here are these steps, rank by rank. Look where the first all-reduce begins, and how much of the
-green lies under backward and how much above the hatched wait. A span of communication lasts from
-its launch until it is complete, its time in the queue included; so behind other messages it moves
-fewer bytes a second than the link can. And a rank that comes late makes all others wait.
+green lies above the hatched wait. (In "ddp" the wait is a part of backward, which the wrapper
+ends.) A span of communication lasts from its launch until it is complete: it may queue, wait for a
+late rank or for a core. So it may move fewer bytes a second than the link can.
 """
 
 # %%
@@ -275,7 +275,7 @@ r"""
 **Explain.** On slow links the two predictions are near each other: what backward can hide is little
 beside what has to travel. A share above both means that averaging cost time that neither the wire
 nor this model has: the start of each message, and cores that carry messages and do not compute
-meanwhile. The faster the link, the more that weighs. One below both is noise, of three steps each.
+meanwhile. The faster the link, the more that weighs. Three steps each leave noise, too.
 
 ## Against the size of the model
 
@@ -537,11 +537,10 @@ for cap in (0.1, 1.0, 25.0):
 
 # %% [markdown]
 r"""
-**Measure.** A model that only explains what it was fitted to explains little. So alpha and beta are
-those of the links above, and the steps are timed on two others. Beta is a link's time for
-$\frac{2(n-1)}{n}$ bytes, and known for each speed. Alpha comes from messages of up to 16 KiB, and
-stays, as does what the cores do for a byte. Four models are predicted and then timed in
-{class}`~microddp.ddp.wrapper.DistributedDataParallel`, in turns:
+**Measure.** A model that only explains what it was fitted to explains little. So steps are timed on
+links of two other speeds. Beta is a link's time for $\frac{2(n-1)}{n}$ bytes, known for each.
+Alpha, from messages of up to 16 KiB, stays, as does what the cores do for a byte. Four models are
+predicted and timed in {class}`~microddp.ddp.wrapper.DistributedDataParallel`, in turns:
 """
 
 
@@ -693,7 +692,8 @@ figures.lines(
 The links by their specifications, in each direction: 10 Gbit/s; PCIe 4.0 with 16 lanes of 16
 GT/s; NVLink 4 with 18 links of 25 GB/s, from NVIDIA's data sheet.
 
-For a plan of your own, {func}`~microddp.performance.worth.step_budget` does the same:
+For a plan of your own, {func}`~microddp.performance.worth.step_budget` does the same, and adds a
+bound: nothing exposed but what the last backward is too short to hide.
 """
 
 # %%

@@ -499,7 +499,8 @@ few.print(table(rows, ["ranks", "DDP keeps", "FSDP keeps", "DDP sends", "FSDP se
 
 # %% [markdown]
 """
-So what shards is for models that leave no choice, and for links that have the bytes to spare.
+The layers that are gathered at the moment come on top. Sharding is for models that leave no choice,
+and for links that carry the additional bytes in time.
 
 ## Where it breaks: the padding token
 

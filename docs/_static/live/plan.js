@@ -362,7 +362,7 @@
       drawn = stage.clientWidth;
       redraw();
     }).observe(stage);
-    if (shared) figure.scrollIntoView();
+    if (shared) addEventListener("load", () => figure.scrollIntoView()); // the browser's own is over
   }
 
   live.register("plan", draw, { budget, verdict });
