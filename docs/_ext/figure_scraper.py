@@ -1,6 +1,5 @@
 """Figures as SVG: wide and narrow, with words for who hears the page, and the values drawn."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from microddp.figures.drawing import Drawing
+from microddp.figures.live import json_in_html
 
 NARROW = "-narrow"  # at the end of a file's name
 DIGITS = 4  # of a position, as a fraction: less than a pixel
@@ -106,8 +106,6 @@ def places(series: Any) -> list[list[float]]:
 
 def as_html(data: dict[str, Any]) -> str:
     """Return a script element with the data, as reStructuredText."""
-    # A "<" could end the element. Short lines: docutils drops input with lines of more than 10,000
-    # characters.
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c").replace("],[", "],\n[")
+    text = json_in_html(data)
     lines = ['<script type="application/json" class="values">', *text.split("\n"), "</script>"]
     return "\n".join([".. raw:: html\n", *(f"   {line}" for line in lines), ""])

@@ -9,6 +9,15 @@ from html import escape
 import torch.distributed as dist
 
 
+def json_in_html(data: object) -> str:
+    """JSON for a script element: nothing in it ends the element.
+
+    Its lines are short, because docutils drops input with lines of more than 10,000 characters.
+    """
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return text.replace("],[", "],\n[").replace('},{"', '},\n{"')
+
+
 class Live:
     """A picture that a script of the site draws from data, and a still one for where none runs.
 
@@ -35,16 +44,12 @@ class Live:
     def _repr_html_(self) -> str:
         if not self.shown:
             return ""
-        # A "<" could end the script element. Short lines: docutils drops input with lines of more
-        # than 10,000 characters.
-        text = json.dumps(self.data, separators=(",", ":")).replace("<", "\\u003c")
-        text = text.replace("],[", "],\n[").replace('},{"', '},\n{"')
         return "\n".join(
             [
                 f'<figure class="live" data-live="{self.kind}">',
                 f"<figcaption>{escape(self.title)}</figcaption>",
                 f'<div class="still">{self.still}</div>',
-                f'<script type="application/json">\n{text}\n</script>',
+                f'<script type="application/json">\n{json_in_html(self.data)}\n</script>',
                 "</figure>",
             ]
         )

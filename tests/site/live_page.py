@@ -5,8 +5,8 @@ from pathlib import Path
 STATIC = Path(__file__).parents[2] / "docs" / "_static" / "live"
 
 
-def write_page(folder, picture):
-    """Write the page into `folder` and return its path."""
+def write_page(folder, picture, below=""):
+    """Write the page into `folder` and return its path; `below` is HTML under the picture."""
     styles = STATIC / "live.css", STATIC / f"{picture.kind}.css"
     scripts = STATIC / "live.js", STATIC / f"{picture.kind}.js"
     head = [f'<link rel="stylesheet" href="{path.as_uri()}">' for path in styles]
@@ -14,6 +14,7 @@ def write_page(folder, picture):
     page = folder / f"{picture.kind}.html"
     page.write_text(
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Page</title>'
-        f"{''.join(head)}</head><body>{picture._repr_html_()}</body></html>"
+        '<meta name="viewport" content="width=device-width">'
+        f"{''.join(head)}</head><body>{picture._repr_html_()}{below}</body></html>"
     )
     return page

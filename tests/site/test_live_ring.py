@@ -2,9 +2,9 @@
 
 import re
 from dataclasses import astuple
-from pathlib import Path
 
 import pytest
+from live_page import write_page
 from messages import all_messages
 from test_site import Visit
 
@@ -12,19 +12,12 @@ from microddp.allreduce import all_reduce_cost
 from microddp.figures import all_reduces
 from microddp.figures.who_has_what import contributors
 
-LIVE = Path(__file__).parents[2] / "docs" / "_static" / "live"
 NAMES = ("naive", "direct", "ring")
 
 
 def page_with(folder, n, elements=1003):
     """A page with only the picture of a run on n ranks."""
-    head = [f'<link rel="stylesheet" href="{LIVE / name}">' for name in ("live.css", "ring.css")]
-    head += [f'<script defer src="{LIVE / name}"></script>' for name in ("live.js", "ring.js")]
-    picture = all_reduces(all_messages(n, elements), elements, itemsize=4)._repr_html_()
-    path = folder / "page.html"
-    start = '<!doctype html><html lang="en"><meta name="viewport" content="width=device-width">'
-    path.write_text(f"{start}<title>ring</title>{''.join(head)}<main>{picture}</main></html>")
-    return path
+    return write_page(folder, all_reduces(all_messages(n, elements), elements, itemsize=4))
 
 
 @pytest.fixture

@@ -7,26 +7,18 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "figures"))
+from live_page import write_page
 from test_explore import steps_of
 from test_site import Visit
 
 from microddp import figures
 from microddp.timing import save_chrome_trace
 
-LIVE = Path(__file__).parents[2] / "docs" / "_static" / "live"
-
 
 @pytest.fixture
 def visit(browser, tmp_path):
-    picture = figures.explore_timelines(steps_of(2), title="finding")._repr_html_()
-    files = "".join(
-        f'<link rel="stylesheet" href="{(LIVE / name).as_uri()}.css">'
-        f'<script defer src="{(LIVE / name).as_uri()}.js"></script>'
-        for name in ("live", "timeline")
-    )
-    page = tmp_path / "page.html"
-    tall = '<p style="height: 3000px"></p>'
-    page.write_text(f"<!doctype html><meta charset=utf-8>{files}<body>{picture}{tall}</body>")
+    picture = figures.explore_timelines(steps_of(2), title="finding")
+    page = write_page(tmp_path, picture, '<p style="height: 3000px"></p>')
     with Visit(browser, page, viewport={"width": 900, "height": 700}) as visit:
         yield visit
         assert not visit.complaints
