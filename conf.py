@@ -23,6 +23,7 @@ extensions = [
     "gallery_markdown",
     "gallery_launcher",
     "mathml",
+    "one_stylesheet",
     "page_head",
     "chapter_cards",
     "figure_pages",
@@ -115,7 +116,10 @@ FONTS = {
 html_theme = "furo"
 html_title = "microddp"
 html_static_path = ["docs/_static"]
-html_css_files = ["book.css", "face.css", "figures.css"]
+html_css_files = [
+    *(f"live/{kind}.css" for kind in ("live", "buckets", "plan", "ring", "timeline")),
+    *(f"{part}.css" for part in ("other_build", "output", "tables", "book", "face", "figures")),
+]
 templates_path = ["docs/_templates"]
 html_search_scorer = "docs/_static/search_scorer.js"
 html_favicon = "docs/_static/favicon.svg"

@@ -4,19 +4,16 @@ The same for figures whose values can be pointed at: `figure_scraper` writes the
 """
 
 import re
-from pathlib import Path
 from typing import Any
 
 from docutils import nodes
 from sphinx.application import Sphinx
 
-FILES = Path(__file__).parents[1] / "_static" / "live"
-
 
 def load_scripts(
     app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: nodes.document
 ) -> None:
-    """Add the shared script and style, and those of each kind on the page."""
+    """Add the shared script, and that of each kind on the page."""
     del pagename, templatename, doctree
     body = context.get("body", "")
     kinds = re.findall(r'<figure class="live" data-live="(\w+)"', body)
@@ -25,8 +22,6 @@ def load_scripts(
     if kinds:
         for name in ("live", *dict.fromkeys(kinds)):
             app.add_js_file(f"live/{name}.js", loading_method="defer")
-            if (FILES / f"{name}.css").exists():
-                app.add_css_file(f"live/{name}.css")
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

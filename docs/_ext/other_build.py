@@ -194,13 +194,12 @@ def read_again(app: Sphinx, env: BuildEnvironment, *_: set[str]) -> set[str]:
     return set(env.found_docs)
 
 
-def load_files(
+def load_script(
     app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: nodes.document
 ) -> None:
-    """Add style and script to pages with a switch."""
+    """Add the script to pages with a switch."""
     del pagename, templatename, doctree
     if '<fieldset class="outputs-of">' in context.get("body", ""):
-        app.add_css_file("other_build.css")
         app.add_js_file("other_build.js", loading_method="defer")
 
 
@@ -221,6 +220,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_transform(DropEmpty)
     app.connect("builder-inited", check, priority=300)  # before the examples run
     app.connect("env-get-outdated", read_again)
-    app.connect("html-page-context", load_files, priority=400)  # before page_head sorts files out
+    app.connect("html-page-context", load_script, priority=400)  # before page_head sorts files out
     app.connect("build-finished", record)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

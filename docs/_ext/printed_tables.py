@@ -228,21 +228,17 @@ class ShowOutput(SphinxPostTransform):
         return nodes.literal_block(piece, piece, **block.attributes)
 
 
-def load_files(
+def load_script(
     app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: nodes.document
 ) -> None:
-    """Load the style of output, and style and script of tables, on pages that have them."""
+    """Load the script of tables on pages that have them."""
     del pagename, templatename, doctree
-    body = context.get("body", "")
-    if PRINTED in body or 'class="printed"' in body:
-        app.add_css_file("output.css")
-    if 'class="printed"' in body:
-        app.add_css_file("tables.css")
+    if 'class="printed"' in context.get("body", ""):
         app.add_js_file("tables.js", loading_method="defer")
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Connect the handlers."""
     app.add_post_transform(ShowOutput)
-    app.connect("html-page-context", load_files, priority=400)  # before page_head sorts files out
+    app.connect("html-page-context", load_script, priority=400)  # before page_head sorts files out
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -149,9 +149,9 @@ class TestBoth:
             "there: big &amp; co",
         ]
         assert page.index("<h1>") < page.index('<fieldset class="outputs-of">')
-        assert "other_build.css" in page
+        assert "other_build.js" in page
         assert "outputs-of" not in here[0].page("index")
-        assert "other_build.css" not in here[0].page("index")
+        assert "other_build.js" not in here[0].page("index")
 
     def test_shows_what_differs_of_each_and_the_rest_once(self, here: tuple[Book, Build]) -> None:
         page = here[0].page("measured")

@@ -173,13 +173,7 @@ def test_on_the_page(tmp_path):
     assert places == sorted(places)
     assert "----" not in output
     assert [[text for _, text in row] for row in cells_of(output)][1:] == TEXTS
-    loaded = {
-        name: [
-            file for file in ("output.css", "tables.css", "tables.js") if file in book.page(name)
-        ]
-        for name in "abc"
-    }
-    assert loaded == {"a": ["output.css", "tables.css", "tables.js"], "b": ["output.css"], "c": []}
+    assert ["tables.js" in book.page(name) for name in "abc"] == [True, False, False]
     assert "sent in chunks" not in (book.root / "_site/chapters/b.html").read_text()
     assert "chunk" in (book.root / "_site/searchindex.js").read_text(), "found by a search"
 

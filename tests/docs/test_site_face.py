@@ -1,6 +1,8 @@
 """What the site adds to the theme: live pictures, the moving figure, the machine said once."""
 
+import re
 import sys
+from pathlib import Path
 
 from gallery_book import EXTENSIONS, Book
 
@@ -70,14 +72,41 @@ def test_only_pages_with_a_picture_load_its_script(tmp_path):
     loaded = {
         name: [
             file
-            for file in ("live/live.css", "live/live.js", "live/ring.js", "live/plan.js", "race.js")
+            for file in ("live/live.js", "live/ring.js", "live/plan.js", "race.js")
             if file in (book.root / f"_site/{name}.html").read_text()
         ]
         for name in ("a", "b", "index")
     }
-    assert loaded["a"] == ["live/live.css", "live/live.js", "live/ring.js"]
+    assert loaded["a"] == ["live/live.js", "live/ring.js"]
     assert loaded["b"] == []
     assert loaded["index"] == ["race.js"]
+
+
+def test_a_page_loads_one_style_sheet_with_all_in_their_order(tmp_path):
+    book = Book(tmp_path / "book")
+    book.configure("sphinx_design", "page_head", "one_stylesheet")
+    cards = ":::{card} A\nb\n:::\n"
+    toctree = "```{toctree}\na\nchapters/index\n```\n"
+    book.write("docs/index.md", f"# Book\n\n{cards}\n{toctree}")
+    book.write("docs/a.md", "# A\n")
+    build = book.build()
+    assert build.process.returncode == 0, build.output
+    site = book.root / "_site"
+    loaded = {
+        name: re.findall(r'href="(\S+\.css)\?v=\w+"', (site / f"{name}.html").read_text())
+        for name in ("index", "a", "chapters/index")
+    }
+    assert loaded["a"] == ["_static/pygments.css", "_static/all.css"]
+    assert loaded["chapters/index"] == ["../_static/pygments.css", "../_static/all.css"]
+    assert [Path(name).name for name in loaded["index"]] == [
+        "pygments.css",
+        "sphinx-design.min.css",
+        "all.css",
+    ]
+    whole = (site / "_static/all.css").read_text()
+    parts = ("basic.css", "sg_gallery.css")
+    places = [whole.index((site / "_static" / part).read_text()) for part in parts]
+    assert places == sorted(places)
 
 
 def test_a_page_says_once_what_it_was_measured_on(tmp_path):
