@@ -107,6 +107,7 @@ def test_fields_sliders_and_presets_move_each_other(browser, page):
         assert form.locator("fieldset").nth(1).locator("[value=other]").is_checked()
         form.locator("[id^=plan-devices]").fill("2.5")  # no device is half
         assert form.locator("[id^=plan-devices]").get_attribute("aria-invalid") == "true"
+        assert form.get_by_role("alert").filter(has_text="whole number from 1 to 1024").count() == 1
         assert form.locator(".verdict").inner_text().startswith(f"{devices} devices take ")
         assert form.locator(".verdict").inner_text() != before
         assert not visit.complaints

@@ -93,7 +93,7 @@
     bandwidth: ["Link, GB/s each way", 1e9, ladder(1e6, 1e13)],
     latency: ["Start of a round, microseconds", 1e-6, [0, ...ladder(1e-7, 1e-2)]],
   };
-  const WHOLE = new Set(["accumulation", "devices"]);
+  const WHOLE = new Set(["tokens", "accumulation", "devices"]);
 
   function nearest(places, value) {
     const apart = places.map((place) => Math.abs(Math.log((place + 1e-9) / (value + 1e-9))));
@@ -110,6 +110,13 @@
   function makeField(key, onChange) {
     const [name, unit, places] = FIELDS[key];
     const write = (value) => String(Number((value / unit).toPrecision(10)));
+    const [least, most] = [write(places[0]), write(places[places.length - 1])];
+    const wrong = live.element("span", { class: "wrong", id: `plan-wrong-${++patterns}`, role: "alert" });
+    const sayValid = (valid) => {
+      number.setAttribute("aria-invalid", String(!valid));
+      const kind = WHOLE.has(key) ? "a whole number" : "a number";
+      wrong.textContent = valid ? "" : `Not used: not ${kind} from ${least} to ${most}.`;
+    };
     const slider = live.element("input", {
       type: "range", min: 0, max: places.length - 1, step: 1, "aria-label": name,
       input() {
@@ -121,7 +128,7 @@
       },
     });
     const number = live.element("input", {
-      type: "number", step: "any", min: write(places[0]), max: write(places[places.length - 1]),
+      type: "number", step: "any", min: least, max: most, "aria-describedby": wrong.id,
       input() {
         const value = number.value === "" ? NaN : Number(number.value) * unit;
         sayValid(allowed(key, value));
@@ -131,9 +138,8 @@
         onChange(key, value);
       },
     });
-    const sayValid = (valid) => number.setAttribute("aria-invalid", String(!valid));
     const label = live.element("label", {}, name);
-    const field = live.element("div", { class: "field" }, label, slider, number);
+    const field = live.element("div", { class: "field" }, label, slider, number, wrong);
     number.id = `plan-${key}-${++patterns}`;
     label.htmlFor = number.id;
     field.set = (value) => {
@@ -251,9 +257,13 @@
       ["step", (way) => live.seconds(way.step)],
       ["speed-up over one device", (way) => live.number(way.speedup)],
       ["efficiency", (way) => percent(way.efficiency)],
-      ["worth it from a link of", (way) => perSecond(way.break_even)],
-      ["worth it", (way) => (way.speedup > 1 ? "yes" : "no")],
     ];
+    if (plan.devices > 1) {
+      rows.push(
+        ["worth it from a link of", (way) => perSecond(way.break_even)],
+        ["worth it", (way) => (way.speedup > 1 ? "yes" : "no")],
+      );
+    }
     const cell = (tag, words, scope) => live.element(tag, scope ? { scope } : {}, words);
     const lines = rows.map(([name, write]) =>
       live.element("tr", {}, cell("th", name, "row"),
@@ -304,10 +314,11 @@
       const chosen = options.findIndex(([, values]) => keys.every((name, i) => plan[name] === values[i]));
       const pairs = [...options.map(([name], i) => [String(i), name]), ["other", "another"]];
       const choice = live.choice(label, pairs, chosen < 0 ? "other" : String(chosen), (value) => {
-        if (value === "other") return;
         keys.forEach((name, i) => { plan[name] = options[value][1][i]; });
         show();
       });
+      // Not to be chosen: it says that a field was moved.
+      choice.querySelector("[value=other]").disabled = true;
       return { keys, choice };
     });
 

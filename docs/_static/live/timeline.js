@@ -137,11 +137,8 @@
       role: "application",
       "aria-label": `${caption}. Arrow keys go from span to span, + and - zoom, 0 shows all.`,
     });
-    const file = live.button("", () => {
-      const step = stepToSave();
-      save(`timeline-${step.name}.json`, chromeTrace(data, step));
-    });
-    stage.append(controls(), told, canvas, legend(data, hatch), file, hint());
+    const files = live.element("div", { class: "controls" });
+    stage.append(controls(), told, canvas, legend(data, hatch), files, hint());
 
     function controls() {
       const names = steps.map((step) => [step.name, step.name]);
@@ -167,13 +164,10 @@
       return box;
     }
 
-    function stepToSave() {
-      return shown.find((step) => current && step.name === current.step) ?? shown[0];
-    }
-
     function leave() {
       current = null;
       tip.hide();
+      offer();
       render();
       say();
     }
@@ -224,7 +218,13 @@
         const [first] = shown[0].sums.filter(([rank]) => rank === ranks[0]);
         told.textContent = `${shown[0].name}, ${sums(first)}.`;
       }
-      file.textContent = `Save '${stepToSave().name}' for Perfetto`;
+    }
+
+    function offer() {
+      const saved = (step) =>
+        live.button(`Save '${step.name}' for Perfetto`, () =>
+          save(`timeline-${step.name}.json`, chromeTrace(data, step)));
+      files.replaceChildren(...shown.map(saved));
     }
 
     const rowOf = (span) => layout.rows.find((row) => row.spans.includes(span));
@@ -410,6 +410,7 @@
     new ResizeObserver(() => render()).observe(stage);
     render();
     say();
+    offer();
   }
 
   // Stripes of the colour of waiting.
@@ -422,13 +423,15 @@
 
   function legend(data, hatch) {
     const list = live.element("ul", { class: "legend" });
-    for (const [kind, color] of data.kinds) {
+    for (const color of new Set(data.kinds.map(([, each]) => each))) {
+      const kinds = data.kinds.filter(([, each]) => each === color).map(([kind]) => kind);
+      const [kind] = kinds;
       const fill = kind.startsWith("wait") ? `url(#${hatch})` : color;
       const narrow = kind === "gradient ready"; // a mark
       const box = { x: narrow ? 7 : 0, y: 0.5, width: narrow ? 2 : 16, height: 11, fill };
       const swatch = live.shape("svg", { width: 16, height: 12, "aria-hidden": "true" });
       swatch.append(live.shape("rect", { ...box, class: fill === color ? "bar" : "wait" }));
-      list.append(live.element("li", {}, swatch, kind));
+      list.append(live.element("li", {}, swatch, kinds.join(", ")));
     }
     return list;
   }
