@@ -32,7 +32,8 @@ CHAPTER = "An all-reduce inside backward"
 HELD = 3.0  # seconds after which a rank that is not past its backward must be waiting for another
 PAUSE = 0.2  # seconds for a rank to return from finish(), if it does not wait there
 LAYERS, BACKWARD, MESSAGE = 8, 0.04, 0.03  # seconds of a layer, and of its gradient on the link
-TRIES = 3  # a step may be disturbed; one that hides nothing hides nothing in any
+# A step may be disturbed. One that hides nothing hides nothing in any.
+TRIES, LEAST = 3, 1 / 3
 
 
 def chain(rank: int = 0) -> nn.Module:
@@ -385,7 +386,7 @@ def hidden(bench: Bench) -> None:
     model = nn.ParameterList([torch.zeros(size) for _ in range(LAYERS)])
     hooks = bench.work.OverlappedGradients(model, bench.comms)
     travels, shares = LAYERS * MESSAGE, [0.0]
-    while len(shares) <= TRIES and shares[-1] <= 0.5:
+    while len(shares) <= TRIES and shares[-1] <= LEAST:
         model.zero_grad()
         output = slow(model)
         bench.comms.barrier()
@@ -395,8 +396,8 @@ def hidden(bench: Bench) -> None:
         exposed = time.monotonic() - began - LAYERS * BACKWARD
         shares.append(1 - max(bench.comms.all_gather_data(exposed)) / travels)
     bench.expect(
-        shares[-1] > 0.5,
-        f"of {travels * 1e3:.0f} ms on the link more than half hidden behind a backward of "
+        shares[-1] > LEAST,
+        f"of {travels * 1e3:.0f} ms on the link more than a third hidden behind a backward of "
         f"{LAYERS * BACKWARD * 1e3:.0f} ms",
         f"{max(shares):.0%}",
         "The rest comes after backward, or makes it longer: start each all-reduce in its hook, and "

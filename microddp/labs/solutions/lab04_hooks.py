@@ -14,8 +14,8 @@ tensor. `comms.world_size` is the number of ranks.
 
 **Counted:** the all-reduces: one for each gradient, of its bytes, begun before the next gradient
 is ready. Backward waits for no other rank, and `finish()` for all of them. The same bits on every
-rank. On two hosts with a slow link between them, more than half of the communication must be hidden
-behind backward.
+rank. On two hosts with a slow link between them, more than a third of the communication must be
+hidden behind backward.
 
 `python -m microddp.labs check 04` runs it on 1, 2, 3 and 4 ranks, and on two hosts in a box.
 """
