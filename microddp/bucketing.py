@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from microddp.allreduce import Carrier
 from microddp.comms import Comms
 from microddp.hooks import Switchable, bytes_held
 from microddp.report import MIB
@@ -76,6 +76,11 @@ def plan_buckets(
     return plan + sorted(filling.values(), key=lambda bucket: bucket[-1])
 
 
+def flat_zeros(parameter: torch.Tensor, numel: int) -> torch.Tensor:
+    """A flat buffer of a parameter's kind."""
+    return parameter.detach().new_zeros(numel)
+
+
 class GradientBucket:
     """Gradients that travel together, side by side in one flat buffer.
 
@@ -95,13 +100,14 @@ class GradientBucket:
         index: int = 0,
         is_last: bool = True,
         sparse: bool = False,
+        zeros: Callable[[torch.Tensor, int], torch.Tensor] = flat_zeros,
     ) -> None:
         self._parameters = list(parameters)
         self._index, self._is_last = index, is_last
         self.sparse = sparse
         dense = [] if sparse else self._parameters
         sizes = [p.numel() for p in dense]
-        self._flat = self._home = parameters[0].detach().new_zeros(sum(sizes))
+        self._flat = self._home = zeros(parameters[0], sum(sizes))
         self.views = [
             # A gradient is laid out like its parameter: channels last, say.
             part.as_strided(p.shape, torch.empty_like(p, device="meta").stride())
@@ -220,6 +226,7 @@ class Buckets:
         model: its parameters that require gradients are meant by number, in their order.
         comms: the ranks that average.
         as_view: keep gradients in the buckets, instead of copying them back.
+        carrier: adds the buckets up; default: the backend.
 
     Attributes:
         parameters: all that require gradients.
@@ -232,13 +239,16 @@ class Buckets:
         timeline: records gradients, collectives and the wait for them.
     """
 
-    def __init__(self, model: nn.Module, comms: Comms, *, as_view: bool) -> None:
+    def __init__(
+        self, model: nn.Module, comms: Comms, *, as_view: bool, carrier: Carrier | None = None
+    ) -> None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
         self.sparse = sparse_gradients(model)
         self.comms = comms
         self.as_view = as_view
+        self.carrier = carrier or Carrier(comms)
         self.divisor = comms.world_size
         self.send: Callable[[GradientBucket], Launched] = self.all_reduce
         self.timeline: Recorder = NOT_RECORDED
@@ -253,6 +263,7 @@ class Buckets:
                 index,
                 is_last=index == len(plan) - 1,
                 sparse=self.sparse[members[0]],
+                zeros=self.carrier.zeros,
             )
             for index, members in enumerate(plan)
         ]
@@ -270,10 +281,10 @@ class Buckets:
     def __len__(self) -> int:
         return len(self.all)
 
-    def all_reduce(self, bucket: GradientBucket) -> dist.Work:
+    def all_reduce(self, bucket: GradientBucket) -> Launched:
         """Begin to add a bucket up over the ranks."""
         self.comms.agree(f"all-reduce of gradient bucket {bucket.index()}: {len(bucket.views)}")
-        return self.comms.group.allreduce([bucket.buffer()])
+        return self.carrier.start(bucket.buffer(), bucket.is_last())
 
 
 class Backward:

@@ -1,4 +1,4 @@
-"""All-reduce from messages between two ranks: five ways to agree on a sum, and what each costs.
+"""All-reduce: ways to agree on a sum by messages between two ranks, or through shared memory.
 
 With n ranks and a tensor of S bytes:
 
@@ -10,16 +10,24 @@ direct                 n-1             (n-1) S               two ranks
 ring                   2 (n-1)         2 (n-1)/n S           large tensors: bytes do not grow with n
 recursive doubling     log2 n          S log2 n              small tensors: fewest rounds
 weighted               2 a column      S over a slow link    links of unequal speed
+shared                 no message      none                  ranks of one machine
+hierarchical           2 (M-1)         2 (M-1)/M S a machine M machines of several ranks each
 =====================  ==============  ====================  ====================================
 
 Every function works in place, on any dtype the backend can send, and leaves bitwise the same
 result on every rank, because each element is added up in one order that all ranks share.
 """
 
-from collections.abc import Callable
-
-import torch
-
+from microddp.allreduce.choice import (
+    ALGORITHMS,
+    AUTO,
+    BACKEND,
+    IN_MEMORY,
+    Carrier,
+    fastest,
+    reduce_by,
+    refused,
+)
 from microddp.allreduce.comm_hook import all_reduce_hook, on_thread
 from microddp.allreduce.cost import (
     AllReduceCost,
@@ -29,18 +37,17 @@ from microddp.allreduce.cost import (
     estimate_communication_time,
     fit_alpha_beta,
 )
+from microddp.allreduce.hierarchical import Hierarchy, hierarchical_all_reduce
 from microddp.allreduce.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from microddp.allreduce.shared_memory import (
+    shared_all_gather,
+    shared_all_reduce,
+    shared_broadcast,
+    shared_reduce_scatter,
+)
 from microddp.allreduce.weighted import parts_by_speed, weighted_all_reduce, weighted_time
 from microddp.allreduce.whole_tensor import (
     direct_all_reduce,
     naive_all_reduce,
     recursive_doubling_all_reduce,
 )
-from microddp.comms import Comms
-
-ALGORITHMS: dict[str, Callable[[torch.Tensor, Comms, str], None]] = {
-    "naive": naive_all_reduce,
-    "direct": direct_all_reduce,
-    "ring": ring_all_reduce,
-    "doubling": recursive_doubling_all_reduce,
-}

@@ -61,6 +61,29 @@ def on_thread(
     return future
 
 
+class AtWait(torch.futures.Future[torch.Tensor]):
+    """The same, of a buffer that is reduced by whoever waits for it, in ``wait()``.
+
+    For the last bucket, after which backward has nothing left to go on with: to wake up a thread
+    would cost more than it hides.
+    """
+
+    def __init__(self, reduce: Callable[[torch.Tensor], object], buffer: torch.Tensor) -> None:
+        super().__init__(devices=[buffer.device] if buffer.is_cuda else None)
+        self._reduce, self._buffer = reduce, buffer
+
+    def wait(self) -> torch.Tensor:
+        """Reduce the buffer, and return it. What that raises is raised here."""
+        if not self.done():
+            try:
+                self._reduce(self._buffer)
+            except BaseException as error:
+                self.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))  # type: ignore[arg-type]
+                raise
+            self.set_result(self._buffer)
+        return super().wait()
+
+
 def _after(
     computed: torch.cuda.Event | None, device: torch.device
 ) -> AbstractContextManager[object]:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from microddp.allreduce import Carrier
 from microddp.bucketing import (
     Backward,
     Buckets,
@@ -65,11 +66,12 @@ class Reducer:
         find_unused: bool,
         as_view: bool,
         static_graph: bool,
+        carrier: Carrier,
     ) -> None:
         self.module, self.comms = module, comms
         self.caps = bucket_caps(bucket_cap_mb)
         self.find_unused = find_unused and not static_graph
-        self.buckets = Buckets(module, comms, as_view=as_view)
+        self.buckets = Buckets(module, comms, as_view=as_view, carrier=carrier)
         self.names, self.parameters = self.buckets.names, self.buckets.parameters
         # One bucket until the order of backward is known: that is right in any order. Where
         # parameters may be left out, they come in no order, and the plan stays that of the
@@ -245,7 +247,8 @@ class Reducer:
     def shadow(self) -> None:
         """Take part in a backward of the other ranks, with gradients of zero and none kept."""
         in_order = self._used_nowhere is not None
-        buckets = Buckets(self.module, self.comms, as_view=False)
+        carrier = self.buckets.carrier
+        buckets = Buckets(self.module, self.comms, as_view=False, carrier=carrier)
         buckets.send = self.buckets.send
         buckets.follow(self.buckets.plan)
         now = Backward(buckets)

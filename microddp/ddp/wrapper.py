@@ -22,6 +22,7 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
+from microddp.allreduce import BACKEND, Carrier
 from microddp.comms import Comms
 from microddp.ddp.reducer import Hook, Reducer
 from microddp.replicas import broadcast_tensors, check_replicas, check_structure
@@ -75,13 +76,19 @@ class DistributedDataParallel(nn.Module, Joinable):
         static_graph: every iteration uses the same parameters equally often. Allows parameters
             that are used by several reentrant checkpoints.
         verify_replicas: instead of broadcasting, insist that the ranks' parameters are equal.
+        all_reduce: what adds gradients up: ``"backend"``, one of
+            :data:`microddp.allreduce.ALGORITHMS`, or ``"auto"``: the fastest for each size of
+            bucket, as measured at construction. ``"shared"`` keeps the buckets in memory that the
+            ranks of a machine share. All but the backend's run on a thread of their own. On a GPU
+            ``"auto"``, ``"shared"`` and ``"hierarchical"`` stay with the backend, and warn.
 
     Raises:
         ValueError: both ``comms`` and ``process_group``; on every rank: parameters on several kinds
-            of devices, or a bucket cap that is not positive.
+            of devices, a bucket cap that is not positive, or an unknown ``all_reduce``.
         RuntimeError: on every rank: no parameter requires a gradient, or one is not initialised;
             the ranks' parameters or buffers differ in number, name, shape or dtype, or, where
-            that is asked for, in value; or their options differ.
+            that is asked for, in value; their options differ; or they cannot use the
+            ``all_reduce``, as ranks of two machines cannot share memory.
 
     Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
     VLDB 2020, section 3 and 4.
@@ -99,6 +106,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
         verify_replicas: bool = False,
+        all_reduce: str = BACKEND,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
@@ -113,6 +121,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
             "broadcast_buffers": broadcast_buffers,
+            "all_reduce": all_reduce,
             "devices": kinds,
         }
         check_structure(module, comms, options)
@@ -132,6 +141,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
+        self.all_reduce = all_reduce
         self.require_backward_grad_sync = True
         self._has_buffers = broadcast_buffers and any(True for _ in module.buffers())
         self._sync_buffers_next = True
@@ -154,6 +164,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             find_unused=self.find_unused_parameters,
             as_view=self.gradient_as_bucket_view,
             static_graph=self.static_graph,
+            carrier=Carrier(self.comms, self.all_reduce),
         )
         # The module may outlive the wrapper, and must not keep its hooks.
         weakref.finalize(self, self.reducer.remove)

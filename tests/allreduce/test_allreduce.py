@@ -21,6 +21,7 @@ from microddp.allreduce import (
 )
 from microddp.comms import MessageCounter
 
+BY_MESSAGES = ("naive", "direct", "ring", "doubling")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.uint8)
 BACKEND_REFUSES = (torch.int16, torch.int8, torch.bool)  # but can be sent
@@ -282,9 +283,9 @@ def test_messages_and_bytes_are_those_of_the_cost_model(comms):
     n = comms.world_size
     for size in (n, 97, 1000):
         nbytes = 4 * size
-        for name, algorithm in ALGORITHMS.items():
+        for name in BY_MESSAGES:
             with MessageCounter(comms) as counter:
-                algorithm(torch.ones(size), comms, "sum")
+                ALGORITHMS[name](torch.ones(size), comms, "sum")
             by_rank = counter.gather()
             cost = all_reduce_cost(name, n, nbytes)
             assert sum(map(len, by_rank)) == cost.messages, name
@@ -353,7 +354,7 @@ def test_the_ring_allocates_at_most_one_chunk(comms):
 
 
 @given(
-    algorithm=st.sampled_from(list(ALGORITHMS)),
+    algorithm=st.sampled_from(BY_MESSAGES),
     n=st.integers(1, 9),
     size=st.integers(0, 60),
     piece_bytes=st.integers(1, 64),
