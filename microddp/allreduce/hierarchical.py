@@ -40,7 +40,8 @@ class Hierarchy:
     def __init__(self, comms: Comms, machines: Sequence[Sequence[int]] | None = None) -> None:
         if machines is None:
             machines = machines_of(comms)
-        if sorted(rank for ranks in machines for rank in ranks) != [*range(comms.world_size)]:
+        every = sorted(rank for ranks in machines for rank in ranks)
+        if every != [*range(comms.world_size)] or not all(machines):
             raise ValueError(
                 f"rank {comms.rank}: expected machines that have each of the ranks 0 to "
                 f"{comms.world_size - 1} once, got {[list(ranks) for ranks in machines]}"
@@ -72,17 +73,19 @@ def hierarchical_all_reduce(
     comms: Comms,
     op: str = "sum",
     between: Callable[[torch.Tensor, Comms, str], None] = ring_all_reduce,
+    hierarchy: Hierarchy | None = None,
 ) -> None:
     """All-reduce in place: inside each machine, then between machines, then inside again.
 
     Args:
         between: the all-reduce of a share among machines.
+        hierarchy: of these ranks; default: by the machines that they have proved to be on.
 
     The others, and errors, are those of
-    :func:`~microddp.allreduce.shared_memory.shared_all_reduce`; machines are told apart at the
-    first call, and may have different numbers of ranks.
+    :func:`~microddp.allreduce.shared_memory.shared_all_reduce`, but machines may be several, with
+    any number of ranks each.
     """
-    hierarchy = _hierarchy_of(comms)
+    hierarchy = hierarchy or _hierarchy_of(comms)
     inside_op = "sum" if op == "mean" else op
     with flattened(tensor, comms, op) as (flat, _):
         chunks = hierarchy.chunks(flat)

@@ -23,7 +23,7 @@ class Pair:
     The replicas start with the ranks' own values, which construction has to make equal.
     """
 
-    def __init__(self, comms, make, process_group=None, **options):
+    def __init__(self, comms, make, process_group=None, all_reduce="backend", **options):
         self.comms = comms
         # Both alike: gradients that stay in the bucket are divided, others multiplied by 1/n.
         options.setdefault("gradient_as_bucket_view", comms.world_size % 2 == 1)
@@ -31,7 +31,7 @@ class Pair:
         module = make()
         twin = copy.deepcopy(module)
         if process_group is None:
-            self.ours = DDP(module, comms, **options)
+            self.ours = DDP(module, comms, all_reduce=all_reduce, **options)
         else:
             self.ours = DDP(module, process_group=process_group, **options)
         with errors_from_warnings_of_ours_only():

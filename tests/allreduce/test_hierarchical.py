@@ -1,0 +1,101 @@
+"""All-reduce inside machines and between them: results, partitions, what the network carries."""
+
+import functools
+
+import pytest
+import torch
+from ranks import on_ranks
+
+from microddp.allreduce import (
+    Hierarchy,
+    direct_all_reduce,
+    hierarchical_all_reduce,
+    naive_all_reduce,
+    reduce_by,
+    ring_all_reduce,
+)
+from microddp.comms import MessageCounter
+
+# The ranks of one real machine, taken for several.
+PARTITIONS = {
+    1: [[[0]]],
+    2: [[[0, 1]], [[0], [1]]],
+    3: [[[0, 1, 2]], [[0, 2], [1]], [[2], [1], [0]]],
+    4: [[[0, 1], [2, 3]], [[1, 3], [0, 2]], [[0], [1, 2, 3]], [[3], [0, 1], [2]]],
+    5: [[[0, 1, 2], [3, 4]], [[0, 1, 2, 4], [3]], [[4, 0], [1, 3], [2]]],
+}
+OPS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
+
+
+def of_rank(rank, size, dtype=torch.float64):
+    return torch.randint(-9, 9, (size,), generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+@on_ranks()
+def test_equals_the_fold_by_hand_for_every_partition(comms):
+    n = comms.world_size
+    for machines in PARTITIONS[n]:
+        hierarchy = Hierarchy(comms, machines)
+        for size in (0, 1, n, 97, 300_001):
+            for op, fold in OPS.items():
+                expected = functools.reduce(fold, [of_rank(rank, size) for rank in range(n)])
+                tensor = of_rank(comms.rank, size)
+                hierarchical_all_reduce(tensor, comms, op, hierarchy=hierarchy)
+                assert torch.equal(tensor, expected), (machines, size, op)
+            tensor = of_rank(comms.rank, size)
+            hierarchical_all_reduce(tensor, comms, "mean", hierarchy=hierarchy)
+            mean = sum(of_rank(rank, size) for rank in range(n)) / n
+            torch.testing.assert_close(tensor, mean)
+
+
+@on_ranks(4, 5)
+def test_any_all_reduce_may_go_between_and_all_ranks_have_the_same_bits(comms):
+    for machines in PARTITIONS[comms.world_size]:
+        hierarchy = Hierarchy(comms, machines)
+        for between in (ring_all_reduce, naive_all_reduce, direct_all_reduce, reduce_by("backend")):
+            tensor = torch.randn(100_003, generator=torch.Generator().manual_seed(comms.rank))
+            hierarchical_all_reduce(tensor, comms, "sum", between, hierarchy)
+            everyone = comms.all_gather(tensor)
+            assert bool((everyone == everyone[0]).all()), machines
+
+
+@on_ranks(2, 3, 4, 5)
+def test_a_machines_link_carries_each_sum_once(comms):
+    """2 (M-1)/M S out of each machine with a ring between them, however many ranks it has."""
+    size = 120_000
+    for machines in PARTITIONS[comms.world_size]:
+        hierarchy = Hierarchy(comms, machines)
+        counters = [MessageCounter(lane) for lane in hierarchy.lanes.values()]
+        inside = MessageCounter(hierarchy.inside)
+        tensor = torch.ones(size)
+        with inside:
+            for counter in counters:
+                counter.__enter__()
+            hierarchical_all_reduce(tensor, comms, hierarchy=hierarchy)
+            for counter in counters:
+                counter.__exit__(None, None, None)
+        assert not inside.messages
+        mine = sum(message.nbytes for counter in counters for message in counter.messages)
+        sent = comms.all_gather_data(mine)
+        count = len(machines)
+        for ranks in machines:
+            assert sum(sent[rank] for rank in ranks) == 2 * (count - 1) * 4 * size // count, (
+                machines
+            )
+
+
+@on_ranks(3)
+def test_a_partition_that_is_none_is_refused_on_every_rank(comms):
+    for machines in ([[0, 1]], [[0, 1], [1, 2]], [[0, 1], [2, 3]], [[0], [1], [2], []]):
+        with pytest.raises(ValueError, match=r"expected machines .* ranks 0 to 2 once, got \[\["):
+            Hierarchy(comms, machines)
+
+
+@on_ranks(4)
+def test_each_machine_may_hold_its_ranks_in_any_order(comms):
+    hierarchy = Hierarchy(comms, [[3, 0], [2, 1]])
+    assert hierarchy.machines == [[0, 3], [1, 2]]
+    flat = torch.arange(10)
+    chunks = hierarchy.chunks(flat)
+    assert torch.cat(chunks).tolist() == list(range(10))
+    assert len(chunks) == hierarchy.inside.world_size == 2

@@ -1,0 +1,202 @@
+"""Our DDP with another all-reduce than the backend's, against PyTorch's own.
+
+On two ranks bit for bit: the sum of two numbers knows no order.
+"""
+
+import gc
+import os
+import warnings
+
+import pytest
+import torch
+from ddp_pairs import (
+    SMALL,
+    VIEWS,
+    Branches,
+    Pair,
+    accumulating,
+    data,
+    loss_of,
+    mlp,
+    plain_step,
+    sgd,
+)
+from ranks import on_ranks, run
+from test_ddp_options import leaving_out
+
+from microddp.allreduce import BACKEND, Carrier, choice, fastest
+from microddp.comms import Comms
+from microddp.ddp import DDP
+from microddp.replicas import check_replicas
+from microddp.shared import room as rooms
+from microddp.timing import Timeline, Timing
+
+NAMES = ("shared", "hierarchical", "ring", "auto")
+CAPS = ({}, {"bucket_cap_mb": SMALL})
+
+
+@on_ranks(2)
+def test_every_step_is_pytorchs_to_the_bit(comms):
+    for name in NAMES:
+        for view in VIEWS:
+            for cap in CAPS:
+                options = {"all_reduce": name, **view, **cap}
+                Pair(comms, mlp, **options).train(plain_step(comms), what=options)
+                Pair(comms, Branches, **options).train(accumulating(comms), what=options)
+                unused = Pair(comms, Branches, find_unused_parameters=True, **options)
+                unused.train(leaving_out(comms, lambda step: (step % 2,)), what=options)
+                Pair(comms, mlp, static_graph=True, **options).train(plain_step(comms))
+
+
+@on_ranks(3, 4)
+def test_on_more_ranks_up_to_the_order_of_addition(comms):
+    for name in NAMES:
+        pair = Pair(comms, mlp, all_reduce=name, bucket_cap_mb=SMALL)
+        for step in range(4):
+            pair.each(plain_step(comms), step)
+            for p, q in zip(pair.ours.parameters(), pair.theirs.parameters(), strict=True):
+                torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6, msg=name)
+        check_replicas(pair.ours.module, comms)
+
+
+@on_ranks(2)
+def test_uneven_inputs(comms):
+    trained = []
+    for name in (BACKEND, *NAMES):
+        torch.manual_seed(0)
+        ddp = DDP(Branches(), comms, all_reduce=name, bucket_cap_mb=SMALL)
+        optimizer = sgd(ddp)
+        with ddp.join():
+            for step in range(3 + 2 * comms.rank):
+                x, y = data(comms.rank, step)
+                optimizer.zero_grad()
+                loss_of(ddp(x, True), y).backward()
+                optimizer.step()
+        trained.append(torch.cat([p.detach().flatten() for p in ddp.parameters()]))
+    for weights in trained[1:]:
+        assert torch.equal(weights, trained[0])
+
+
+@on_ranks(2)
+def test_large_buckets_are_in_shared_memory_and_go_with_the_wrapper(comms):
+    def bytes_in_use():
+        return os.fstat(rooms.room_of(comms).mine._file).st_blocks * 512
+
+    before = bytes_in_use()
+    for _ in range(2):
+        module = torch.nn.Sequential(*(torch.nn.Linear(1000, 1000) for _ in range(4)))
+        ddp = DDP(module, comms, all_reduce="shared", bucket_cap_mb=5.0)
+        for _ in range(3):  # the buckets are planned anew after the first backward
+            ddp(torch.ones(2, 1000)).sum().backward()
+        room = rooms.room_of(comms)
+        places = [room.place(bucket.buffer()) for bucket in ddp.reducer.buckets]
+        assert len(places) > 1
+        assert rooms.NOWHERE not in places
+        assert 0 <= bytes_in_use() - before - 4 * 4_004_000 < 1 << 16
+        del ddp, module
+        gc.collect()
+        assert bytes_in_use() - before < 1 << 16
+
+
+@on_ranks(2)
+def test_a_timeline_sees_them(comms):
+    timeline = Timeline(comms)
+    for name in ("shared", "ring"):
+        ddp = DDP(Branches(), comms, all_reduce=name, bucket_cap_mb=SMALL)
+        ddp.reducer.buckets.timeline = timeline
+        for step in range(2):
+            x, y = data(comms.rank, step)
+            loss_of(ddp(x, True), y).backward()
+        spans = [span for span in timeline.take() if span.lane == "communication"]
+        assert len(spans) == 1 + len(ddp.reducer.buckets)
+        assert all(span.end > span.start for span in spans)
+
+
+# ---- which
+
+
+@on_ranks(2)
+def test_what_is_not_known_or_not_alike_is_refused_on_every_rank(comms):
+    with pytest.raises(ValueError, match=r"expected all_reduce of auto, backend, .*, got 'nccl'"):
+        DDP(Branches(), comms, all_reduce="nccl")
+    with pytest.raises(RuntimeError, match="all_reduce"):
+        DDP(Branches(), comms, all_reduce="ring" if comms.rank else "shared")
+    rooms.machines_of = choice.machines_of = lambda _: [[0], [1]]
+    with pytest.raises(RuntimeError, match=r"these share memory as \[\[0\], \[1\]\]"):
+        DDP(Branches(), comms, all_reduce="shared")
+
+
+@on_ranks(1, 2, 3)
+def test_the_fastest_for_each_size_is_chosen_alike(comms):
+    times = {BACKEND: [1e-5, 1e-3, 1e-2, 1e-1], "shared": [2e-5, 2e-3, 1e-3, 1e-2]}
+    calls = iter(range(4))
+
+    def measured(by_name, *_, **__):
+        i = next(calls)
+        return {name: Timing((times[name][i],)) for name in by_name}
+
+    choice.measure = measured
+    carrier = Carrier(comms, "auto")
+    names = [carrier.name_for(size) for size in (0, 1 << 12, (1 << 16) + 1, 1 << 20, 1 << 30)]
+    if comms.world_size == 1:
+        assert names == [BACKEND] * 5
+    else:
+        assert fastest(comms) == {
+            4096: BACKEND,
+            65536: BACKEND,
+            1 << 20: "shared",
+            1 << 24: "shared",
+        }
+        assert names == [BACKEND, BACKEND, "shared", "shared", "shared"]
+        assert carrier.by_size is Carrier(comms, "auto").by_size, "measured once"
+
+
+@on_ranks(3)
+def test_slow_links_are_not_measured_for_long(comms):
+    choice.machines_of = lambda _: [[0, 1], [2]]
+    sizes = []
+
+    def measured(by_name, *_, **__):
+        sizes.append(len(by_name))
+        return {name: Timing((1e-3 * 16 ** len(sizes),)) for name in by_name}
+
+    choice.measure = measured
+    assert list(fastest(comms).values()) == ["backend"] * len(sizes)
+    assert len(sizes) == 2, "the third would take 4 s a round"
+
+
+def on_a_gpu(comms):
+    comms.device = torch.device("cuda", 0)  # as far as choosing goes
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        names = [Carrier(comms, name).name_for(1 << 20) for name in ("auto", "shared", "ring")]
+    return names, [str(warning.message) for warning in warned]
+
+
+def test_on_a_gpu_the_backend_stays_and_rank_0_says_why():
+    (names, said), (others, silent) = run(on_a_gpu, 2)
+    assert names == others == [BACKEND, BACKEND, "ring"]
+    assert said == [
+        f"all_reduce={name!r}: gradients are on a GPU, where gloo carries them; memory that ranks "
+        "share is main memory"
+        for name in ("auto", "shared")
+    ]
+    assert not silent
+
+
+@on_ranks(4)
+def test_a_part_of_the_ranks(comms):
+    part = comms.subgroup([0, 3])
+    if part is not None:
+        assert isinstance(part, Comms)
+        pair = Pair(part, Branches, process_group=part.group)
+        assert pair.ours.all_reduce == BACKEND
+        ddp = DDP(Branches(), part, all_reduce="shared", bucket_cap_mb=SMALL)
+        twin = DDP(Branches(), part, bucket_cap_mb=SMALL)
+        twin.module.load_state_dict(ddp.module.state_dict())
+        for step in range(3):
+            for each in (ddp, twin):
+                x, y = data(part.rank, step)
+                loss_of(each(x, True), y).backward()
+            for p, q in zip(ddp.parameters(), twin.parameters(), strict=True):
+                assert torch.equal(p.grad, q.grad)
