@@ -19,7 +19,7 @@ from microddp.allreduce.whole_tensor import (
     recursive_doubling_all_reduce,
 )
 from microddp.comms import Comms
-from microddp.shared.room import by_comms, machines_of, room_of
+from microddp.shared import by_comms, machines_of, room_of
 from microddp.timing import measure
 
 AllReduce = Callable[[torch.Tensor, Comms, str], None]

@@ -18,7 +18,7 @@ from microddp.allreduce.reduction import flattened
 from microddp.allreduce.ring import ring_all_reduce
 from microddp.allreduce.shared_memory import shared_all_gather, shared_reduce_scatter
 from microddp.comms import Comms
-from microddp.shared.room import by_comms, machines_of
+from microddp.shared import by_comms, machines_of
 
 
 class Hierarchy:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from microddp.allreduce import ALGORITHMS
-from microddp.bench.allreduce import DTYPES, bench_allreduce
+from microddp.allreduce import ALGORITHMS, AUTO
+from microddp.bench.allreduce import COLLECTIVES, DTYPES, bench_allreduce
 from microddp.bench.ddp import bench_ddp, models
 from microddp.comms import init
 from microddp.compression import NAMES, compressor
@@ -35,6 +35,12 @@ def _add_allreduce_options(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--sweep", action="store_true", help="1 KiB to 64 MiB")
     parser.add_argument(
         "--algorithm", choices=[*ALGORITHMS, "backend", "all"], default="all", help="default: all"
+    )
+    parser.add_argument(
+        "--collective",
+        choices=COLLECTIVES,
+        default=COLLECTIVES[0],
+        help="default: all_reduce; of the others there is one through shared memory",
     )
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
     parser.add_argument("--check", action="store_true", help="compare with the known sum first")
@@ -66,6 +72,14 @@ def _add_ddp_options(parser: argparse.ArgumentParser) -> None:
         type=_compressor,
         metavar="NAME",
         help=f"also microddp's DDP with compressed gradients: {NAMES}",
+    )
+    parser.add_argument(
+        "--all-reduce",
+        nargs="+",
+        default=[],
+        choices=[AUTO, *ALGORITHMS],
+        metavar="NAME",
+        help=f"also microddp's DDP over another all-reduce: {', '.join([AUTO, *ALGORITHMS])}",
     )
     _add_run_options(parser)
 

@@ -1,24 +1,40 @@
-"""microddp's all-reduce algorithms against the backend's own, at one size or over a sweep."""
+"""microddp's collectives against the backend's own, at one size or over a sweep."""
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from tqdm import tqdm
 
-from microddp.allreduce import ALGORITHMS, bus_bandwidth
+from microddp.allreduce import (
+    ALGORITHMS,
+    BACKEND,
+    bus_bandwidth,
+    refused,
+    shared_all_gather,
+    shared_all_reduce,
+    shared_broadcast,
+)
 from microddp.bench.rows import report
 from microddp.comms import Comms
 from microddp.report import human_bytes
+from microddp.shared import room_of
 from microddp.timing import Timing, measure
 
 SWEEP = tuple(2**k for k in range(10, 27, 2))  # bytes
 LARGE = 1 << 20  # bytes; from here on the start-up of a message is small beside its travel
+# Small tensors are sent several times in a row and timed together, as nccl-tests does: ranks leave
+# a barrier one after the other, by more than such a call takes. All in a row have so many bytes.
+ROW_BYTES, MOST_IN_A_ROW = 4 << 20, 50
+COLLECTIVES = ("all_reduce", "broadcast", "all_gather")
+IN_PLACE = "shared, no copies"  # of a tensor that is in shared memory
+Call = Callable[[torch.Tensor], object]
 DTYPES = {
     name: getattr(torch, name)
     for name in ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
@@ -30,7 +46,9 @@ class Row:
     """One algorithm at one size; times in milliseconds, bandwidths in GB/s (10^9 bytes).
 
     The ratio to the backend is the median of those of each round. That to the wire is to the time
-    in which the links carry what a ring must send, 2 (n-1)/n of the bytes.
+    in which the links carry what a ring must send, 2 (n-1)/n of the bytes. That to a copy is to the
+    time in which each rank, all at once, copies the tensor from one place to another: it says how
+    near the memory's limit a collective is. Bus bandwidths are nccl-tests'.
     """
 
     algorithm: str
@@ -41,41 +59,41 @@ class Row:
     bus_gbs: float
     ratio_to_backend: float | None
     ratio_to_wire: float | None = None  # where the links' speed is known
+    ratio_to_copy: float | None = None  # in main memory
 
 
 def bench_allreduce(options: argparse.Namespace, comms: Comms) -> None:
     """Time every chosen algorithm at every size, taking turns within one run."""
-    groups: dict[str, list[str]] = {"all": [*ALGORITHMS], "backend": []}
+    groups: dict[str, list[str]] = {"all": [*ALGORITHMS, IN_PLACE], BACKEND: []}
     chosen = groups.get(options.algorithm, [options.algorithm])
-    reduce: dict[str, Callable[[torch.Tensor], object]] = {"backend": comms.all_reduce}
-    reduce |= {name: _bind(ALGORITHMS[name], comms) for name in chosen}
+    if options.collective != "all_reduce" and options.algorithm != BACKEND:
+        chosen = ["shared"]
+    not_here = {name: why for name in chosen if (why := refused(name.split(",")[0], comms))}
+    if not_here and options.algorithm != "all":
+        raise RuntimeError(f"rank {comms.rank}: {not_here[options.algorithm]}")
+    calls_of = {
+        name: _call(options.collective, name, comms)
+        for name in [BACKEND, *chosen]
+        if name not in not_here
+    }
     sizes = SWEEP if options.sweep else (int(options.size_mb * 2**20),)
     comms.print(comms.describe())
-    timings: dict[str, dict[int, Timing]] = {name: {} for name in reduce}
+    for name, why in not_here.items():
+        comms.print(f"Without {name}: {why}.")
+    timings: dict[str, dict[int, Timing]] = {name: {} for name in calls_of}
+    copies: dict[int, Timing] = {}
     rounds = len(sizes) * (options.warmup + options.iters)
     with tqdm(
         total=rounds, disable=None if comms.rank == 0 else True, unit="round", leave=False
     ) as bar:
         for nbytes in sizes:
-            dtype = DTYPES[options.dtype]
-            tensor = torch.empty(max(1, nbytes // dtype.itemsize), dtype=dtype, device=comms.device)
             bar.set_description(human_bytes(nbytes))
-            if options.check:
-                for name, call in reduce.items():
-                    check_sum(name, call, tensor, comms)
-            calls = {name: partial(call, tensor) for name, call in reduce.items()}
-            measured = measure(
-                calls,
-                comms,
-                warmup=options.warmup,
-                repeat=options.iters,
-                prepare=partial(tensor.fill_, 1),
-                progress=bar.update,
-            )
+            measured = _measure(nbytes, calls_of, options, comms, bar.update)
+            copies[nbytes] = measured.pop("copy")
             for name, timing in measured.items():
                 timings[name][nbytes] = timing
     rows = [
-        _row(name, nbytes, by_size[nbytes], timings["backend"][nbytes], comms)
+        _row(options.collective, name, by_size[nbytes], nbytes, timings, copies, comms)
         for nbytes in sizes
         for name, by_size in timings.items()
     ]
@@ -83,15 +101,89 @@ def bench_allreduce(options: argparse.Namespace, comms: Comms) -> None:
         _report(rows, options, comms, timings)
 
 
-def _bind(
-    algorithm: Callable[[torch.Tensor, Comms, str], None], comms: Comms
-) -> Callable[[torch.Tensor], None]:
+def _measure(
+    nbytes: int,
+    calls_of: Mapping[str, Call],
+    options: argparse.Namespace,
+    comms: Comms,
+    progress: Callable[[], object],
+) -> dict[str, Timing]:
+    """The time of each call for a tensor of so many bytes, and of a copy of the tensor."""
+    dtype = DTYPES[options.dtype]
+    numel = max(1, nbytes // dtype.itemsize)
+    tensor = torch.empty(numel, dtype=dtype, device=comms.device)
+    twin = torch.empty_like(tensor)
+    tensors = dict.fromkeys([*calls_of, "copy"], tensor)
+    if IN_PLACE in calls_of:
+        tensors[IN_PLACE] = room_of(comms).zeros(numel, dtype)
+    if options.check:
+        check = check_sum if options.collective == "all_reduce" else check_chunks
+        for name, call in calls_of.items():
+            check(name, call, tensors[name], comms)
+    times = max(1, min(MOST_IN_A_ROW, ROW_BYTES // nbytes))
+
+    def in_a_row(call: Call, tensor: torch.Tensor) -> None:
+        for _ in range(times):
+            call(tensor)
+
+    def prepare() -> None:
+        for each in tensors.values():
+            each.fill_(1)
+
+    measured = measure(
+        {
+            name: partial(in_a_row, call, tensors[name])
+            for name, call in {**calls_of, "copy": twin.copy_}.items()
+        },
+        comms,
+        warmup=options.warmup,
+        repeat=options.iters,
+        prepare=prepare,
+        progress=progress,
+    )
+    return {
+        name: Timing(tuple(seconds / times for seconds in timing.seconds))
+        for name, timing in measured.items()
+    }
+
+
+def _call(collective: str, name: str, comms: Comms) -> Call:
+    """A collective by name: the backend's or one of ours."""
+    backend: dict[str, Call] = {
+        "all_reduce": comms.all_reduce,
+        "broadcast": comms.broadcast,
+        "all_gather": lambda whole: dist.all_gather_into_tensor(
+            whole, whole.tensor_split(comms.world_size)[comms.rank].clone(), group=comms.group
+        ),
+    }
+    if name == BACKEND:
+        return backend[collective]
+    if collective == "broadcast":
+        return lambda tensor: shared_broadcast(tensor, comms)
+    if collective == "all_gather":
+        return lambda tensor: shared_all_gather(tensor, comms)
+    algorithm = shared_all_reduce if name == IN_PLACE else ALGORITHMS[name]
     return lambda tensor: algorithm(tensor, comms, "sum")
 
 
-def check_sum(
-    name: str, reduce: Callable[[torch.Tensor], object], tensor: torch.Tensor, comms: Comms
-) -> None:
+def check_chunks(name: str, call: Call, tensor: torch.Tensor, comms: Comms) -> None:
+    """Compare a broadcast of rank 0's tensor, or an all-gather of chunks, with what it must be.
+
+    Raises:
+        RuntimeError: on every rank, if any rank has another result.
+    """
+    for rank, chunk in enumerate(tensor.tensor_split(comms.world_size)):
+        chunk.fill_(rank if comms.rank in (0, rank) else -1)
+    call(tensor)
+    chunks = enumerate(tensor.tensor_split(comms.world_size))
+    wrong = sum(int((chunk != rank).sum()) for rank, chunk in chunks)
+    comms.fail_together(
+        f"{wrong} wrong" if wrong else "",
+        f"rank r's number r in chunk r, after {name} in {tensor.numel()} places",
+    )
+
+
+def check_sum(name: str, reduce: Call, tensor: torch.Tensor, comms: Comms) -> None:
     """Compare an all-reduce with a sum that is known exactly, in any dtype.
 
     Rank r contributes r + 1 in every third place, 1 in the others: the sums are small integers.
@@ -111,8 +203,22 @@ def check_sum(
     )
 
 
-def _row(name: str, nbytes: int, timing: Timing, backend: Timing, comms: Comms) -> Row:
+def _row(
+    collective: str,
+    name: str,
+    timing: Timing,
+    nbytes: int,
+    timings: Mapping[str, Mapping[int, Timing]],
+    copies: Mapping[int, Timing],
+    comms: Comms,
+) -> Row:
+    backend = timings[BACKEND][nbytes]
     bus = bus_bandwidth(nbytes, timing.median, comms.world_size)
+    if collective == "broadcast":
+        bus = nbytes / timing.median
+    elif collective == "all_gather":
+        bus /= 2
+    on_cpu = comms.device.type == "cpu"
     return Row(
         algorithm=name,
         nbytes=nbytes,
@@ -122,6 +228,7 @@ def _row(name: str, nbytes: int, timing: Timing, backend: Timing, comms: Comms) 
         bus_gbs=bus / 1e9,
         ratio_to_backend=None if timing is backend else timing.ratio(backend).median,
         ratio_to_wire=1 / (bus * comms.box.seconds_per_byte) if comms.box and bus else None,
+        ratio_to_copy=timing.ratio(copies[nbytes]).median if on_cpu else None,
     )
 
 
@@ -160,10 +267,12 @@ def _report(
             "bus GB/s": f"{row.bus_gbs:.3g}",
             "time / backend": "" if row.ratio_to_backend is None else f"{row.ratio_to_backend:.2f}",
             **({"time / wire": f"{row.ratio_to_wire:.2f}"} if row.ratio_to_wire else {}),
+            **({"time / copy": f"{row.ratio_to_copy:.3g}"} if row.ratio_to_copy else {}),
         }
         for row in rows
     ]
-    checked = ["Every result was the exact sum."] if options.check else []
+    exact = "sum" if options.collective == "all_reduce" else "tensor"
+    checked = [f"Every result was the exact {exact}."] if options.check else []
     report(rows, cells, [*conclusions(rows), *checked], options, comms)
     if options.plot:
         # Only now: matplotlib takes a second to load.
@@ -171,5 +280,6 @@ def _report(
 
         from microddp import figures
 
-        figures.times_by_size(timings, title=f"All-reduce, {comms.describe()}")
+        what = options.collective.replace("_", "-").capitalize()
+        figures.times_by_size(timings, title=f"{what}, {comms.describe()}")
         plt.savefig(options.plot, dpi=150, facecolor="white")

@@ -43,7 +43,8 @@ class Row:
         ratio: median over the rounds of its time by that of PyTorch's DDP in the same round, like
             for like, and its quartiles ``ratio_low`` and ``ratio_high``.
         exposed_ms: by how much the median exceeds that without synchronisation.
-        collectives: all-reduces of a step; compressed gradients travel without.
+        collectives: the backend's all-reduces of a step; gradients that are compressed, or added up
+            otherwise, travel without.
         nbytes: bytes they reduce.
         sent_bytes: what a rank sends of them, by formula: a ring's, or the compressor's.
     """
@@ -97,10 +98,12 @@ def steps_of(
     comms: Comms,
     bucket_cap_mb: float,
     compress: Sequence[str] = (),
+    all_reduce: Sequence[str] = (),
 ) -> dict[str, partial[torch.Tensor]]:
     """A step of each strategy, by name, each with a replica and an optimizer of its own.
 
-    Those that ``compress`` names are microddp's DDP with these compressors.
+    Those that ``compress`` and ``all_reduce`` name are microddp's DDP with these compressors, and
+    with these all-reduces.
     """
     strategies = {
         name: make(copy.deepcopy(model), comms, bucket_cap_mb) for name, make in STRATEGIES.items()
@@ -117,6 +120,9 @@ def steps_of(
         strategy = STRATEGIES[OURS](copy.deepcopy(model), comms, bucket_cap_mb)
         strategy.compress(compressor)
         strategies[f"{OURS}, {compressor}"] = strategy
+    for name in all_reduce:
+        wrapped = DDP(copy.deepcopy(model), comms, bucket_cap_mb=bucket_cap_mb, all_reduce=name)
+        strategies[f"{OURS}, {name}"] = STRATEGIES[OURS](wrapped, comms)
     return {
         name: partial(
             take_step,
@@ -157,7 +163,9 @@ def bench_ddp(options: argparse.Namespace, comms: Comms) -> None:
             model, loss_fn, batch = available[name]()
             for cap in options.bucket_cap_mb:
                 bar.set_description(f"{name}, {cap:g} MiB")
-                steps = steps_of(model, loss_fn, batch, comms, cap, options.compress)
+                steps = steps_of(
+                    model, loss_fn, batch, comms, cap, options.compress, options.all_reduce
+                )
                 timings = measure(
                     steps,
                     comms,

@@ -89,7 +89,7 @@ class Room:
         self.step = 0
         self.mine = self.memories[self.rank]
         self._broken = ""
-        self._views: dict[torch.dtype, list[list[torch.Tensor]]] = {}
+        self._views: dict[torch.dtype, tuple[list[list[torch.Tensor]], ...]] = {}
         self._parts: dict[tuple[int, int], torch.Tensor] = {}  # of others' memory, by their place
         self._tries = TRIES if comms.cores >= self.size else 0
         others = [(self.rank + k) % self.size for k in range(1, self.size)]
@@ -195,19 +195,23 @@ class Room:
 
     def given(self, dtype: torch.dtype) -> list[list[torch.Tensor]]:
         """By rank, two buffers for what is to be added up, as values of a dtype."""
-        return [buffers[:2] for buffers in self._buffers(dtype)]
+        return self._buffers(dtype)[0]
 
     def shown(self, dtype: torch.dtype) -> list[list[torch.Tensor]]:
         """By rank, two buffers for what is to be read, as values of a dtype."""
-        return [buffers[2:] for buffers in self._buffers(dtype)]
+        return self._buffers(dtype)[1]
 
-    def _buffers(self, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    def _buffers(self, dtype: torch.dtype) -> tuple[list[list[torch.Tensor]], ...]:
         if dtype not in self._views:
             wholes = [
-                torch.frombuffer(memory.first, dtype=dtype, offset=BUFFERS_AT)
+                torch.frombuffer(memory.first, dtype=dtype, offset=BUFFERS_AT).view(BUFFERS, -1)
                 for memory in self.memories
             ]
-            self._views[dtype] = [list(whole.view(BUFFERS, -1)) for whole in wholes]
+            given, shown = (
+                [list(whole[:2]) for whole in wholes],
+                [list(whole[2:]) for whole in wholes],
+            )
+            self._views[dtype] = given, shown
         return self._views[dtype]
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

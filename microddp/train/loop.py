@@ -14,8 +14,10 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from microddp.allreduce import BACKEND
 from microddp.comms import Comms
 from microddp.data import ShardedBatches, shard_sizes
+from microddp.ddp import DDP
 from microddp.local_sgd import LocalSteps, Outer
 from microddp.performance import StepTimes, StragglerReport, break_down, straggler_report
 from microddp.replicas import check_replicas
@@ -160,7 +162,15 @@ class Trainer:
     def _make_strategy(self) -> Strategy:
         config = self.config
         if not config.average_every:
-            return STRATEGIES[config.schedule](self.model, self.comms, config.bucket_cap_mb)
+            model = self.model
+            if config.all_reduce != BACKEND:
+                model = DDP(
+                    model,
+                    self.comms,
+                    bucket_cap_mb=config.bucket_cap_mb,
+                    all_reduce=config.all_reduce,
+                )
+            return STRATEGIES[config.schedule](model, self.comms, config.bucket_cap_mb)
         local = LocalSteps(
             self.model,
             self.comms,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from microddp.allreduce import ALGORITHMS, AUTO, BACKEND
 from microddp.compression import compressor
 from microddp.local_sgd import Outer
 from microddp.schedule import STRATEGIES
@@ -18,6 +19,7 @@ CHOICES = {
     "model": ("mlp", "cnn", "transformer"),
     "data": ("synthetic", "digits", "mnist", "text"),
     "precision": ("fp32", "bf16", "fp16"),
+    "all_reduce": (AUTO, BACKEND, *ALGORITHMS),
 }
 RESULT_OPTIONS = (
     *("model", "data", "channels", "hidden", "depth", "width"),
@@ -34,6 +36,9 @@ class TrainingConfig:
         schedule: how gradients are averaged: ``"naive"``, one by one after backward; ``"hooks"``,
             one by one during backward; ``"bucketed"``, in buckets; ``"ddp"``, by
             :class:`~microddp.ddp.wrapper.DistributedDataParallel`; ``"torch"``, by PyTorch's DDP.
+        all_reduce: what adds gradients up, by ``"ddp"``: see
+            :class:`~microddp.ddp.wrapper.DistributedDataParallel`. ``"auto"`` measures, and may
+            choose otherwise in another run, which then adds in another order.
         compress: what is sent instead of the gradients, with error feedback, by ``"ddp"`` and
             ``"torch"``: a name of :func:`microddp.compression.compressor`, or ``"none"``.
         average_every: steps between averages of the weights, instead of averaging gradients; 0:
@@ -76,6 +81,7 @@ class TrainingConfig:
     """
 
     schedule: str = "ddp"
+    all_reduce: str = BACKEND
     compress: str = "none"
     average_every: int = 0
     outer: str = "mean"
@@ -112,6 +118,13 @@ class TrainingConfig:
                 )
         if self.data == "text" and self.model != "transformer":
             raise ValueError(f"--data: expected --model transformer with text, got {self.model}")
+        if self.all_reduce != BACKEND and (
+            self.schedule != "ddp" or self.compress != "none" or self.average_every
+        ):
+            raise ValueError(
+                "--all-reduce: expected --schedule ddp, no --compress and no --average-every with "
+                f"it, got {self.schedule}, {self.compress} and {self.average_every}"
+            )
         if self.compress != "none":
             self._check_compression()
         self._check_local_steps()
@@ -227,6 +240,7 @@ def parse(arguments: Sequence[str] | None) -> TrainingConfig:
         parser.add_argument(_flag(name), default=default, help=text + said, **more)
 
     add("schedule", "how gradients are averaged")
+    add("all_reduce", "what adds gradients up, with --schedule ddp; auto: the fastest here")
     add("compress", "what is sent instead of gradients, as top-k:0.01", metavar="NAME")
     add("average_every", "steps between averages of weights; 0: of gradients", metavar="H")
     add("outer", "mean, or as nesterov:0.7,0.9: how averaged weights move", metavar="NAME")

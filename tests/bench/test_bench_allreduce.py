@@ -8,9 +8,9 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from microddp.allreduce import ALGORITHMS
+from microddp.allreduce import ALGORITHMS, shared_all_gather
 from microddp.bench.__main__ import main
-from microddp.bench.allreduce import Row, check_sum, conclusions
+from microddp.bench.allreduce import Row, check_chunks, check_sum, conclusions
 
 BENCH = ("-m", "microddp.bench", "allreduce")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -40,7 +40,7 @@ def test_reports_every_algorithm_against_the_backend(tmp_path):
     assert "gloo, 2 ranks on " in printed
     assert "Every result was the exact sum." in printed
     rows = json.loads(report.read_text())["rows"]
-    assert [row["algorithm"] for row in rows] == ["backend", *ALGORITHMS]
+    assert [row["algorithm"] for row in rows] == ["backend", *ALGORITHMS, "shared, no copies"]
     backend = rows[0]
     assert backend["ratio_to_backend"] is None
     for row in rows:
@@ -54,6 +54,19 @@ def test_reports_every_algorithm_against_the_backend(tmp_path):
         assert f"{sentence}{row['ratio_to_backend']:.2f} times for 1 MiB" in printed
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plot.png", "report.json"]
+
+
+@pytest.mark.parametrize(("collective", "factor"), [("broadcast", 1), ("all_gather", 1 / 2)])
+def test_reports_other_collectives(tmp_path, collective, factor):
+    report = tmp_path / "report.json"
+    options = ("--collective", collective, "--size-mb", "0.1", "--check", "--iters", "2")
+    printed = run(*TORCHRUN, *BENCH, *options, "--json", report)
+    assert "Every result was the exact tensor." in printed
+    rows = json.loads(report.read_text())["rows"]
+    assert [row["algorithm"] for row in rows] == ["backend", "shared"]
+    for row in rows:
+        assert row["bus_gbs"] == pytest.approx(row["algorithm_gbs"] * factor)
+        assert row["ratio_to_copy"] > 0
 
 
 def test_conclusions_are_means_for_small_and_for_large_tensors():
@@ -80,6 +93,16 @@ def test_conclusions_are_means_for_small_and_for_large_tensors():
 )
 def test_refuses_bad_options_in_a_line(options, complaint, capsys):
     refused("allreduce", *options, complaint=complaint, capsys=capsys)
+
+
+@on_ranks(3)
+def test_the_check_of_chunks_finds_an_error_of_one_rank_on_every_rank(comms):
+    tensor = torch.empty(10)
+    check_chunks("right", lambda whole: shared_all_gather(whole, comms), tensor, comms)
+    check_chunks("right", comms.broadcast, tensor, comms)
+    message = rf"rank {comms.rank}: expected rank r's .*, got ranks 1, 2: 7 wrong"
+    with pytest.raises(RuntimeError, match=message):
+        check_chunks("nothing", lambda _: None, tensor, comms)
 
 
 @on_ranks(3)

@@ -17,7 +17,7 @@ BENCH = ("-m", "microddp.bench", "ddp")
 def test_reports_every_strategy_against_torch(tmp_path):
     report = tmp_path / "report.json"
     options = ("--models", "MLP 128", "--bucket-cap-mb", "1", "--iters", "3", "--json", report)
-    options += ("--compress", "int8", "power:2")
+    options += ("--compress", "int8", "power:2", "--all-reduce", "shared", "auto")
     printed = run(*TORCHRUN, *BENCH, *options)
     assert "gloo, 2 ranks on " in printed
     assert "ddp takes " in printed
@@ -35,6 +35,9 @@ def test_reports_every_strategy_against_torch(tmp_path):
     assert {row["collectives"] for row in compressed.values()} == {0}, "from one rank to another"
     assert compressed["int8"]["sent_bytes"] == pytest.approx(gradients / 4, rel=0.01)
     assert 0 < compressed["power:2"]["sent_bytes"] < gradients / 20
+    in_memory = rows.pop(f"{OURS}, shared")
+    assert in_memory["collectives"] == in_memory["nbytes"] == 0
+    assert rows.pop(f"{OURS}, auto")["collectives"] in (0, 1), "whichever is the fastest"
     assert {row["nbytes"] for name, row in rows.items() if name != FREE} == {gradients}
     assert {row["sent_bytes"] for name, row in rows.items() if name != FREE} == {gradients}
     free = rows[FREE]["median_ms"]
@@ -50,6 +53,7 @@ def test_reports_every_strategy_against_torch(tmp_path):
         (("--models", "ResNet"), "invalid choice"),
         (("--bucket-cap-mb", "0"), "expected a positive number"),
         (("--compress", "zip"), "expected one of top-k:K"),
+        (("--all-reduce", "star"), "invalid choice: 'star'"),
     ],
 )
 def test_refuses_what_it_cannot_do(options, complaint, capsys):

@@ -185,6 +185,7 @@ def test_all_ranks_skip_a_step_that_overflows_on_one(comms):
 def resumed_in_parts(comms, folder):
     ways = [{"schedule": name, "precision": "fp16"} for name in CHOICES["schedule"]]
     ways += [{"compress": name} for name in ("top-k:0.1", "random-k:0.1", "int8", "power:2")]
+    ways += [{"all_reduce": name} for name in ("shared", "hierarchical")]
     ways += [{"compress": "sign", "schedule": "torch"}, {"compress": "bf16", "precision": "bf16"}]
     for number, way in enumerate(ways):
         # Small buckets: where a gradient lies decides how ranks round, and what is sent of it.
@@ -516,6 +517,15 @@ def test_a_mean_step_is_over_steps_and_ranks():
         ("--channels 8 0", r"--channels: expected numbers of at least 1, got \(8, 0\)"),
         ("--bucket-cap-mb nan", "--bucket-cap-mb: expected a positive number, got nan"),
         ("--lr -1", "--lr: expected a positive number, got -1.0"),
+        ("--all-reduce star", "argument --all-reduce: invalid choice: 'star'"),
+        (
+            "--all-reduce shared --schedule bucketed",
+            "--all-reduce: expected --schedule ddp, .* got bucketed, none and 0",
+        ),
+        (
+            "--all-reduce auto --compress int8",
+            "--all-reduce: expected .*, no --compress .* got ddp, int8 and 0",
+        ),
         ("--compress zip", "--compress: expected one of top-k:K, .* got 'zip'"),
         (
             "--compress int8 --schedule naive",
