@@ -11,8 +11,10 @@ ring                   2 (n-1)         2 (n-1)/n S           large tensors: byte
 recursive doubling     log2 n          S log2 n              small tensors: fewest rounds
 weighted               2 a column      S over a slow link    links of unequal speed
 shared                 no message      none                  ranks of one machine
-hierarchical           2 (M-1)         2 (M-1)/M S a machine M machines of several ranks each
+hierarchical           2 (M-1)         2 (M-1)/M S, of all   M machines with several ranks each
 =====================  ==============  ====================  ====================================
+
+Of a hierarchy the bytes are those of all ranks of a machine together.
 
 Every function works in place, on any dtype the backend can send, and leaves bitwise the same
 result on every rank, because each element is added up in one order that all ranks share.

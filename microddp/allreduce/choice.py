@@ -93,7 +93,7 @@ class Carrier:
 
     Args:
         comms: the ranks.
-        name: one of :data:`ALGORITHMS`, ``"backend"``, or ``"auto"``: the fastest for each size, as
+        name: one of ``ALGORITHMS``, ``"backend"``, or ``"auto"``: the fastest for each size, as
             measured here.
 
     Attributes:

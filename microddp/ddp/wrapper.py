@@ -77,7 +77,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             that are used by several reentrant checkpoints.
         verify_replicas: instead of broadcasting, insist that the ranks' parameters are equal.
         all_reduce: what adds gradients up: ``"backend"``, one of
-            :data:`microddp.allreduce.ALGORITHMS`, or ``"auto"``: the fastest for each size of
+            ``microddp.allreduce.ALGORITHMS``, or ``"auto"``: the fastest for each size of
             bucket, as measured at construction. ``"shared"`` keeps the buckets in memory that the
             ranks of a machine share. All but the backend's run on a thread of their own. On a GPU
             ``"auto"``, ``"shared"`` and ``"hierarchical"`` stay with the backend, and warn.
