@@ -136,6 +136,27 @@ def test_how_often_ranks_meet(comms):
     assert met(shared_all_reduce, room.zeros(5_000_000, torch.float32), comms) == 2
 
 
+def meet_often(comms, times):
+    """Each rank writes, before each meeting, what all others must read after it."""
+    room = room_of(comms)
+    words = [memoryview(memory.first)[rooms.BUFFERS_AT :].cast("q") for memory in room.memories]
+    mine, others = words[comms.rank], [word for word in words if word is not words[comms.rank]]
+    for k in range(times):
+        turn = k % 2
+        mine[turn] = k
+        room.meet()
+        for theirs in others:
+            if theirs[turn] != k:
+                raise AssertionError((k, theirs[turn]))
+    for word in words:
+        word.release()
+
+
+@on_ranks(2, 3, timeout=120.0)
+def test_what_was_written_before_a_meeting_is_read_after_it(comms):
+    meet_often(comms, 100_000)
+
+
 @on_ranks(2, 3, timeout=120.0)
 def test_many_calls_one_after_the_other(comms):
     """Whoever is a call ahead must not write what another still reads, nor read what is not there.
