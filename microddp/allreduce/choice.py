@@ -119,8 +119,7 @@ class Carrier:
             name = BACKEND
         if why := refused(name, comms):
             raise RuntimeError(f"rank {comms.rank}: expected another all_reduce: {why}")
-        ranks_here = comms.world_size if comms.box else comms.local_world_size
-        self._free_cores = comms.cores > ranks_here * torch.get_num_threads()
+        self._free_cores = comms.cores > comms.ranks_on_cores * torch.get_num_threads()
         self.by_size: Mapping[int, str] = fastest(comms) if name == AUTO else {1: name}
 
     def name_for(self, nbytes: int) -> str:

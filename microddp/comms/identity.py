@@ -115,6 +115,11 @@ class Identity:
         return self.box.cores if self.box else cpu_cores()
 
     @property
+    def ranks_on_cores(self) -> int:
+        """How many ranks of the job share these cores, of this group or not."""
+        return dist.get_world_size() if self.box else self.local_world_size
+
+    @property
     def headers(self) -> Headers:
         """Short texts between the ranks."""
         return Headers(self.group, self.wire_device)

@@ -77,11 +77,9 @@ class Room:
 
     def __init__(self, comms: Comms) -> None:
         memories, machines, problem = _acquaint(comms)
+        apart = f"memory shared by {' and '.join(map(str, machines))}{problem}"
         comms.fail_together(
-            ""
-            if len(machines) == 1
-            else f"memory shared by {' and '.join(map(str, machines))}{problem}",
-            "ranks of one machine that may share memory",
+            apart if len(machines) > 1 else "", "ranks of one machine that may share memory"
         )
         self.memories: list[Memory] = [memory for memory in memories if memory]
         self.rank, self.size = comms.rank, comms.world_size
@@ -91,7 +89,7 @@ class Room:
         self._broken = ""
         self._views: dict[torch.dtype, tuple[list[list[torch.Tensor]], ...]] = {}
         self._parts: dict[tuple[int, int], torch.Tensor] = {}  # of others' memory, by their place
-        self._tries = TRIES if comms.cores >= self.size else 0
+        self._tries = TRIES if comms.cores >= comms.ranks_on_cores else 0
         others = [(self.rank + k) % self.size for k in range(1, self.size)]
         # Rank r has a semaphore for each other rank, who posts to it: so it sees who is missing.
         self._theirs = [self._semaphore(peer, self.rank) for peer in others]
@@ -207,11 +205,8 @@ class Room:
                 torch.frombuffer(memory.first, dtype=dtype, offset=BUFFERS_AT).view(BUFFERS, -1)
                 for memory in self.memories
             ]
-            given, shown = (
-                [list(whole[:2]) for whole in wholes],
-                [list(whole[2:]) for whole in wholes],
-            )
-            self._views[dtype] = given, shown
+            given = [list(whole[:2]) for whole in wholes]
+            self._views[dtype] = given, [list(whole[2:]) for whole in wholes]
         return self._views[dtype]
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -260,6 +260,21 @@ def test_memory_is_given_back(comms):
         assert os.fstat(file).st_blocks * 512 < before + size / 8
 
 
+@on_ranks(2)
+def test_a_child_that_lets_go_of_it_takes_nothing_away(comms):
+    """As a worker that loads data is a child."""
+    room = room_of(comms)
+    tensor = room.zeros(1000, torch.float32).fill_(1)
+    child = os.fork()
+    if not child:
+        del tensor
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert tensor[0] == tensor[-1] == 1
+    shared_all_reduce(tensor, comms)
+    assert tensor[0] == tensor[-1] == 2
+
+
 # ---- what goes wrong
 
 
