@@ -231,14 +231,31 @@ def _report(rows: Sequence[Row], options: argparse.Namespace, comms: Comms) -> N
         }
         for row in rows
     ]
+    report(rows, cells, conclusions(rows), options, comms)
+
+
+def conclusions(rows: Sequence[Row]) -> list[str]:
+    """A sentence on each of our DDPs against PyTorch's, and what not to average would win."""
+    by_name: dict[str, list[Row]] = {}
+    for row in rows:
+        by_name.setdefault(row.strategy, []).append(row)
+    mean = {
+        name: statistics.geometric_mean(row.ratio for row in cases)
+        for name, cases in by_name.items()
+    }
     sentences = []
-    for name, reference in REFERENCES.items():
-        mine = [row for row in rows if row.strategy == name]
-        slowest = max(mine, key=lambda row: row.ratio)
-        sentences.append(
-            f"{name} takes {statistics.geometric_mean(row.ratio for row in mine):.3f} times as "
-            f"long as {reference} (geometric mean of {len(mine)} cases); at most "
-            f"{slowest.ratio:.2f} times ({slowest.ratio_low:.2f} to {slowest.ratio_high:.2f}), for "
-            f"{slowest.model} at {slowest.bucket_cap_mb:g} MiB."
+    for name, cases in by_name.items():
+        if not name.startswith(OURS):
+            continue
+        slowest = max(cases, key=lambda row: row.ratio)
+        sentence = (
+            f"{name} takes {mean[name]:.3f} times as long as {REFERENCES.get(name, THEIRS)} "
+            f"(geometric mean of {len(cases)} cases); at most {slowest.ratio:.2f} times "
+            f"({slowest.ratio_low:.2f} to {slowest.ratio_high:.2f}), for {slowest.model} at "
+            f"{slowest.bucket_cap_mb:g} MiB."
         )
-    report(rows, cells, sentences, options, comms)
+        if name not in REFERENCES and mean[FREE] < 1:
+            won = (1 - mean[name]) / (1 - mean[FREE])
+            sentence += f" It wins {won:.0%} of what no averaging at all would win."
+        sentences.append(sentence)
+    return sentences

@@ -7,7 +7,18 @@ import torch
 from ranks import on_ranks
 from test_bench_allreduce import TORCHRUN, refused, run
 
-from microddp.bench.ddp import COPIES, FREE, OURS, THEIRS, collectives, compare, models, steps_of
+from microddp.bench.ddp import (
+    COPIES,
+    FREE,
+    OURS,
+    THEIRS,
+    Row,
+    collectives,
+    compare,
+    conclusions,
+    models,
+    steps_of,
+)
 from microddp.report import MIB
 from microddp.timing import Timing
 
@@ -22,6 +33,7 @@ def test_reports_every_strategy_against_torch(tmp_path):
     assert "gloo, 2 ranks on " in printed
     assert "ddp takes " in printed
     assert "ddp, copies takes " in printed
+    assert "ddp, shared takes " in printed
     rows = {row["strategy"]: row for row in json.loads(report.read_text())["rows"]}
     reference = rows[THEIRS]
     assert reference["ratio"] == reference["ratio_low"] == reference["ratio_high"] == 1
@@ -45,6 +57,21 @@ def test_reports_every_strategy_against_torch(tmp_path):
     for row in rows.values():
         assert row["low_ms"] <= row["median_ms"] <= row["high_ms"]
         assert row["exposed_ms"] == pytest.approx(row["median_ms"] - free)
+
+
+def test_conclusions_say_what_is_won_of_what_could_be():
+    ratios = {FREE: (0.5, 0.72), OURS: (1.0, 1.0), THEIRS: (1.0, 1.0), "ddp, shared": (0.6, 0.74)}
+    rows = [
+        Row(model, 25, name, 1, 1, 1, ratio[i], ratio[i], ratio[i], 0, 0, 0, 0)
+        for name, ratio in ratios.items()
+        for i, model in enumerate(("a", "b"))
+    ]
+    ours, shared = conclusions(rows)  # geometric means: none 0.6, shared 0.666
+    assert ours.startswith("ddp takes 1.000 times as long as torch (geometric mean of 2 cases); ")
+    assert ours.endswith("for a at 25 MiB.")
+    assert "ddp, shared takes 0.666 times" in shared
+    assert "at most 0.74 times (0.74 to 0.74), for b at 25 MiB." in shared
+    assert shared.endswith("It wins 83% of what no averaging at all would win.")
 
 
 @pytest.mark.parametrize(
