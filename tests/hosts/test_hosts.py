@@ -373,6 +373,32 @@ few.close()
 """
 
 
+HIERARCHY = """
+import time
+from pathlib import Path
+import torch
+import microddp
+from microddp.allreduce import hierarchical_all_reduce, ring_all_reduce
+from microddp.shared import machines_of
+
+def sent():  # by this host, bytes
+    (link,) = [line for line in Path("/proc/net/dev").read_text().splitlines() if "eth0" in line]
+    return int(link.split()[9])
+
+with microddp.init() as comms:
+    comms.print(machines_of(comms))
+    tensor = torch.ones(1 << 20)
+    for reduce in (ring_all_reduce, hierarchical_all_reduce):
+        reduce(tensor, comms, "max")
+        comms.barrier()
+        before = sent()
+        reduce(tensor, comms, "max")
+        comms.barrier()
+        time.sleep(0.2)
+        comms.print((sent() - before) / tensor.nbytes)
+"""
+
+
 @needs_hosts
 class TestJobs:
     """Ordinary jobs of several machines."""
@@ -410,6 +436,19 @@ class TestJobs:
         assert done.returncode == 0, done.stderr
         assert "4 ranks on 2 hosts in a box with links of 100 Mbit/s or 200 Mbit/s" in done.stdout
         assert "time / wire" in done.stdout
+        apart = "these share memory as [[0, 1], [2, 3]]"
+        assert f"Without shared: shared needs ranks of one machine, and {apart}." in done.stdout
+
+    def test_a_hosts_link_carries_each_sum_of_a_hierarchy_once(self, tmp_path):
+        script = tmp_path / "job.py"
+        script.write_text(HIERARCHY)
+        done = hosts("--ranks-per-host", 2, "--link", "1gbit", "--", script)
+        assert done.returncode == 0, done.stderr
+        machines, *sent = done.stdout.splitlines()[-3:]
+        assert machines == "[[0, 1], [2, 3]]"
+        flat, hierarchical = map(float, sent)
+        assert flat == pytest.approx(1.5, rel=0.05)  # 2 (n-1)/n of 4 ranks
+        assert hierarchical == pytest.approx(1.0, rel=0.05)  # of 2 machines
 
     def test_the_status_is_the_jobs(self, tmp_path):
         script = tmp_path / "job.py"
