@@ -137,7 +137,10 @@ def die_in_backward(comms, options):
     return time.monotonic() - start
 
 
-@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": SMALL}])
+WAYS = [{}, {"bucket_cap_mb": SMALL}, {"bucket_cap_mb": SMALL, "all_reduce": "shared"}]
+
+
+@pytest.mark.parametrize("options", WAYS)
 def test_a_rank_that_dies_in_backward_is_an_error_on_the_others(options):
     results = run(die_in_backward, 3, options, dies=[1])
     assert results[1] == 7
