@@ -18,7 +18,13 @@ import torch
 
 import microddp
 from microddp import figures
-from microddp.allreduce import ALGORITHMS, all_reduce_cost, bus_bandwidth, fit_alpha_beta
+from microddp.allreduce import (
+    ALGORITHMS,
+    IN_MEMORY,
+    all_reduce_cost,
+    bus_bandwidth,
+    fit_alpha_beta,
+)
 from microddp.comms import MessageCounter, schedule_threads
 from microddp.report import human_bytes, human_seconds, mark_least, table
 from microddp.timing import Timing, measure
@@ -287,19 +293,21 @@ The ring of the *core*, the package `microddp`, is {func}`~microddp.allreduce.ri
 the one above for any operation, any dtype and tensors that are not contiguous. It cuts large chunks
 into pieces, as exercise 3 shows. The core also has a fourth way, *recursive doubling*: exchange
 whole tensors with the rank 1 away, then 2 away, then 4, so that $\log_2 n$ rounds are enough if n
-is a power of two. All four must agree with the backend's all-reduce, here for four operations:
+is a power of two. (Ways without messages are chapter 15's.) All four must agree with the backend's
+all-reduce, here for four operations:
 """
 
 # %%
+WAYS = {name: way for name, way in ALGORITHMS.items() if name not in IN_MEMORY}
 for op in ("sum", "max", "min", "product"):
-    for name, all_reduce in ALGORITHMS.items():
+    for name, all_reduce in WAYS.items():
         tensor = torch.arange(size, dtype=torch.float64, device=comms.device) % 3 + rank
         expected = tensor.clone()
         comms.all_reduce(expected, op)
         all_reduce(tensor, comms, op)
         assert torch.equal(tensor, expected), (name, op)
 
-comms.print(f"{', '.join(ALGORITHMS)}: equal to the backend's for sum, max, min and product")
+comms.print(f"{', '.join(WAYS)}: equal to the backend's for sum, max, min and product")
 
 # %% [markdown]
 r"""
@@ -426,12 +434,12 @@ machine meets all of them:
 def reductions(nbytes, names, group):
     """An all-reduce in each of these ways."""
     x = torch.zeros(nbytes // 4, device=comms.device)
-    ways = {"backend": lambda x, group: group.all_reduce(x), **ALGORITHMS}
+    ways = {"backend": lambda x, group: group.all_reduce(x), **WAYS}
     return {name: functools.partial(ways[name], x, group) for name in names}
 
 
 # %%
-timings, names = {}, ("backend", *ALGORITHMS)
+timings, names = {}, ("backend", *WAYS)
 for nbytes in (2**k for k in range(13, 24, 2)):
     calls = functools.partial(reductions, nbytes, names)
     for name, t in measure_among(four, calls, warmup=1, repeat=4).items():
@@ -440,7 +448,7 @@ for nbytes in (2**k for k in range(13, 24, 2)):
 # %% tags=["plumbing"]
 models = {
     name: lambda m, name=name: all_reduce_cost(name, four, m).seconds(alpha, beta)
-    for name in ALGORITHMS
+    for name in WAYS
 }
 ratio = timings["ring"][nbytes].ratio(timings["backend"][nbytes]).median
 figures.times_by_size(
@@ -452,20 +460,20 @@ figures.times_by_size(
 # %% tags=["plumbing"]
 rows = []
 for nbytes, backend in timings["backend"].items():
-    ratios = [timings[name][nbytes].ratio(backend).median for name in ALGORITHMS]
+    ratios = [timings[name][nbytes].ratio(backend).median for name in WAYS]
     marked = mark_least([f"{ratio:.2f}" for ratio in ratios], ratios)
     bus = bus_bandwidth(nbytes, timings["ring"][nbytes].median, four) / 1e9
     rows.append((human_bytes(nbytes), backend, *marked, bus))
 few.print("our four in units of the backend's time; * the least median of them")
-few.print(table(rows, ["size", "backend", *ALGORITHMS, "ring GB/s"]))
+few.print(table(rows, ["size", "backend", *WAYS, "ring GB/s"]))
 rows = [
-    (human_bytes(m), *(models[name](m) / timings[name][m].median for name in ALGORITHMS))
+    (human_bytes(m), *(models[name](m) / timings[name][m].median for name in WAYS))
     for m in timings["backend"]
 ]
 few.print("predicted / measured")
-few.print(table(rows, ["size", *ALGORITHMS], floats=("", *[".2f"] * len(ALGORITHMS))))
+few.print(table(rows, ["size", *WAYS], floats=("", *[".2f"] * len(WAYS))))
 for nbytes in (min(timings["ring"]), max(timings["ring"])):
-    ours = {name: timings[name][nbytes] for name in ALGORITHMS}
+    ours = {name: timings[name][nbytes] for name in WAYS}
     least = min(ours.values(), key=lambda timing: timing.median)
     fastest = [name for name, timing in ours.items() if not least.clearly_below(timing)]
     few.print(f"fastest of ours at {human_bytes(nbytes)}: {', '.join(fastest)}")
