@@ -447,8 +447,7 @@ for nbytes in (2**k for k in range(13, 24, 2)):
 
 # %% tags=["plumbing"]
 models = {
-    name: lambda m, name=name: all_reduce_cost(name, four, m).seconds(alpha, beta)
-    for name in WAYS
+    name: lambda m, name=name: all_reduce_cost(name, four, m).seconds(alpha, beta) for name in WAYS
 }
 ratio = timings["ring"][nbytes].ratio(timings["backend"][nbytes]).median
 figures.times_by_size(

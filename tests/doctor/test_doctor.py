@@ -72,7 +72,8 @@ def test_a_run_says_what_the_machine_has_and_that_all_is_well(tmp_path):
         assert "secret value" not in said
         assert "GLOO_SOCKET_IFNAME=lo" in said
         assert "set GLOO_SOCKET_IFNAME" not in said, "a warning to who has set it"
-        assert "exact sums by naive, direct, ring, doubling and torch.distributed" in said
+        ways = "naive, direct, ring, doubling, shared, hierarchical and torch.distributed"
+        assert f"exact sums by {ways}" in said
         assert "FAILED" not in said
         for size in ("64 KiB", "4 MiB", "64 MiB"):
             assert re.search(rf"all-reduce +{size} ", said)
