@@ -35,9 +35,10 @@ Stage = Callable[[Column], None]
 def shared_all_reduce(tensor: torch.Tensor, comms: Comms, op: str = "sum") -> None:
     """All-reduce in place through shared memory.
 
-    Large tensors cost a rank three copies of (n-1)/n S bytes and the sum of n times S/n; small ones
-    one copy and the sum of n S; those that are in shared memory the sum of n times S/n, and n-1
-    copies of it. Scratch: 5 MiB a rank, whatever the size.
+    Of a large tensor of S bytes a rank copies (n-1)/n S in and as much out, adds up n pieces of S/n
+    and copies the sum, S/n, home. A small one it copies in, and adds up n S. Of one that is in
+    shared memory it adds up n pieces of S/n, and writes the sum to n-1 others. Scratch: 5 MiB a
+    rank, whatever the size.
 
     Args:
         tensor: in main memory; any shape, the same on every rank.
