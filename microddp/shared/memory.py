@@ -20,8 +20,6 @@ from typing import Any, Self
 
 import torch
 
-PAGE = 4096
-
 
 class Memory:
     """A rank's memory as this process has it mapped: its own, or another rank's.
@@ -98,7 +96,7 @@ class Memory:
 
         When the last tensor in it goes, its memory is given back to the machine.
         """
-        place, self._end = self._end, self._end + -(-nbytes // PAGE) * PAGE
+        place, self._end = self._end, self._end + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         os.ftruncate(self._file, self._end)
         mapped = mmap.mmap(self._file, nbytes, offset=place)
         part = torch.frombuffer(mapped, dtype=torch.uint8)
