@@ -197,6 +197,17 @@ def senders(cluster, pairs, size):
         yield programs
 
 
+def calibrated(*links, uplinks=()):
+    """What no link exceeds. A difference of two times can be too small where other work fell into
+    the smaller message alone, so a few are tried; a link that is not limited exceeds in all."""
+    for _ in range(4):
+        with Cluster(links, uplinks) as cluster:
+            measured = calibrate(cluster)
+        if all(each.bits_per_second < 1.05 * each.asked for each in measured):
+            return measured
+    raise AssertionError(measured)
+
+
 @needs_hosts
 class TestCluster:
     """Namespaces and links."""
@@ -212,19 +223,13 @@ class TestCluster:
                 assert attempt < 3, (rate, shares)
 
     def test_the_slower_link_decides(self):
-        with Cluster(
-            [Link.parse("200mbit"), Link.parse("50mbit"), Link.parse("200mbit")]
-        ) as cluster:
-            measured = calibrate(cluster)
+        measured = calibrated(Link.parse("200mbit"), Link.parse("50mbit"), Link.parse("200mbit"))
         assert [each.asked for each in measured] == [5e7, 5e7, 2e8]
-        assert all(each.bits_per_second < 1.05 * each.asked for each in measured)
         assert measured[2].bits_per_second > 1.5 * measured[0].bits_per_second
 
     def test_an_uplink_decides_for_the_hosts_behind_it(self):
-        with Cluster([Link.parse("200mbit")] * 3, [Uplink.parse("1,2=50mbit")]) as cluster:
-            measured = calibrate(cluster)
+        measured = calibrated(*[Link.parse("200mbit")] * 3, uplinks=[Uplink.parse("1,2=50mbit")])
         assert [each.asked for each in measured] == [5e7, 2e8, 5e7]
-        assert all(each.bits_per_second < 1.05 * each.asked for each in measured)
         assert measured[1].bits_per_second > 1.5 * measured[0].bits_per_second
 
     def test_hosts_that_send_at_once_get_half_of_their_uplink_each(self):
