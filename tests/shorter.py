@@ -54,6 +54,7 @@ SHORTER = {
         # Nor can pretended devices be compiled for.
         'in ("not compiled", "inside", "around", "inside, not cut")': 'in ("not compiled",)',
     },
+    "15": {"LARGEST = 2**24": "LARGEST = 2**22", "range(12, 25, 2)": "range(12, 23, 4)"},
 }
 
 

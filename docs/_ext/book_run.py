@@ -65,38 +65,47 @@ class RealHosts:
 
 
 class HostsInABox:
-    """Hosts on this machine with links of a known speed, from a chapter's ``"4 x 1gbit"``.
+    """Hosts on this machine, from a chapter's ``"4 x 1gbit"`` or ``"2 x 1gbit, 2 ranks each"``.
 
     Where the machine refuses them, the same ranks meet over loopback, and the page says so.
-    ``MICRODDP_NPROC`` stands in for the number of hosts, ``MICRODDP_LINK`` for the links' speed.
+    ``MICRODDP_NPROC`` stands in for the number of all ranks, ``MICRODDP_LINK`` for the links'
+    speed.
+
+    Attributes:
+        ranks: of each host.
     """
 
     def __init__(self, text: str) -> None:
-        match = re.fullmatch(r"(\d+) x (\w+)", text)
+        match = re.fullmatch(r"(\d+) x (\w+)(?:, (\d+) ranks each)?", text)
         if not match:
-            raise ValueError(f"expected hosts as '4 x 1gbit', got {text!r}")
+            raise ValueError(
+                f"expected hosts as '4 x 1gbit' or '2 x 1gbit, 2 ranks each', got {text!r}"
+            )
+        each = int(match[3] or 1)
+        ranks = _wanted() or int(match[1]) * each
+        self.ranks = [min(each, ranks - first) for first in range(0, ranks, each)]
         link = Link.parse(os.environ.get("MICRODDP_LINK", match[2]))
-        links = (link,) * (_wanted() or int(match[1]))
-        self.box = Box(links, os.cpu_count() or 1)
+        self.box = Box((link,) * len(self.ranks), os.cpu_count() or 1)
         self.stack = ExitStack()
 
     def __str__(self) -> str:
-        return str(self.box)
+        several = f", {sum(self.ranks)} ranks" if max(self.ranks) > 1 else ""
+        return f"{self.box}{several}"
 
     def __enter__(self) -> Sequence[Agent]:
         try:
             cluster = self.stack.enter_context(Cluster(self.box.links))
         except RuntimeError as error:
-            return [Agent(len(self.box.links), environment={REFUSED: f"{self}: {error}"})]
+            return [Agent(sum(self.ranks), environment={REFUSED: f"{self}: {error}"})]
         print(calibration_table(cluster))
         return [
             Agent(
-                1,
+                ranks,
                 address=cluster.address(host),
                 environment=cluster.environment,
                 within=("microddp.hosts.namespaces.enter", *cluster.processes(host)),
             )
-            for host in range(len(self.box.links))
+            for host, ranks in enumerate(self.ranks)
         ]
 
     def __exit__(self, *error: object) -> None:

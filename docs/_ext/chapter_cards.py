@@ -38,6 +38,7 @@ BUILDS = {
     "12_uneven": "an all-reduce for links of unequal speed, and shards for ranks of unequal speed",
     "13_faults": "training that outlives its ranks, and a reader for hangs",
     "14_your_script": "a script of stock PyTorch for any number of devices, to download",
+    "15_one_machine": "an all-reduce through memory that ranks share, and one by machine",
 }
 
 
@@ -95,6 +96,8 @@ def head(chapter: Chapter, ranks: int, box: Box | None = None) -> tuple[str, str
     commands = [f"$ torchrun --nproc-per-node={ranks} chapters/{chapter.stem}.py"]
     if box:
         hosts = f"--hosts {len(box.links)} --link {box.links[0].option}"
+        if ranks > len(box.links):
+            hosts += f" --ranks-per-host {-(-ranks // len(box.links))}"
         commands.insert(0, f"$ python -m microddp.hosts {hosts} -- chapters/{chapter.stem}.py")
     return (
         f":::{{div}} chapter-head\n**In this chapter you build** {chapter.builds}. "

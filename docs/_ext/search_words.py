@@ -91,6 +91,11 @@ WORDS = {
         "Checkpoints": ("checkpoint", "resume"),
         "When something is wrong": ("slow", "debugging"),
     },
+    "15_one_machine": {
+        "Two meetings and a sum": ("shared memory", "semaphore"),
+        "Several machines: each sum once": ("hierarchical all-reduce", "topology"),
+        "How NCCL does it": ("NVLink", "NVLS", "SHARP", "tree"),
+    },
 }
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from book_run import HostsInABox
 from boxes import needs_hosts
 from gallery_book import JOIN, LAUNCHER, PRELOAD, Book, Build
 from test_launcher import FAULTS as ON_ONE_HOST
@@ -19,6 +20,7 @@ PREFIXES = {"MICRODDP_HOSTS": "; sh -c '\"$@\" || exit 1' sh", "MICRODDP_NPROC":
 PREFIXES |= {"MICRODDP_ADDRESS": "127.0.0.1"}
 
 ON_HOSTS = "# sphinx_gallery_hosts = '2 x 1gbit'\n"
+OF_TWO_RANKS = "# sphinx_gallery_hosts = '2 x 1gbit, 2 ranks each'\n"
 FAULTS = {
     "raises": (
         """
@@ -98,6 +100,7 @@ def faulty(
         head = 'comms = type("Comms", (), {"describe": lambda self: "", "world_size": 2})()\n'
         made.chapter(name, ON_HOSTS + JOIN + head + dedent(code).replace("TIMEOUT", str(timeout)))
     made.chapter("then", ON_HOSTS + GOOD)
+    made.chapter("then_of_two", OF_TWO_RANKS + GOOD)
     return made, made.build(**(PREFIXES if request.param == "prefixes" else {}))
 
 
@@ -136,7 +139,10 @@ class TestFaults:
         assert "hosts 2 of 2 ranks" in made.page("then")
         box = "2 ranks on 2 hosts in a box with links of 1 Gbit/s" in made.page("then")
         machines = "2 ranks on 2 machines of" in made.page("then")
-        assert (box, machines) == ((True, False) if made.root.name == "box" else (False, True))
+        boxed = made.root.name == "box"
+        assert (box, machines) == (boxed, not boxed)
+        ranks = 4 if boxed else 2
+        assert f"hosts 2 of {ranks} ranks" in made.page("then_of_two")
 
 
 @needs_hosts
@@ -175,4 +181,14 @@ def test_what_is_said_of_hosts_can_be_wrong(tmp_path: Path) -> None:
     made.chapter("wants", "# sphinx_gallery_hosts = 'plenty'\n" + GOOD)
     build = made.build()
     assert build.process.returncode != 0
-    assert "wants.py: not possible: expected hosts as '4 x 1gbit', got 'plenty'" in build.output
+    forms = "'4 x 1gbit' or '2 x 1gbit, 2 ranks each'"
+    assert f"wants.py: not possible: expected hosts as {forms}, got 'plenty'" in build.output
+
+
+@pytest.mark.parametrize(("ranks", "each"), [(None, [2, 2]), ("3", [2, 1]), ("1", [1])])
+def test_ranks_are_dealt_to_hosts(
+    monkeypatch: pytest.MonkeyPatch, ranks: str | None, each: list[int]
+) -> None:
+    if ranks:
+        monkeypatch.setenv("MICRODDP_NPROC", ranks)
+    assert HostsInABox("2 x 1gbit, 2 ranks each").ranks == each

@@ -60,6 +60,8 @@ def test_every_chapter_opens_with_a_question_and_says_what_is_built(path):
     assert f"torchrun --nproc-per-node=3 chapters/{path.name}" in head(chapter, 3)[1]
     boxed = head(chapter, 2, Box((Link(1e9),) * 2, cores=2))[1]
     assert f"microddp.hosts --hosts 2 --link 1gbit -- chapters/{path.name}" in boxed
+    several = head(chapter, 4, Box((Link(1e9),) * 2, cores=2))[1]
+    assert f"--link 1gbit --ranks-per-host 2 -- chapters/{path.name}" in several
 
 
 def test_nothing_is_said_of_chapters_that_are_not_there():

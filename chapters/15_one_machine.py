@@ -1,0 +1,690 @@
+# %% [markdown]
+r"""
+# 15. Inside one machine
+
+How fast can one machine agree with itself? Ranks of one machine have the same memory under them.
+Yet all that they knew of each other so far came in messages, as if they were far apart. This
+chapter builds an all-reduce without a message, in memory that the ranks share, and predicts its
+time from that of a copy. Then it lets machines with several ranks each send every sum over the
+network once.
+"""
+
+# %% tags=["imports"]
+import os
+import time
+from contextlib import contextmanager
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+
+import torch
+from torch.nn.functional import mse_loss
+
+import microddp
+from microddp import figures
+from microddp.allreduce import (
+    hierarchical_all_reduce,
+    ring_all_reduce,
+    shared_all_gather,
+    shared_all_reduce,
+    shared_reduce_scatter,
+)
+from microddp.model import FullMLP, gradient_bytes
+from microddp.report import human_bytes, human_seconds, table
+from microddp.shared import machines_of, room_of
+from microddp.timing import Timing, measure
+
+# %%
+# sphinx_gallery_hosts = "2 x 1gbit, 2 ranks each"
+comms = microddp.init()
+comms.print(comms.describe())
+senders = comms.timed(computing=False)
+
+# %% [markdown]
+"""
+## Who shares memory?
+
+Which ranks are on one machine? `torchrun` numbers the ranks that it started in one place, and hosts
+have names. Neither is a proof: two containers may have one name and no memory in common. So the
+ranks try. On Linux each one makes a file that lies in memory and has no name in any folder
+(`memfd_create`), and tells the others where it is, and a random word that it wrote on it. Who
+can open it, and finds the word, shares memory with its owner. When the last process that has it
+open ends, the file is gone, whatever ended the process:
+"""
+
+# %%
+machines = machines_of(senders)
+senders.print(f"{senders.world_size} ranks stay; by machine: {machines}")
+groups = [senders.subgroup(ranks) for ranks in machines]
+(inside,) = filter(None, groups)  # the ranks of this machine
+me, n = inside.rank, inside.world_size
+if n == 1:
+    senders.print("One rank shares its memory with nobody: add --nproc-per-node=2.")
+
+# %% [markdown]
+"""
+Hosts in a box count as machines: between them there is a network, and nothing else. On the
+website there are two, of two ranks each. What belongs to one machine is timed on the first, while
+the ranks of the other one sleep:
+"""
+
+# %% tags=["plumbing"]
+
+
+@contextmanager
+def on_all_cores():
+    """Let this rank, and groups that it makes, use the cores of all hosts in a box."""
+    own = os.sched_getaffinity(0) if senders.box else ()
+    try:
+        if own:
+            os.sched_setaffinity(0, range(os.cpu_count()))
+        yield
+    finally:
+        if own:
+            os.sched_setaffinity(0, own)
+
+
+with on_all_cores():
+    groups = [senders.subgroup(ranks) for ranks in machines]
+    (inside,) = filter(None, groups)
+
+
+# %%
+def on_one_machine(calls, **options):
+    """Time calls among the ranks of the first machine; all ranks learn the times."""
+    seconds = {}
+    if senders.rank in machines[0]:
+        with on_all_cores():
+            times = measure(calls, inside, **options)
+        seconds = {name: timing.seconds for name, timing in times.items()}
+    told = senders.all_gather_data(seconds)[machines[0][0]]
+    return {name: Timing(tuple(of)) for name, of in told.items()}
+
+
+# %% [markdown]
+r"""
+## Two meetings and a sum
+
+**Predict.** A message between two ranks of one machine goes through a socket. The sender's bytes
+are copied into the kernel and from there to the receiver, in packets, each handled on the way by
+what would handle it in a network. In shared memory there is no message. A rank writes its tensor
+where the others see it. Each adds up the $n$-th part that is its own, and writes the sum where all
+see it. Then each reads the whole.
+
+What that costs is reading and writing. Let a copy of $S$ bytes take $c(S)$ seconds: it reads $S$
+and writes $S$. To add to a tensor in place reads two and writes one.
+
+| | bytes read and written |
+|---|---|
+| copy the tensor in | $2S$ |
+| copy the first rank's part | $2S/n$ |
+| add the others' parts | $3S\,(n-1)/n$ |
+| copy the result out | $2S$ |
+
+That makes $(7 - 1/n)\,S$, as much as $\frac{7 - 1/n}{2}$ copies: 3.25 for two ranks.
+
+And the ranks must wait for each other, twice. Nobody may add up before all have written, and nobody
+may read the result before all have added up their part. Let such a *meeting* take $m$ seconds, then
+
+$$ t(S) = 2m + \frac{7 - 1/n}{2}\,c(S) . $$
+
+**Build.** A {class}`~microddp.shared.room.Room` has the memory of all ranks of a machine, and the
+meetings. Each rank asks for a block and tells the others its place:
+"""
+
+# %%
+room = room_of(inside)
+LARGEST = 2**24  # bytes
+
+
+def blocks(nbytes):
+    """A block of float32 in the memory of each rank, by rank, as this rank sees them."""
+    count = nbytes // 4
+    mine = room.zeros(count, torch.float32)
+    places = inside.all_gather_data(room.place(mine))
+    seen = [room.at(rank, place, count, torch.float32) for rank, place in enumerate(places)]
+    return [mine if rank == me else block for rank, block in enumerate(seen)]
+
+
+given = blocks(LARGEST)
+total = blocks(LARGEST)[0]  # one is enough: that of rank 0
+
+
+# %%
+def shared_sum(tensor, written=room.meet, summed=room.meet):
+    count = tensor.numel()
+    given[me][:count].copy_(tensor)
+    written()  # all have
+    first, *others = (block[:count].tensor_split(n)[me] for block in given)
+    part = total[:count].tensor_split(n)[me]
+    part.copy_(first)
+    for other in others:
+        part += other
+    summed()  # all have
+    tensor.copy_(total[:count])
+
+
+# %% [markdown]
+"""
+Is it right? Whole numbers, whose sums are exact, against the backend's all-reduce. And numbers
+that are rounded: each is added up once, in rank order, so all ranks must have the same bits:
+"""
+
+# %%
+values = torch.arange(1003.0) % 7 + me
+expected = values.to(inside.device)
+inside.all_reduce(expected)
+shared_sum(values)
+assert torch.equal(values, expected.cpu())
+
+rounded = torch.randn(1003, generator=torch.Generator().manual_seed(me))
+shared_sum(rounded)
+results = inside.all_gather(rounded.to(inside.device))
+assert (results == results[0]).all()
+senders.print(f"{n} ranks: equal to the backend's sum, and the same bits on each")
+
+# %% [markdown]
+"""
+How does a rank know that the others have come? A flag in shared memory would not do everywhere. A
+processor may let others see two writes in another order than they were made, ARM's do, and then a
+rank finds the flag and not yet the values. So a rank *posts* to a semaphore of each other rank,
+and waits at its own. POSIX lists these calls among those that bring memory up to date
+([4.15](https://pubs.opengroup.org/onlinepubs/9799919799/basedefs/V1_chap04.html)): what was written
+before a post is there after the wait. A rank that waits looks some hundred times, if each rank has
+a core, and then sleeps in the kernel, so that with more ranks than cores nobody takes another's
+time.
+
+What is a meeting worth, beside the backend's barrier? Fifty in a row, on the first machine:
+"""
+
+
+# %%
+def repeated(times, call, *arguments):
+    for _ in range(times):
+        call(*arguments)
+
+
+waits = {"meeting": room.meet, "barrier": inside.barrier}
+times = on_one_machine({name: partial(repeated, 50, call) for name, call in waits.items()})
+meeting, barrier = (times[name].median / 50 for name in waits)
+senders.print(f"a meeting {human_seconds(meeting)}, the backend's barrier {human_seconds(barrier)}")
+
+# %% [markdown]
+"""
+## Where it breaks: a meeting left out
+
+Each meeting looks as if it could be spared: the ranks do the same work and come at about the same
+time. **Predict.** Without the first, a rank may add up what another one gave in the *last* call.
+Without the second, it may read a part that is not added up yet. Whether it does is a matter of
+microseconds, so a test may pass for long. A rank that is late makes it certain.
+
+**Measure.** Other numbers in each call, and the right sum is known. First all ranks come as they
+do, then the last one sleeps a millisecond before it writes, and again before it adds up:
+"""
+
+# %%
+CALLS = 25
+nothing = partial(repeated, 0, None)
+
+
+def wrong_sums(written, summed, late):
+    """How many calls gave a wrong sum, on all ranks of this machine together."""
+    nap = partial(time.sleep, late if me == n - 1 else 0)
+    wrong = 0
+    for i in range(CALLS):
+        tensor = torch.full((1000,), float(i + me))
+        nap()
+        shared_sum(tensor, lambda: (written(), nap()), summed)
+        wrong += not tensor.eq(n * i + n * (n - 1) / 2).all()
+    return sum(inside.all_gather_data(wrong))
+
+
+# %%
+MEETINGS = {
+    "both meetings": (room.meet, room.meet),
+    "without the first": (nothing, room.meet),
+    "without the second": (room.meet, nothing),
+}
+rows = []
+for name, pair in MEETINGS.items():
+    counts = [wrong_sums(*pair, late) for late in (0, 1e-3)]
+    rows.append((name, *counts))
+    assert (counts[1] > 0) == (n > 1 and name != "both meetings")
+    assert any(counts) == (n > 1) or name == "both meetings"
+senders.print(table(rows, [f"wrong, of {n * CALLS} sums", "as they come", "one is late"]))
+
+# %% [markdown]
+"""
+**Explain.** The column on the left is why such a mistake lives long: it counts what happened to
+happen, and another run has another number. The one on the right was arranged, and is the one to
+test with.
+
+And a third meeting at the end, so that nobody writes its next tensor over what others still read?
+It is not needed. What the next call writes first is the rank's block of `given`, which the others
+read before the second meeting only. The sums of the next call are written after *its* first
+meeting, and by then every rank has read these.
+
+## Small tensors: one meeting
+
+**Predict.** A small tensor's time is that of the meetings. So do with one: give, meet, and add up
+everything oneself. That is $n$ times the additions, of few values. But now nothing stops a fast
+rank from beginning the next call while a slow one still adds up. With *two buffers in turn* it
+writes into the other one. When it comes to the first again, two calls later, all ranks have been
+at the meeting in between, to which they came after they had read.
+
+**Build.**
+"""
+
+# %%
+SMALL = 2**16  # bytes
+pairs, turns = blocks(2 * SMALL), cycle((0, 1))
+
+
+def one_meeting(tensor):
+    start = next(turns) * SMALL // 4
+    buffers = [block[start : start + tensor.numel()] for block in pairs]
+    buffers[me].copy_(tensor)
+    room.meet()
+    tensor.copy_(buffers[0])
+    for other in buffers[1:]:
+        tensor += other
+
+
+# %% [markdown]
+r"""
+The core has both: {func}`~microddp.allreduce.shared_memory.shared_all_reduce` meets once for small
+tensors. Large ones it takes a piece at a time, through buffers of a megabyte, two in turn. Such a
+buffer stays in the processor's *cache*, its small and fast memory: what one rank has just written,
+another reads from there. What must go to the main memory then is the tensor itself: each rank reads
+$S$ and writes $S$. That is one copy, and nothing that leaves tensors where they are can take less.
+
+The core can do one thing more: a tensor that is in shared memory already is added up where it is.
+DDP puts its buckets there, so gradients are neither copied in nor out.
+
+**Measure.** Sizes from 4 KiB to 16 MiB. Small ones are called several times in a row, and timed
+together. The backend sends through sockets between CPUs, and on GPUs by NCCL; the ring is
+chapter 02's. "Copy" is that of one tensor on each rank, all at the same time, and the prediction
+takes it and the meeting's time from this run:
+"""
+
+# %%
+SIZES = [2**k for k in range(12, 25, 2)]
+IN_MEMORY = {"two meetings": shared_sum, "one meeting": one_meeting}
+IN_MEMORY["core"] = partial(shared_all_reduce, comms=inside)
+BY_MESSAGES = {"backend": inside.all_reduce, "ring": partial(ring_all_reduce, comms=inside)}
+
+
+def calls_of(nbytes):
+    """Each way with a tensor of its own, many times in a row if it is small."""
+    times = max(1, min(50, 2**22 // nbytes))
+    zeros = partial(torch.zeros, nbytes // 4)
+    calls = {name: (way, zeros(device=comms.device)) for name, way in BY_MESSAGES.items()}
+    calls |= {name: (way, zeros()) for name, way in IN_MEMORY.items()}
+    calls["core, in place"] = IN_MEMORY["core"], room.zeros(nbytes // 4, torch.float32)
+    calls["copy"] = torch.ones(nbytes // 4).copy_, zeros()
+    if nbytes > SMALL:
+        del calls["one meeting"]
+    return times, {name: partial(repeated, times, *call) for name, call in calls.items()}
+
+
+# %%
+timings = {}
+for nbytes in SIZES:
+    times, calls = calls_of(nbytes)
+    for name, timing in on_one_machine(calls, warmup=3, repeat=11).items():
+        each = Timing(tuple(seconds / times for seconds in timing.seconds))
+        timings.setdefault(name, {})[nbytes] = each
+
+
+# %%
+def predicted(nbytes):
+    return 2 * meeting + (7 - 1 / n) / 2 * timings["copy"][nbytes].median
+
+
+# %% tags=["plumbing"]
+rows = [
+    (human_bytes(nbytes), *(human_seconds(of[nbytes].median) if nbytes in of else None
+                            for of in timings.values()), human_seconds(predicted(nbytes)))
+    for nbytes in SIZES
+]  # fmt: skip
+senders.print(f"median time of a call, {n} ranks")
+senders.print(table(rows, ["size", *timings, "two meetings, predicted"]))
+
+# %% tags=["plumbing"]
+
+
+def with_quartiles(timing):
+    low, high = timing.spread
+    return f"{timing.median:.2f} ({low:.2f} to {high:.2f})"
+
+
+def ratios(name, other):
+    return {s: t.ratio(timings[other][s]) for s, t in timings[name].items()}
+
+
+over_backend, over_copy = ratios("core", "backend"), ratios("core", "copy")
+rows = [
+    (
+        human_bytes(s),
+        with_quartiles(over_backend[s]),
+        with_quartiles(ratios("two meetings", "backend")[s]),
+        with_quartiles(over_copy[s]),
+        with_quartiles(ratios("core, in place", "copy")[s]),
+        f"{timings['two meetings'][s].median / predicted(s):.2f}",
+    )
+    for s in SIZES
+]
+headers = ["size", "core / backend", "two meetings / backend", "core / copy",
+           "in place / copy", "two meetings / predicted"]  # fmt: skip
+senders.print(table(rows, headers))
+
+# %% tags=["plumbing"]
+below = [s for s in SIZES if over_backend[s].spread[1] < 1]
+title = f"The core's takes less time than the backend's at {len(below)} of {len(SIZES)} sizes"
+if len(below) == len(SIZES):
+    middle = sorted(timing.median for timing in over_backend.values())[len(SIZES) // 2]
+    title = f"Through memory: {middle:.2f} of the backend's time, in the middle of all sizes"
+figures.times_by_size(
+    {name: timings[name] for name in ("backend", "ring", "two meetings", "core", "copy")},
+    title=title,
+    models={"two meetings": predicted},
+)
+
+# %% [markdown]
+"""
+**Explain.** For small tensors the prediction is two meetings, and what is missing are the calls
+themselves: five of PyTorch, of a microsecond or so each. For large ones it is the copies. Where the
+measured time is below the prediction, a part of what one rank wrote was still in the cache when
+another one read it; where it is above, the memory had more to do than in a copy, because what a
+rank reads was last written by another core. The column "core / copy" says how far from the limit
+the core is. It falls with the size as long as meetings and calls count; in place it may be below 1,
+since there a rank writes where it has read.
+
+Who else does that? DeepSpeed has such an all-reduce for processors with two sockets: 32 MB in 0.65
+ms instead of gloo's 30.7, 64 KB in 0.028 instead of 0.23
+([April 2024](https://github.com/deepspeedai/DeepSpeed/pull/5391)).
+
+## Several machines: each sum once
+
+Now the network. Machines have several ranks each, and one link.
+
+**Predict.** Let $M$ machines have $k$ ranks each, $n = Mk$. A ring through all ranks that goes
+machine by machine leaves each machine once. Over that link go the $2\\,\\frac{n-1}{n}\\,S$ bytes
+that every rank sends to its neighbour. But the machine's ranks have something to say *together*:
+their sum, $S$ bytes. So let them add up first, in memory, each a share; let every share be summed
+over the machines by those who have it; and let them hand the results round, in memory. The link
+carries the all-reduces of $k$ shares of $S/k$ among $M$ machines, together
+$2\\,\\frac{M-1}{M}\\,S$. For two machines of two ranks that is $S$ instead of $1.5\\,S$, for two of
+eight $S$ instead of $1.875\\,S$.
+
+**Build.** The ranks that have the same share are a *lane*:
+"""
+
+# %%
+even = len(machines) > 1 and len({len(ranks) for ranks in machines}) == 1
+lane = None
+if even and comms.device.type == "cpu":
+    lanes = [senders.subgroup(ranks) for ranks in zip(*machines, strict=True)]
+    (lane,) = filter(None, lanes)
+
+
+def by_machine(tensor):
+    share = shared_reduce_scatter(tensor, inside)
+    ring_all_reduce(share, lane)
+    shared_all_gather(tensor, inside)
+
+
+# %% [markdown]
+"""
+The core's {func}`~microddp.allreduce.hierarchical.hierarchical_all_reduce` takes machines of
+uneven size, too. And it cuts a large tensor into parts of 4 MiB: while one travels, the machine
+adds up the next.
+
+**Measure.** 16 MiB, and what the interface of the first host says that it sent. The time that the
+bytes need on the link is known:
+"""
+
+
+# %%
+def bytes_sent():
+    """What has left this host, or come back to itself over loopback, is in the kernel's list."""
+    _, _, *lines = Path("/proc/net/dev").read_text().splitlines()
+    devices = dict(line.split(":") for line in lines)
+    return sum(int(of.split()[8]) for name, of in devices.items() if name.strip() != "lo")
+
+
+def counted(call):
+    """Bytes that a call brings onto the first host's link."""
+    senders.barrier()
+    before = bytes_sent()
+    call()
+    senders.barrier()
+    return senders.all_gather_data(bytes_sent() - before)[0]
+
+
+# %%
+N, M = senders.world_size, len(machines)
+tensor = torch.zeros(LARGEST // 4)
+flat, once = 2 * (N - 1) / N, 2 * (M - 1) / M  # times S, over a machine's link
+WAYS = {
+    "ring": (partial(ring_all_reduce, tensor, senders), flat),
+    "backend": (partial(senders.all_reduce, tensor), flat),
+    "by machine": (partial(by_machine, tensor), once),
+    "core": (partial(hierarchical_all_reduce, tensor, senders), once),
+}
+found = {}
+if lane:
+    found = measure({name: call for name, (call, _) in WAYS.items()}, senders, repeat=7)
+else:
+    senders.print("One machine, or GPUs: python -m microddp.hosts --ranks-per-host 2 has several.")
+
+# %% tags=["plumbing"]
+rows = []
+for name, timing in found.items():
+    call, expected = WAYS[name]
+    carried = wire = None
+    if senders.box:
+        carried = counted(call) / LARGEST
+        wire = expected * LARGEST * senders.box.seconds_per_byte
+        assert 0.98 * expected < carried < 1.15 * expected
+    rows.append((
+        name,
+        expected,
+        carried,
+        human_seconds(wire) if wire else None,
+        human_seconds(timing.median),
+        f"{timing.median / wire:.2f}" if wire else None,
+        with_quartiles(timing.ratio(found["ring"])),
+    ))  # fmt: skip
+headers = ["", "over the link / S", "counted", "wire's time", "measured", "/ wire", "/ ring"]
+if rows:
+    senders.print(f"{M} machines of {n} ranks, {human_bytes(LARGEST)}")
+    senders.print(table(rows, headers, floats=".3f"))
+
+# %% tags=["plumbing"]
+if found and senders.box:
+    wires = {name: WAYS[name][1] * LARGEST * senders.box.seconds_per_byte for name in found}
+    core = with_quartiles(found["core"].ratio(found["ring"])).partition(" ")[0]
+    figures.stacked_bars(
+        {
+            name: {"on the wire": wires[name], "besides": max(0, t.median - wires[name])}
+            for name, t in found.items()
+        },
+        title=f"Each sum once over the network: {core} of the ring's time",
+        xlabel=f"an all-reduce of {human_bytes(LARGEST)}",
+    )
+
+# %% [markdown]
+r"""
+**Explain.** The bytes are those of the formula, but for headers and the barrier around the call.
+With two machines of two, $S$ by $1.5\,S$ is 0.67, and no time can be below that while the wire is
+what everything waits for. In `by_machine` the link waits while the machine adds up and hands round;
+the core fills most of that time. The more ranks a machine has, the more there is to win: up to one
+half.
+
+## How NCCL does it
+
+GPUs of one machine are joined by NVLink, or else by PCIe, and one writes into the memory of
+another; where neither is possible, NCCL goes through the host's memory, as its
+[manual](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html) says of SHM. Between
+machines it has trees besides rings. A
+[tree](https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/) runs
+along a chain inside each machine and from machine to machine as a tree, so it sends each machine's
+sum, and not each rank's. There are two at once, so that no link is idle. For small messages the
+way up and down a tree, of a logarithm of steps, is shorter than a ring.
+
+And where the switch between GPUs can add (*NVLS*: NVLink with SHARP), a GPU sends what it has once
+and gets the sum once. **Predict.** In a ring of 8 each GPU sends $\frac{14}{8}\,S$, so a switch
+that adds could be 1.75 times as fast. Published, on 8 H200, for 16 GiB: 480 GB/s with NVLS and 367
+in a ring ([Stas Bekman](https://github.com/stas00/ml-engineering/tree/master/network), August
+2026). These are bus bandwidths, $\frac{S}{t} \cdot \frac{2(n-1)}{n}$, that is, a ring's bytes a
+second:
+"""
+
+# %%
+rows = []
+for way, bus, times_S in (("ring", 367, 14 / 8), ("NVLS", 480, 1.0)):
+    seconds = 16 * 2**30 * 14 / 8 / (bus * 1e9)
+    rows.append((way, bus, human_seconds(seconds), times_S * 16 * 2**30 / seconds / 1e9))
+headers = ["published, 8 H200", "bus GB/s", "so 16 GiB take", "GB/s that leave a GPU"]
+senders.print(table(rows, headers, floats=".0f"))
+senders.print(f"NVLS is {480 / 367:.2f} times as fast, where bytes allow 1.75")
+
+# %% [markdown]
+"""
+**Explain.** A bus bandwidth above what a link can carry is no error: the switch adds, and less is
+sent than in the ring that the number assumes. By what leaves a GPU the ring comes nearer to the
+450 GB/s that NVLink has by its specification.
+
+## DDP twice
+
+**Predict.** The core's DDP takes `all_reduce="auto"`: for each size the fastest, as measured here
+when it is built. What can be won is what averaging costs: the step of DDP less that of one rank for
+itself.
+
+**Measure.** Two models, a step of each: alone, with the backend's all-reduce, and with `"auto"`:
+"""
+
+# %%
+CARRIERS = ["backend", "auto"] if comms.device.type == "cpu" else ["backend"]
+BATCH = 64
+
+
+def steps_of(width):
+    """A training step of each kind, of a model of 16 layers; made on one machine."""
+    data = torch.randn(2, BATCH, width, device=comms.device).unbind()
+    models = {"alone": FullMLP(width).to(comms.device)}
+    for name in CARRIERS:
+        torch.manual_seed(0)
+        models[name] = microddp.DDP(FullMLP(width).to(comms.device), inside, all_reduce=name)
+    return {name: partial(step, model, data) for name, model in models.items()}
+
+
+def step(model, data):
+    inputs, targets = data
+    model.zero_grad()
+    mse_loss(model(inputs), targets).backward()
+
+
+# %%
+results = {}
+for width in (256, 512):
+    with on_all_cores():
+        steps = steps_of(width)
+    results[width] = on_one_machine(steps, warmup=3, repeat=15)
+
+# %% tags=["plumbing"]
+rows = []
+for width, of in results.items():
+    row = [f"16 x {width}", human_bytes(gradient_bytes(FullMLP(width))), *map(str, of.values())]
+    if "auto" in of:
+        cost = of["backend"].median - of["alone"].median
+        won = (of["backend"].median - of["auto"].median) / cost if cost > 0 else None
+        row += [with_quartiles(of["auto"].ratio(of["backend"])), f"{won:.0%}" if won else None]
+    rows.append(row)
+headers = ["model", "gradients", "alone", *CARRIERS, "auto / backend", "of averaging, won"]
+senders.print(f"a step of {n} ranks on one machine, without an optimizer")
+senders.print(table(rows, headers[: len(rows[0])]))
+if comms.device.type != "cpu":
+    senders.print(f"On GPUs DDP keeps {comms.backend}: gradients are not in memory ranks share.")
+
+# %% [markdown]
+"""
+**Explain.** `"auto"` does not change what is computed, only who carries it. Over sockets, averaging
+takes a core's time as well as the link's (chapter 05), so what memory wins here is time of the
+cores. The rest of the cost stays: each rank must still read what the others have, and wait for the
+slowest.
+
+## What to take along
+
+- Inside a machine an all-reduce is limited by memory, and one copy is the least that it takes.
+- Two meetings make it right, and buffers in turn save one. A meeting left out is a wrong sum that
+  seldom shows.
+- Between machines send each machine's sum, not each rank's: over a link go $2(M-1)/M$ times the
+  bytes, however many ranks a machine has.
+
+## Exercises
+
+**The lab.** `python -m microddp.labs start 15` writes a script in which two meetings and a sum are
+missing; its checks let one rank be late at each place in turn.
+
+1. `one_meeting` has two buffers. Use one, `start = 0`, and count wrong sums with a late rank as
+   above. Where must it be late?
+
+   <details class="solution"><summary>Solution</summary>
+
+   After the meeting, before it adds up. The others leave the call, begin the next one and write
+   over what the late rank is still to read:
+
+   ```python
+   def one_buffer(tensor, late):
+       buffers = [block[: tensor.numel()] for block in pairs]
+       buffers[me].copy_(tensor)
+       room.meet()
+       time.sleep(late if me == n - 1 else 0)
+       tensor.copy_(buffers[0])
+       for other in buffers[1:]:
+           tensor += other
+   ```
+
+   Called 25 times with `late=1e-3` and other numbers each time, the late rank has wrong sums. Its
+   own value is right in them, and those of the others are of the next call. Two buffers, with
+   `start` as it was, have none, however late it is.
+
+   </details>
+
+2. Four machines have eight ranks each, and gradients of 1 GiB. How many bytes cross a machine's
+   link in a ring through all 32 ranks, and how many by machine? And if each of the eight ranks had
+   a link of its own to the network?
+
+   <details class="solution"><summary>Solution</summary>
+
+   The ring: $2 \\cdot 31/32$, or 1.94 GiB. By machine: $2 \\cdot 3/4$, or 1.5 GiB. With more
+   machines the two come nearer to each other, and both to 2 GiB: what is won is largest for two
+   machines.
+
+   With eight links the ring through all ranks still leaves the machine once, over one of them, and
+   seven are idle. By machine, every lane has a link, and each carries 1.5/8, or 0.19 GiB. That is
+   how GPU servers are built, with a network card for each GPU. (NCCL makes several rings, which
+   leave the machine at different GPUs, for the same reason.)
+
+   </details>
+
+3. `shared_sum` lets every rank add up a part. Let rank 0 add up everything instead. How many bytes
+   are read and written then, one after the other, for two and for eight ranks? Can a meeting
+   be left out now?
+
+   <details class="solution"><summary>Solution</summary>
+
+   All copy in at the same time, $2S$. Then rank 0 alone copies and adds, $2S + 3(n-1)S$, while the
+   others wait; then all copy out, $2S$. That is $9S$ for two ranks instead of $6.5\\,S$, and
+   $27\\,S$ for eight instead of $6.875\\,S$.
+
+   Neither meeting can be left out: rank 0 must not begin before all have given, and nobody may read
+   before it has ended.
+
+   </details>
+"""
+
+# %%
+comms.close()
