@@ -395,7 +395,7 @@ figures.times_by_size(
 )
 
 # %% [markdown]
-"""
+r"""
 **Explain.** For small tensors the prediction is meetings and calls, for large ones copies. Where
 the measured time is below, a part of what one rank wrote was still in the cache when it was read;
 where it is above, the ranks had to wait for more than the meeting itself, for the slower of them
@@ -414,13 +414,13 @@ ms instead of gloo's 30.7, 64 KB in 0.028 instead of 0.23
 Now the network. Machines have several ranks each, and one link.
 
 **Predict.** Let $M$ machines have $k$ ranks each, $n = Mk$. A ring through all ranks that goes
-machine by machine leaves each machine once. Over that link go the $2\\,\\frac{n-1}{n}\\,S$ bytes
+machine by machine leaves each machine once. Over that link go the $2\,\frac{n-1}{n}\,S$ bytes
 that every rank sends to its neighbour. But the machine's ranks have something to say *together*:
 their sum, $S$ bytes. So let them add up first, in memory, each a share; let every share be summed
 over the machines by those who have it; and let them hand the results round, in memory. The link
 carries the all-reduces of $k$ shares of $S/k$ among $M$ machines, together
-$2\\,\\frac{M-1}{M}\\,S$. For two machines of two ranks that is $S$ instead of $1.5\\,S$, for two of
-eight $S$ instead of $1.875\\,S$.
+$2\,\frac{M-1}{M}\,S$. For two machines of two ranks that is $S$ instead of $1.5\,S$, for two of
+eight $S$ instead of $1.875\,S$.
 
 **Build.** The ranks that have the same share are a *lane*:
 """
@@ -614,7 +614,7 @@ if comms.device.type != "cpu":
     senders.print(f"On GPUs DDP keeps {comms.backend}: gradients are not in memory ranks share.")
 
 # %% [markdown]
-"""
+r"""
 **Explain.** `"auto"` does not change what is computed, only who carries it. Over sockets, averaging
 takes a core's time as well as the link's (chapter 05), so what memory wins here is time of the
 cores. The rest of the cost stays: each rank must still read what the others have, and wait for the
@@ -664,7 +664,7 @@ missing; its checks let one rank be late at each place in turn.
 
    <details class="solution"><summary>Solution</summary>
 
-   The ring: $2 \\cdot 31/32$, or 1.94 GiB. By machine: $2 \\cdot 3/4$, or 1.5 GiB. With more
+   The ring: $2 \cdot 31/32$, or 1.94 GiB. By machine: $2 \cdot 3/4$, or 1.5 GiB. With more
    machines the two come nearer to each other, and both to 2 GiB: what is won is largest for two
    machines.
 
@@ -682,8 +682,8 @@ missing; its checks let one rank be late at each place in turn.
    <details class="solution"><summary>Solution</summary>
 
    All copy in at the same time, $2S$. Then rank 0 alone copies and adds, $2S + 3(n-1)S$, while the
-   others wait; then all copy out, $2S$. That is $9S$ for two ranks instead of $6.5\\,S$, and
-   $27\\,S$ for eight instead of $6.875\\,S$.
+   others wait; then all copy out, $2S$. That is $9S$ for two ranks instead of $6.5\,S$, and
+   $27\,S$ for eight instead of $6.875\,S$.
 
    Neither meeting can be left out: rank 0 must not begin before all have given, and nobody may read
    before it has ended.

@@ -4,16 +4,20 @@ import math
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from book_run import HostsInABox
 from boxes import needs_hosts
-from gallery_book import JOIN, LAUNCHER, PRELOAD, Book, Build
+from gallery_book import EXTENSIONS, JOIN, LAUNCHER, PRELOAD, Book, Build
 from test_launcher import FAULTS as ON_ONE_HOST
 from test_launcher import SECONDS_AFTER_FAULT, in_order, report
+
+sys.path.insert(0, str(EXTENSIONS))
+
+from book_run import HostsInABox
 
 # The second stands for ssh: a program that starts another one, and passes no signal on.
 PREFIXES = {"MICRODDP_HOSTS": "; sh -c '\"$@\" || exit 1' sh", "MICRODDP_NPROC": "1"}
