@@ -531,12 +531,13 @@ half.
 
 GPUs of one machine are joined by NVLink, or else by PCIe, and one writes into the memory of
 another; where neither is possible, NCCL goes through the host's memory, as its
-[manual](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html) says of SHM. Between
-machines it has trees besides rings. A
+[manual](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html) says of SHM.
+
+Between machines it has trees besides rings. A
 [tree](https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/) runs
 along a chain inside each machine and from machine to machine as a tree, so it sends each machine's
-sum, and not each rank's. There are two at once, so that no link is idle. For small messages the
-way up and down a tree, of a logarithm of steps, is shorter than a ring.
+sum, and not each rank's. There are two at once, so that no link is idle. For small messages the way
+up and down a tree, of a logarithm of steps, is shorter than a ring.
 
 And where the switch between GPUs can add (*NVLS*: NVLink with SHARP), a GPU sends what it has once
 and gets the sum once. **Predict.** In a ring of 8 each GPU sends $\frac{14}{8}\,S$, so a switch
@@ -630,8 +631,12 @@ slowest.
 
 ## Exercises
 
-**The lab.** `python -m microddp.labs start 15` writes a script in which two meetings and a sum are
-missing; its checks let one rank be late at each place in turn.
+**The lab.** Write two meetings and a sum. {doc}`It is checked </labs>` on 1, 2, 3 and 4 ranks, with
+one of them late at each place in turn.
+
+```console
+$ python -m microddp.labs start 15
+```
 
 1. `one_meeting` has two buffers. Use one, `start = 0`, and count wrong sums with a late rank as
    above. Where must it be late?
