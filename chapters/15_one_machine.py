@@ -524,8 +524,8 @@ r"""
 **Explain.** The bytes are those of the formula, but for headers and the barrier around the call.
 With two machines of two, $S$ by $1.5\,S$ is 0.67, and no time can be below that while the wire is
 what everything waits for. In `by_machine` the link waits while the machine adds up and hands round;
-the core fills a part of that time. The more ranks a machine has, the more there is to win: up to one
-half.
+the core fills a part of that time. The more ranks a machine has, the more there is to win: up to
+one half.
 
 ## How NCCL does it
 
