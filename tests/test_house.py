@@ -19,7 +19,7 @@ FLOORS = (
     ("allreduce",),
     ("replicas", "hooks", "compression"),
     ("bucketing", "local_sgd"),
-    ("ddp",),
+    ("ddp", "sharding"),
     ("schedule",),
     ("performance", "workloads"),
     ("figures",),

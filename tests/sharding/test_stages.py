@@ -1,0 +1,242 @@
+"""Stages 1 and 2 against PyTorch's DDP and its ZeroRedundancyOptimizer: weights, bytes, memory."""
+
+import copy
+import warnings
+from functools import partial
+
+import torch
+from ranks import on_ranks
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from microddp.comms import MessageCounter
+from microddp.model import gradient_bytes
+from microddp.sharding import ShardedGradients, ShardedOptimizer, clip_grad_norm
+
+SMALL = 0.0005  # MiB: several units, of sizes that no number of ranks divides
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+}
+
+
+class Odd(nn.Module):
+    """Odd sizes, a weight that two layers share, one layer used twice, and one that is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.twice = nn.Linear(7, 13), nn.Linear(13, 13)
+        self.tied, self.frozen = nn.Linear(13, 13, bias=False), nn.Linear(13, 13)
+        self.tied.weight = self.twice.weight
+        self.frozen.requires_grad_(False)
+        self.last = nn.Linear(13, 3)
+
+    def forward(self, x):
+        x = torch.relu(self.twice(self.twice(torch.relu(self.first(x)))))
+        return self.last(self.frozen(torch.relu(self.tied(x))))
+
+
+def batch(comms, step):
+    generator = torch.Generator().manual_seed(100 * step + comms.rank)
+    return torch.randn(5, 7, generator=generator), torch.randn(5, 3, generator=generator)
+
+
+def odd():
+    torch.manual_seed(0)
+    return Odd()
+
+
+def weights(module):
+    return nn.utils.parameters_to_vector(module.parameters()).detach().clone()
+
+
+def by_ddp(comms, kind, steps=20, clip=None):
+    ddp = TorchDDP(odd(), process_group=comms.group, bucket_cap_mb=SMALL)
+    optimizer = OPTIMIZERS[kind](ddp.parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        mse_loss(ddp(batch(comms, step)[0]), batch(comms, step)[1]).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(ddp.parameters(), clip)
+        optimizer.step()
+    return weights(ddp.module)
+
+
+def by_stage(comms, kind, steps=20, clip=None, **options):
+    model = odd()
+    sharded = ShardedGradients(model, comms, SMALL, **options)
+    optimizer = OPTIMIZERS[kind](sharded.shards)
+    for step in range(steps):
+        optimizer.zero_grad()
+        mse_loss(model(batch(comms, step)[0]), batch(comms, step)[1]).backward()
+        sharded.finish()
+        if clip:
+            clip_grad_norm(sharded.shards, clip, comms)
+        optimizer.step()
+        sharded.gather()
+    return weights(model)
+
+
+@on_ranks(1, 2, 3, 4)
+def test_each_stage_trains_as_ddp_does(comms):
+    for kind in OPTIMIZERS:
+        right = by_ddp(comms, kind)
+        for keep in (True, False):
+            found = by_stage(comms, kind, keep_gradients=keep)
+            if comms.world_size <= 2:  # a sum of two has one order
+                assert torch.equal(found, right), kind
+            torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
+            assert torch.equal(found, comms.all_gather(found)[0]), "the same bits on every rank"
+
+
+@on_ranks(2, 3)
+def test_clipped_by_the_norm_of_all_ranks(comms):
+    right = by_ddp(comms, "sgd", clip=0.1)
+    found = by_stage(comms, "sgd", clip=0.1)
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
+    assert (right - by_ddp(comms, "sgd")).abs().max() > 1e-3, "it was clipped"
+
+
+@on_ranks(1, 2, 3)
+def test_the_optimizer_stands_where_another_stood(comms):
+    with warnings.catch_warnings(action="ignore"):  # PyTorch's own, of its jit
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    for kind, make in OPTIMIZERS.items():
+        ends = []
+        for sharded in (False, True):
+            ddp = TorchDDP(odd(), process_group=comms.group)
+            trained = [p for p in ddp.parameters() if p.requires_grad]
+            if sharded:
+                optimizer = ShardedOptimizer(make.func, trained, comms, **make.keywords)
+            else:
+                optimizer = ZeroRedundancyOptimizer(
+                    trained, make.func, process_group=comms.group, **make.keywords
+                )
+            for step in range(20):
+                optimizer.zero_grad()
+                mse_loss(ddp(batch(comms, step)[0]), batch(comms, step)[1]).backward()
+                optimizer.step()
+            ends.append(weights(ddp.module))
+        assert torch.equal(*ends), kind
+
+
+@on_ranks(2)
+def test_groups_have_options_of_their_own(comms):
+    ends = []
+    for sharded in (False, True):
+        model = odd()
+        groups = [
+            {"params": model.first.parameters()},
+            {"params": model.last.parameters(), "lr": 0.5},
+        ]
+        if sharded:
+            optimizer = ShardedOptimizer(torch.optim.SGD, groups, comms, lr=0.1)
+            assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
+        else:
+            optimizer = torch.optim.SGD(groups, lr=0.1)
+        mse_loss(model(torch.ones(2, 7)), torch.ones(2, 3)).backward()
+        optimizer.step()
+        ends.append(weights(model))
+    assert torch.equal(*ends)
+
+
+@on_ranks(2, 3)
+def test_a_group_without_gradients_is_left_alone(comms):
+    model = nn.Linear(3, 5)
+    before = weights(model)
+    optimizer = ShardedOptimizer(torch.optim.AdamW, model.parameters(), comms)
+    optimizer.step()
+    assert torch.equal(weights(model), before)
+    model.bias.grad = torch.ones(5)
+    optimizer.step()
+    assert not torch.equal(weights(model), before)
+    optimizer.zero_grad()
+    assert model.bias.grad is None
+
+
+@on_ranks(1, 2, 3)
+def test_accumulated_first_and_sent_once(comms):
+    ends = []
+    for accumulate in ("no_sync", "one backward"):
+        model = odd()
+        sharded = ShardedGradients(model, comms, SMALL)
+        optimizer = torch.optim.SGD(sharded.shards, lr=0.1)
+        losses = [mse_loss(model(batch(comms, k)[0]), batch(comms, k)[1]) for k in range(3)]
+        with MessageCounter(comms) as counter:
+            if accumulate == "no_sync":
+                with sharded.no_sync():
+                    for loss in losses[:-1]:
+                        loss.backward()
+                losses[-1].backward()
+            else:
+                sum(losses).backward()
+            sharded.finish()
+        optimizer.step()
+        sharded.gather()
+        n, size = comms.world_size, gradient_bytes(model)
+        sent = sum(message.nbytes for message in counter.messages)
+        padding = 4 * n * len(sharded.units)
+        assert size * (n - 1) / n <= sent <= (size + padding) * (n - 1) / n
+        ends.append(weights(model))
+    torch.testing.assert_close(*ends)
+
+
+@on_ranks(2)
+def test_a_second_backward_adds_to_the_mean(comms):
+    for keep in (True, False):
+        model = odd()
+        sharded = ShardedGradients(model, comms, SMALL, keep_gradients=keep)
+
+        def backward(step, model=model, sharded=sharded):
+            mse_loss(model(batch(comms, step)[0]), batch(comms, step)[1]).backward()
+            sharded.finish()
+            return [shard.grad.clone() for shard in sharded.shards]
+
+        first = backward(0)
+        both = backward(1)
+        for shard in sharded.shards:
+            shard.grad = None
+        second = backward(1)
+        for one, other, together in zip(first, second, both, strict=True):
+            torch.testing.assert_close(together, one + other)
+
+
+@on_ranks(2, 4)
+def test_bytes_sent_and_kept(comms):
+    n = comms.world_size
+    for keep in (True, False):
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+        size = gradient_bytes(model)  # which n divides
+        sharded = ShardedGradients(model, comms, 0.03, keep_gradients=keep)
+        assert len(sharded.units) == 2
+        optimizer = torch.optim.Adam(sharded.shards)
+        with MessageCounter(comms) as counter:
+            model(torch.ones(2, 64)).sum().backward()
+            sharded.finish()
+            optimizer.step()
+            sharded.gather()
+        assert sum(message.nbytes for message in counter.messages) == size * 2 * (n - 1) / n
+        whole = sum(unit.gradients.nbytes for unit in sharded.units if unit.gradients is not None)
+        assert whole == (size if keep else 0)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert sum(shard.grad.nbytes for shard in sharded.shards) == size / n
+        moments = [v for state in optimizer.state.values() for v in state.values() if v.dim()]
+        assert sum(moment.nbytes for moment in moments) == 2 * size / n
+
+
+@on_ranks(2, 3)
+def test_a_parameter_that_a_rank_did_not_use_counts_as_zero_there(comms):
+    model = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    before = copy.deepcopy(model)
+    sharded = ShardedGradients(model, comms, SMALL)
+    optimizer = torch.optim.SGD(sharded.shards, lr=1.0)
+    used = [model[0], model[2]] if comms.rank else list(model)
+    sum(layer(torch.ones(1, 4)).sum() for layer in used).backward()
+    sharded.finish()
+    optimizer.step()
+    sharded.gather()
+    moved = [(b.bias - a.bias).detach() for a, b in zip(model, before, strict=True)]
+    mean = [1.0, 1 / comms.world_size, 1.0]
+    for got, expected in zip(moved, mean, strict=True):
+        torch.testing.assert_close(got, torch.full((4,), expected))
