@@ -17,9 +17,10 @@ from microddp.sharding.unit import Unit
 class ShardedGradients(Switchable):
     """Averages a module's gradients so that each rank has its part of the mean only.
 
-    A backward brings each gradient into the flat tensor of its :class:`~microddp.sharding.unit.Unit`, and a unit whose
-    gradients are all there is reduce-scattered while backward goes on. Build an optimizer of
-    ``shards``, call :meth:`finish` after backward, and :meth:`gather` after the optimizer's step.
+    A backward brings each gradient into the flat tensor of its
+    :class:`~microddp.sharding.unit.Unit`, and a unit whose gradients are all there is
+    reduce-scattered while backward goes on. Build an optimizer of ``shards``, call :meth:`finish`
+    after backward, and :meth:`gather` after the optimizer's step.
     Bytes that a rank sends in a step: (n-1)/n S of gradients, and as many of parameters.
 
     An optimizer may be any that treats each value by itself (SGD, Adam, AdamW), since a shard has

@@ -16,9 +16,9 @@ class ShardedOptimizer:
     """Any optimizer of single values, on this rank's part of the parameters: ZeRO's stage 1.
 
     It stands where the optimizer stood. Gradients are averages before its step, by
-    :class:`~microddp.ddp.wrapper.DistributedDataParallel` say; each rank updates an n-th of all values, and the ranks exchange what
-    they updated. What the optimizer keeps, two moments of each value with Adam, is kept of that
-    part only.
+    :class:`~microddp.ddp.wrapper.DistributedDataParallel` say; each rank updates an n-th of all
+    values, and the ranks exchange what they updated. What the optimizer keeps, two moments of each
+    value with Adam, is kept of that part only.
 
     A parameter without a gradient is left alone if its whole group has none; otherwise its gradient
     is taken for zero.
