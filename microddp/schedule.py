@@ -7,9 +7,9 @@ update. What differs is behind :class:`Strategy`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -22,6 +22,15 @@ from microddp.ddp import DDP
 from microddp.hooks import AllReduceHooks, bytes_held
 from microddp.local_sgd import LocalSteps
 from microddp.model import gradient_bytes
+from microddp.sharding import (
+    ShardedGradients,
+    Unit,
+    from_torch,
+    load_parts,
+    shard_blocks,
+    to_torch,
+    whole_state,
+)
 from microddp.timing import NOT_RECORDED, Recorder, TorchDDPWatch
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -112,7 +121,9 @@ def apply_gradients(
     with strategy.timeline.span("optimizer"):
         if scaler is None:
             optimizer.step()
-        else:  # the gradients are averages, so all ranks see the same overflow and skip together
+        else:  # all ranks see the same overflow, and skip together
+            if scaler.is_enabled():
+                strategy.share_overflow()
             scaler.step(optimizer)
             scaler.update()
     strategy.after_step()
@@ -179,8 +190,41 @@ class Strategy:
     def finish(self) -> None:
         """Return when all gradients are averaged."""
 
+    def share_overflow(self) -> None:
+        """Let all ranks see a gradient that is not finite. Averages are the same on all."""
+
     def after_step(self) -> None:
         """Return when the weights may be used for the next step."""
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What an optimizer is to update."""
+        return list(self.module.parameters())
+
+    def state(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The state dictionaries of the model and of an optimizer of all its parameters.
+
+        Where the ranks have parts, a collective; on rank 0 they are whole.
+
+        Args:
+            model: that this is the strategy of.
+            optimizer: of :meth:`parameters`.
+        """
+        return model.state_dict(), optimizer.state_dict()
+
+    def load(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        """Let an optimizer go on from a state.
+
+        Args:
+            model: has the state's weights already.
+            optimizer: of :meth:`parameters`.
+            state: with ``"model"`` and ``"optimizer"`` of :meth:`state`, of any strategy.
+        """
+        del model
+        optimizer.load_state_dict(state["optimizer"])
 
     def meet(self) -> None:
         """Return when all ranks have the same weights. A collective."""
@@ -364,6 +408,113 @@ class Local(Strategy):
         return super().sent_bytes() / self.local.every
 
 
+class Sharded(Strategy):
+    """Each rank has a part: of the optimizer's state, of gradients and parameters.
+
+    Attributes:
+        units: what is cut into parts.
+    """
+
+    averages = overlaps = buckets = True
+    units: list[Unit]
+
+    def share_overflow(self) -> None:
+        gradients = [p.grad for p in self.parameters() if p.grad is not None and p.numel()]
+        worst = torch.zeros((), device=self.comms.device)
+        for gradient in gradients:
+            worst += (~gradient.isfinite()).any()
+        self.comms.all_reduce(worst)
+        if worst:
+            for gradient in gradients:
+                gradient.fill_(torch.inf)
+
+    def state(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        whole = whole_state(self.units, self.comms, optimizer)
+        return to_torch(whole or {}, model, optimizer)
+
+    def load(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        parts = from_torch(model, state["model"], state["optimizer"])
+        load_parts(self.units, [parts], optimizer)
+
+
+class Zero2(Sharded):
+    """ZeRO's stage 2: gradients and the optimizer's state in parts, an n-th on each rank."""
+
+    keep_gradients: ClassVar[bool] = False
+
+    def __init__(self, model: nn.Module, comms: Comms, bucket_cap_mb: float | None = None) -> None:
+        super().__init__(model, comms)
+        self.sharded = ShardedGradients(
+            model, comms, bucket_cap_mb, keep_gradients=self.keep_gradients
+        )
+        self.units = self.sharded.units
+
+    def record(self, timeline: Recorder) -> None:
+        super().record(timeline)
+        self.sharded.record(timeline)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.sharded.no_sync()
+
+    def finish(self) -> None:
+        self.sharded.finish()
+
+    def after_step(self) -> None:
+        self.sharded.gather()
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self.sharded.shards
+
+    def remove(self) -> None:
+        self.sharded.remove()
+
+    @classmethod
+    def plan(
+        cls, model: nn.Module, arrival: Sequence[int], bucket_cap_mb: float | None
+    ) -> list[list[int]]:
+        return super().plan(model, sorted(arrival, reverse=True), bucket_cap_mb)
+
+
+class Zero1(Zero2):
+    """ZeRO's stage 1: the optimizer's state in parts. Gradients keep their memory."""
+
+    keep_gradients = True
+
+
+class Zero3(Sharded):
+    """ZeRO's stage 3: parameters in parts, too, which are whole while they are used.
+
+    The blocks are the large elements of the model's lists. The cap of a bucket means nothing here.
+    """
+
+    def __init__(self, model: nn.Module, comms: Comms, bucket_cap_mb: float | None = None) -> None:
+        del bucket_cap_mb
+        super().__init__(model, comms)
+        self.sharded = shard_blocks(model, comms)
+        self.units = self.sharded.course.units
+
+    def record(self, timeline: Recorder) -> None:
+        super().record(timeline)
+        self.sharded.record(timeline)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.sharded.no_sync()
+
+    def sent_bytes(self) -> float:
+        n = self.comms.world_size
+        twice = self.sharded.gathered_twice()
+        return float(
+            sum((n - 1) * unit.part * unit.whole.itemsize * (2 + twice[unit]) for unit in twice)
+        )
+
+    def remove(self) -> None:
+        self.sharded.remove()
+
+
 STRATEGIES: dict[str, type[Strategy]] = {
     "none": Strategy,
     "naive": Naive,
@@ -371,6 +522,9 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "bucketed": Bucketed,
     "ddp": Wrapped,
     "torch": WrappedByTorch,
+    "zero1": Zero1,
+    "zero2": Zero2,
+    "zero3": Zero3,
 }
 
 

@@ -128,7 +128,7 @@ def steps_of(
             take_step,
             strategy,
             loss_fn,
-            torch.optim.SGD(strategy.module.parameters(), lr=1e-4),
+            torch.optim.SGD(strategy.parameters(), lr=1e-4),
             batch,
         )
         for name, strategy in strategies.items()

@@ -231,7 +231,7 @@ def compare_strategies(
     steps: dict[str, Callable[[], object]] = {}
     for name in names:
         strategy = STRATEGIES[name](copy.deepcopy(model), comms, bucket_cap_mb)
-        optimizer = torch.optim.SGD(strategy.module.parameters(), lr=1e-4)
+        optimizer = torch.optim.SGD(strategy.parameters(), lr=1e-4)
         steps[name] = partial(take_step, strategy, loss_fn, optimizer, batch)
     return measure(steps, comms, repeat=repeat)
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
+from microddp.allreduce import AUTO, halves_of
 from microddp.bucketing import bucket_caps, plan_in_order
 from microddp.comms import Comms
 from microddp.hooks import Switchable
-from microddp.replicas import broadcast_parameters
-from microddp.sharding.unit import Unit
+from microddp.replicas import broadcast_parameters, check_structure
+from microddp.sharding.unit import Unit, check_dense
+from microddp.timing import Recorder
 
 
 class ShardedGradients(Switchable):
@@ -33,11 +35,13 @@ class ShardedGradients(Switchable):
         bucket_cap_mb: size of a unit in MiB, as of a bucket; ``None``: 25, after a first one of 1.
         keep_gradients: whether the flat tensors of gradients stay (stage 1) or go as soon as a
             rank has its part (stage 2).
+        carrier: a key of ``microddp.allreduce.HALVES``, or ``"auto"``.
 
     Attributes:
         units: in the order in which they are averaged, that of backward.
 
     Raises:
+        ValueError: a gradient would be sparse.
         RuntimeError: on every rank: the ranks' parameters differ in number, shape or dtype.
 
     Source: Rajbhandari et al., "ZeRO", SC 2020, section 5.
@@ -50,20 +54,24 @@ class ShardedGradients(Switchable):
         bucket_cap_mb: float | None = None,
         *,
         keep_gradients: bool = False,
+        carrier: str = AUTO,
     ) -> None:
+        check_dense(module, comms)
+        check_structure(module, comms)
         broadcast_parameters(module, comms)
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         plan = plan_in_order(module, range(len(named))[::-1], bucket_caps(bucket_cap_mb))
-        self.comms = comms
+        self.comms, halves = comms, halves_of(carrier, comms)
         self.units = [
-            Unit(dict(named[i] for i in members), comms, keep_gradients=keep_gradients)
+            Unit(dict(named[i] for i in members), comms, halves, keep_gradients=keep_gradients)
             for members in plan
         ]
-        self._next = 0  # of the units to be averaged: in the same order on every rank
+        self._sent = 0  # of the units: in the same order on every rank
+        self._before: dict[Unit, torch.Tensor] = {}  # means that are to be added to
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook_of(unit, i))  # type: ignore[no-untyped-call]
+            p.register_post_accumulate_grad_hook(partial(self._ready, unit, i))  # type: ignore[no-untyped-call]
             for unit in self.units
-            for i, parameter in enumerate(unit.parameters)
+            for i, p in enumerate(unit.parameters)
         ]
 
     @property
@@ -71,31 +79,43 @@ class ShardedGradients(Switchable):
         """This rank's part of each unit, for an optimizer."""
         return [unit.shard for unit in self.units]
 
-    def _hook_of(self, unit: Unit, i: int) -> Callable[[torch.Tensor], None]:
-        def ready(_: torch.Tensor) -> None:
-            if self.armed:
-                unit.come(i)
-                self._send_full()
+    def record(self, timeline: Recorder) -> None:
+        """Record gradients, collectives and the wait for them from now on."""
+        for unit in self.units:
+            unit.timeline = timeline
 
-        return ready
+    def _ready(self, unit: Unit, i: int, parameter: torch.Tensor) -> None:
+        if not self.armed or parameter.grad is None:
+            return
+        unit.timeline.mark(unit.names[i])
+        self._come(unit, i)
+        while self._sent < len(self.units) and not self.units[self._sent].missing:
+            self.units[self._sent].reduce()
+            self._sent += 1
 
-    def _send_full(self) -> None:
-        while self._next < len(self.units) and not self.units[self._next].missing:
-            self.units[self._next].reduce()
-            self._next += 1
+    def _come(self, unit: Unit, i: int) -> None:
+        if unit.shard.grad is not None:
+            # In stage 1 it lies where gradients come to now.
+            self._before[unit], unit.shard.grad = unit.shard.grad.clone(), None
+        unit.come(i)
 
     def finish(self) -> None:
         """Return when this rank has its part of all means. A collective."""
-        for unit in self.units[self._next :]:
+        for unit in self.units[self._sent :]:
             for i in sorted(unit.missing):
-                unit.come(i)
+                self._come(unit, i)
             unit.reduce()
-        self._next = 0
+        self._sent = 0
         for unit in self.units:
-            unit.finish()
+            mean = unit.finish()
+            if mean is not None and unit in self._before:
+                mean += self._before.pop(unit)
+            unit.shard.grad = mean
 
     def gather(self) -> None:
         """Bring the parameters that other ranks have updated here. A collective."""
+        for unit in self.units:
+            unit.begin_gather()
         for unit in self.units:
             unit.gather()
 

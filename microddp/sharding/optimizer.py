@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from microddp.allreduce import AUTO, Halves, halves_of
 from microddp.comms import Comms
 from microddp.sharding.unit import Unit
 
@@ -28,6 +29,7 @@ class ShardedOptimizer:
         parameters: or groups of them, as every optimizer takes; equal on all ranks. Those of a
             group become views of one flat tensor for each dtype.
         comms: the ranks.
+        carrier: a key of ``microddp.allreduce.HALVES``, or ``"auto"``.
         options: of the optimizer.
 
     Attributes:
@@ -41,14 +43,16 @@ class ShardedOptimizer:
         optimizer_class: type[torch.optim.Optimizer],
         parameters: Iterable[nn.Parameter] | Iterable[Mapping[str, Any]],
         comms: Comms,
+        carrier: str = AUTO,
         **options: Any,
     ) -> None:
         self.units: list[Unit] = []
+        halves = halves_of(carrier, comms)
         given: list[Any] = list(parameters)
         groups = given if isinstance(given[0], Mapping) else [{"params": given}]
         sharded: list[dict[str, Any]] = []
         for group in groups:
-            units = _units(group["params"], comms)
+            units = _units(group["params"], comms, halves)
             self.units += units
             sharded.append({**group, "params": [unit.shard for unit in units]})
         self.optimizer = optimizer_class(sharded, **options)
@@ -68,18 +72,30 @@ class ShardedOptimizer:
     def step(self) -> None:
         """Update all parameters by gradients that are averages. A collective."""
         for unit in self.units:
-            unit.take_averages()
+            _take_averages(unit)
         self.optimizer.step()
         for unit in self.units:
             unit.gather()
 
 
-def _units(parameters: Iterable[nn.Parameter], comms: Comms) -> list[Unit]:
+def _units(parameters: Iterable[nn.Parameter], comms: Comms, halves: Halves) -> list[Unit]:
     """A unit for each kind of parameter, in the order in which the kinds come."""
     kinds: dict[tuple[torch.dtype, torch.device], dict[str, nn.Parameter]] = {}
     for i, parameter in enumerate(parameters):
         kinds.setdefault((parameter.dtype, parameter.device), {})[str(i)] = parameter
-    return [Unit(members, comms) for members in kinds.values()]
+    return [Unit(members, comms, halves) for members in kinds.values()]
+
+
+def _take_averages(unit: Unit) -> None:
+    """Take this rank's part of gradients that are averages already."""
+    if all(parameter.grad is None for parameter in unit.parameters):
+        unit.shard.grad = None
+        return
+    if unit.shard.grad is None:
+        unit.shard.grad = torch.zeros_like(unit.shard)
+    for i, there, here in unit.pieces():
+        grad = unit.parameters[i].grad
+        unit.shard.grad[here] = 0 if grad is None else grad.view(-1)[there]
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from microddp.local_sgd import LocalSteps, Outer
 from microddp.performance import StepTimes, StragglerReport, break_down, straggler_report
 from microddp.replicas import check_replicas
 from microddp.report import human_seconds
-from microddp.schedule import STRATEGIES, Local, Strategy, compute_gradients, take_step
+from microddp.schedule import STRATEGIES, Local, Strategy, Zero3, compute_gradients, take_step
 from microddp.timing import NOT_RECORDED, Span, Timeline, save_chrome_trace
 from microddp.train.checkpoint import Checkpoints, gather_states, own_state
 from microddp.train.options import TrainingConfig
@@ -111,7 +111,6 @@ class Trainer:
         self.task = make_task(config, comms)
         self.model = self.task.model
         self.batches = self._make_batches()
-        self.optimizer = torch.optim.Adam(self.model.parameters(), config.lr)
         half = config.precision == "fp16"
         self.scaler = torch.amp.GradScaler(comms.device.type, enabled=half)
         self.step = 0
@@ -125,9 +124,15 @@ class Trainer:
         self.checkpoints: Checkpoints | None = None
         if config.checkpoint:
             self.checkpoints = Checkpoints(config.checkpoint, comms, config.keep)
-        if state := self._begin_from():
+        state = self._begin_from()
+        if state:
             self._go_on_from(state)
         self.strategy = self._make_strategy()
+        self.optimizer = torch.optim.Adam(self.strategy.parameters(), config.lr)
+        if state:
+            if config.average_every:
+                state = {**state, "optimizer": own_state(state["optimizers"], comms)}
+            self.strategy.load(self.model, self.optimizer, state)
         if config.compress != "none":
             self.strategy.compress(config.compress)
             self.kept_back = self.kept_back or self._kept_back()
@@ -284,7 +289,7 @@ class Trainer:
         self.total += loss
         if self.on_step:
             self.on_step(self.step, self.model)
-        if self.check and not self.config.average_every:
+        if self.check and not (self.config.average_every or isinstance(self.strategy, Zero3)):
             try:
                 check_replicas(self.model, self.comms)
             except RuntimeError as error:
@@ -315,13 +320,17 @@ class Trainer:
         self.checkpoints.save(self.step, state)
 
     def state(self) -> dict[str, Any]:
-        """What all ranks have in common after a step, not copied."""
+        """What all ranks have in common after a step, not copied.
+
+        Where each has a part, a collective, and whole on rank 0.
+        """
+        model, optimizer = self.strategy.state(self.model, self.optimizer)
         return {
             "options": self.config.result_options(),
             "step": self.step,
             "losses": [self.total.item()],
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": model,
+            "optimizer": optimizer,
             "scaler": self.scaler.state_dict(),
             "history": [asdict(result) for result in self.history],
             **self._random_state(),
@@ -347,11 +356,8 @@ class Trainer:
         one_each = len(losses) == self.comms.world_size
         self.total.fill_(losses[self.comms.rank] if one_each else statistics.mean(losses))
         self.model.load_state_dict(state["model"])
-        optimizer = state["optimizer"]
         if self.config.average_every:
             self.local_steps = state["local_steps"]
-            optimizer = own_state(state["optimizers"], self.comms)
-        self.optimizer.load_state_dict(optimizer)
         self.scaler.load_state_dict(state["scaler"])
         self.kept_back = state.get("kept_back")
         self.history = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -105,10 +106,14 @@ def evaluate(task: Task, comms: Comms, batch_size: int) -> tuple[float, float | 
     """
     sums = torch.zeros(3, dtype=torch.float64, device=comms.device)
     mine = [shard(tensor, comms.rank, comms.world_size) for tensor in task.test.tensors]
+    # As many batches on every rank: forward may be a collective.
+    batches = math.ceil(len(task.test) / (comms.world_size * batch_size))
     task.model.eval()
     with torch.no_grad():
-        for inputs, targets in zip(*(torch.split(t, batch_size) for t in mine), strict=True):
+        for inputs, targets in zip(*(t.tensor_split(batches) for t in mine), strict=True):
             outputs = task.model(inputs)
+            if not len(inputs):
+                continue
             sums[0] += len(inputs)
             sums[1] += len(inputs) * task.loss(outputs, targets)
             if task.classifies:

@@ -115,7 +115,7 @@ def learn(
         steps: how many; if the text ends before, it begins again in another order.
         autocast: the precision of forward.
     """
-    optimizer = torch.optim.AdamW(strategy.module.parameters(), lr=LR)
+    optimizer = torch.optim.AdamW(strategy.parameters(), lr=LR)
     losses, seconds = [], []
     comms.barrier()
     start = seconds_now(comms.device)

@@ -2,9 +2,9 @@
 
 import copy
 import warnings
-from functools import partial
 
 import torch
+from models import OPTIMIZERS, SMALL, batch, by_ddp, odd, weights
 from ranks import on_ranks
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -14,58 +14,10 @@ from microddp.comms import MessageCounter
 from microddp.model import gradient_bytes
 from microddp.sharding import ShardedGradients, ShardedOptimizer, clip_grad_norm
 
-SMALL = 0.0005  # MiB: several units, of sizes that no number of ranks divides
-OPTIMIZERS = {
-    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-    "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
-}
-
-
-class Odd(nn.Module):
-    """Odd sizes, a weight that two layers share, one layer used twice, and one that is frozen."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.twice = nn.Linear(7, 13), nn.Linear(13, 13)
-        self.tied, self.frozen = nn.Linear(13, 13, bias=False), nn.Linear(13, 13)
-        self.tied.weight = self.twice.weight
-        self.frozen.requires_grad_(False)
-        self.last = nn.Linear(13, 3)
-
-    def forward(self, x):
-        x = torch.relu(self.twice(self.twice(torch.relu(self.first(x)))))
-        return self.last(self.frozen(torch.relu(self.tied(x))))
-
-
-def batch(comms, step):
-    generator = torch.Generator().manual_seed(100 * step + comms.rank)
-    return torch.randn(5, 7, generator=generator), torch.randn(5, 3, generator=generator)
-
-
-def odd():
-    torch.manual_seed(0)
-    return Odd()
-
-
-def weights(module):
-    return nn.utils.parameters_to_vector(module.parameters()).detach().clone()
-
-
-def by_ddp(comms, kind, steps=20, clip=None):
-    ddp = TorchDDP(odd(), process_group=comms.group, bucket_cap_mb=SMALL)
-    optimizer = OPTIMIZERS[kind](ddp.parameters())
-    for step in range(steps):
-        optimizer.zero_grad()
-        mse_loss(ddp(batch(comms, step)[0]), batch(comms, step)[1]).backward()
-        if clip:
-            nn.utils.clip_grad_norm_(ddp.parameters(), clip)
-        optimizer.step()
-    return weights(ddp.module)
-
 
 def by_stage(comms, kind, steps=20, clip=None, **options):
     model = odd()
-    sharded = ShardedGradients(model, comms, SMALL, **options)
+    sharded = ShardedGradients(model, comms, SMALL, carrier="ring", **options)
     optimizer = OPTIMIZERS[kind](sharded.shards)
     for step in range(steps):
         optimizer.zero_grad()
@@ -160,7 +112,7 @@ def test_accumulated_first_and_sent_once(comms):
     ends = []
     for accumulate in ("no_sync", "one backward"):
         model = odd()
-        sharded = ShardedGradients(model, comms, SMALL)
+        sharded = ShardedGradients(model, comms, SMALL, carrier="ring")
         optimizer = torch.optim.SGD(sharded.shards, lr=0.1)
         losses = [mse_loss(model(batch(comms, k)[0]), batch(comms, k)[1]) for k in range(3)]
         with MessageCounter(comms) as counter:
@@ -208,7 +160,7 @@ def test_bytes_sent_and_kept(comms):
     for keep in (True, False):
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
         size = gradient_bytes(model)  # which n divides
-        sharded = ShardedGradients(model, comms, 0.03, keep_gradients=keep)
+        sharded = ShardedGradients(model, comms, 0.03, keep_gradients=keep, carrier="ring")
         assert len(sharded.units) == 2
         optimizer = torch.optim.Adam(sharded.shards)
         with MessageCounter(comms) as counter:
