@@ -23,6 +23,7 @@ from torch.nn.functional import mse_loss
 import microddp
 from microddp import figures
 from microddp.allreduce import (
+    fastest,
     hierarchical_all_reduce,
     ring_all_reduce,
     shared_all_gather,
@@ -38,7 +39,7 @@ from microddp.timing import Timing, measure
 # sphinx_gallery_hosts = "2 x 1gbit, 2 ranks each"
 comms = microddp.init()
 comms.print(comms.describe())
-senders = comms.timed(computing=False)
+senders = comms.timed(computing=False)  # without ranks that would only take another's core
 
 # %% [markdown]
 """
@@ -48,8 +49,9 @@ Which ranks are on one machine? `torchrun` numbers the ranks that it started in 
 have names. Neither is a proof: two containers may have one name and no memory in common. So the
 ranks try. On Linux each one makes a file that lies in memory and has no name in any folder
 (`memfd_create`), and tells the others where it is, and a random word that it wrote on it. Who
-can open it, and finds the word, shares memory with its owner. When the last process that has it
-open ends, the file is gone, whatever ended the process:
+can open it, and finds the word, shares memory with its owner: both *map* the file, so that its
+pages appear among the addresses of both processes, and what one writes there the other reads. When
+the last process that has it open ends, the file is gone, whatever ended the process:
 """
 
 # %%
@@ -64,8 +66,9 @@ if n == 1:
 # %% [markdown]
 """
 Hosts in a box count as machines: between them there is a network, and nothing else. On the
-website there are two, of two ranks each. What belongs to one machine is timed on the first, while
-the ranks of the other one sleep:
+website there are two, of two ranks each, which share the cores that the page names at its top. What
+belongs to one machine is timed on the first, with all these cores, while the ranks of the other one
+sleep:
 """
 
 # %% tags=["plumbing"]
@@ -124,13 +127,14 @@ and writes $S$. To add to a tensor in place reads two and writes one.
 That makes $(7 - 1/n)\,S$, as much as $\frac{7 - 1/n}{2}$ copies: 3.25 for two ranks.
 
 And the ranks must wait for each other, twice. Nobody may add up before all have written, and nobody
-may read the result before all have added up their part. Let such a *meeting* take $m$ seconds. And
-let the calls of PyTorch alone, with next to nothing to add up, take $p$. Then
+may read the result before all have added up their part. Let such a *meeting*, a barrier in memory,
+take $m$ seconds. And let the calls of PyTorch alone, with next to nothing to add up, take $p$. Then
 
 $$ t(S) = 2m + p + \frac{7 - 1/n}{2}\,c(S) . $$
 
 **Build.** A {class}`~microddp.shared.room.Room` has the memory of all ranks of a machine, and the
-meetings. Each rank asks for a block and tells the others its place:
+meetings. Each rank asks for a block of its own file and tells the others at which byte of the file
+it begins, its `place`. With that each maps the blocks of all; `room.at` gives them as tensors:
 """
 
 # %%
@@ -188,15 +192,19 @@ senders.print(f"{n} ranks: equal to the backend's sum, and the same bits on each
 """
 How does a rank know that the others have come? A flag in shared memory would not do everywhere. A
 processor may let others see two writes in another order than they were made, ARM's do, and then a
-rank finds the flag and not yet the values. So a rank *posts* to a semaphore of each other rank,
-and waits at its own. POSIX lists these calls among those that bring memory up to date
-([4.15](https://pubs.opengroup.org/onlinepubs/9799919799/basedefs/V1_chap04.html)): what was written
-before a post is there after the wait. A rank that waits looks some hundred times, if each rank has
-a core, and then sleeps in the kernel, so that with more ranks than cores nobody takes another's
+rank finds the flag and not yet the values. So a rank uses a *semaphore* of each other rank, a
+counter that the kernel knows: to *post* adds one, to *wait* takes one away, and sleeps while there
+is none. The standard lists both among the calls that bring memory up to date ([POSIX, Base
+Definitions, 4.15](https://pubs.opengroup.org/onlinepubs/9799919799/basedefs/V1_chap04.html)): what
+was written before a post is there after the wait. A rank that waits looks a hundred times first, if
+each rank has a core, and then sleeps, so that with more ranks than cores nobody takes another's
 time.
 
-What is a meeting worth, beside the backend's barrier? And what are the calls, without meetings?
-Fifty in a row of each, on the first machine:
+What is a meeting worth, beside the backend's barrier? And what are the calls, without meetings? The
+core's {func}`~microddp.allreduce.shared_memory.shared_all_reduce`, which is compared below, does
+more than the function above: it takes any shape and dtype, checks that all ranks make the same
+call, and keeps a record. What that takes is its time in a group of one rank. Fifty in a row of
+each, on the first machine, where nothing comes between them:
 """
 
 
@@ -207,12 +215,30 @@ def repeated(times, call, *arguments):
 
 
 nothing = partial(repeated, 0, None)
-waits = {"a meeting": room.meet, "the backend's barrier": inside.barrier}
-waits["the calls of a sum"] = partial(shared_sum, torch.zeros(n), nothing, nothing)
+values = torch.zeros(n)
+(alone,) = filter(None, [senders.subgroup([rank]) for rank in range(senders.world_size)])
+waits = {
+    "a meeting": room.meet,
+    "the backend's barrier": inside.barrier,
+    "the calls of a sum": partial(shared_sum, values, nothing, nothing),
+    "the core's, in a group of one": partial(shared_all_reduce, values, alone),
+}
 times = on_one_machine({name: partial(repeated, 50, call) for name, call in waits.items()})
-meeting, barrier, calls_alone = (times[name].median / 50 for name in waits)
-alone = zip(waits, (meeting, barrier, calls_alone), strict=True)
-senders.print(", ".join(f"{name} {human_seconds(seconds)}" for name, seconds in alone))
+
+# %% tags=["plumbing"]
+
+
+def of_each(timing, count):
+    return Timing(tuple(seconds / count for seconds in timing.seconds))
+
+
+times = {name: of_each(timing, 50) for name, timing in times.items()}
+meeting, calls_alone = times["a meeting"].median, times["the calls of a sum"].median
+rows = [
+    (name, human_seconds(timing.median), " to ".join(map(human_seconds, timing.spread)))
+    for name, timing in times.items()
+]
+senders.print(table(rows, ["", "median", "quartiles"]))
 
 # %% [markdown]
 """
@@ -220,8 +246,9 @@ senders.print(", ".join(f"{name} {human_seconds(seconds)}" for name, seconds in 
 
 Each meeting looks as if it could be spared: the ranks do the same work and come at about the same
 time. **Predict.** Without the first, a rank may add up what another one gave in the *last* call.
-Without the second, it may read a part that is not added up yet. Whether it does is a matter of
-microseconds, so a test may pass for long. A rank that is late makes it certain.
+Without the second, a fast rank may read a part that is not added up yet. And it may go on to the
+next call, and write over what a slow rank is still to add up. Whether it does is a matter of
+microseconds, and of who has a core: a test may pass for long. A rank that is late makes it sure.
 
 **Measure.** Other numbers in each call, and the right sum is known. First all ranks come as they
 do, then the last one sleeps a millisecond before it writes, and again before it adds up:
@@ -258,10 +285,11 @@ for name, pair in MEETINGS.items():
 senders.print(table(rows, [f"wrong, of {n * CALLS} sums", "as they come", "one is late"]))
 
 # %% [markdown]
-"""
-**Explain.** The column on the left counts what happened to happen. Another machine, or another
-load, has another number, and it may be 0: so such a mistake can live long. The column on the right
-was arranged, and is the one to test with.
+r"""
+**Explain.** The column on the left counts what happened to happen, on all machines at once.
+Another machine, or another load, has another number, and it may be 0: so such a mistake can live
+long. The column on the right was arranged, and is the one to test with. (No call follows the last
+one, so there the late rank itself may be right without the second meeting.)
 
 And a third meeting at the end, so that nobody writes its next tensor over what others still read?
 It is not needed. What the next call writes first is the rank's block of `given`, which the others
@@ -270,11 +298,12 @@ meeting, and by then every rank has read these.
 
 ## Small tensors: one meeting
 
-**Predict.** A small tensor's time is that of the meetings. So do with one: give, meet, and add up
-everything oneself. That is $n$ times the additions, of few values. But now nothing stops a fast
-rank from beginning the next call while a slow one still adds up. With *two buffers in turn* it
-writes into the other one. When it comes to the first again, two calls later, all ranks have been
-at the meeting in between, to which they came after they had read.
+**Predict.** A small tensor's time is that of meetings and calls. So do with one meeting: give,
+meet, and add up everything oneself. That is $n$ times the additions, of few values: $4S + 3(n-1)S$
+are read and written, or $2 + \frac{3}{2}(n-1)$ copies. But now nothing stops a fast rank from
+beginning the next call while a slow one still adds up. With *two buffers in turn* it writes into
+the other one. When it comes to the first again, two calls later, all ranks have been at the meeting
+in between, to which they came after they had read.
 
 **Build.**
 """
@@ -284,11 +313,11 @@ SMALL = 2**16  # bytes
 pairs, turns = blocks(2 * SMALL), cycle((0, 1))
 
 
-def one_meeting(tensor):
+def one_meeting(tensor, given=room.meet):
     start = next(turns) * SMALL // 4
     buffers = [block[start : start + tensor.numel()] for block in pairs]
     buffers[me].copy_(tensor)
-    room.meet()
+    given()
     tensor.copy_(buffers[0])
     for other in buffers[1:]:
         tensor += other
@@ -296,19 +325,21 @@ def one_meeting(tensor):
 
 # %% [markdown]
 r"""
-The core has both: {func}`~microddp.allreduce.shared_memory.shared_all_reduce` meets once for small
-tensors. Large ones it takes a piece at a time, through buffers of a megabyte, two in turn. Such a
-buffer stays in the processor's *cache*, its small and fast memory: what one rank has just written,
-another reads from there. What must go to the main memory then is the tensor itself: each rank reads
-$S$ and writes $S$. That is one copy, and nothing that leaves tensors where they are can take less.
+The core has both: it meets once for small tensors. Large ones it takes a piece at a time, through
+buffers of a megabyte, two in turn. Such a buffer can stay in the processor's *cache*, its small and
+fast memory: what one rank has just written, another reads from there. What must go to the main
+memory then is the tensor itself, where it is larger than the cache: each rank reads $S$ and writes
+$S$, like one copy. Smaller tensors need no main memory, and pieces only mean more meetings.
 
-The core can do one thing more: a tensor that is in shared memory already is added up where it is.
-DDP puts its buckets there, so gradients are neither copied in nor out.
+The core can do one thing more: a tensor that is in shared memory already is added up where it is,
+so that nothing is copied in or out. A rank then reads the $n$ parts that it adds up, and writes the
+sum $n$ times: $S$ and $S$ again. DDP puts its buckets there.
 
 **Measure.** Sizes from 4 KiB to 16 MiB. Small ones are called several times in a row, and timed
 together. The backend sends through sockets between CPUs, and on GPUs by NCCL; the ring is
 chapter 02's. "Copy" is that of one tensor on each rank, all at the same time. The prediction takes
-it from this table, and meetings and calls from above:
+it from this table, and meetings and calls from above. (Up to 1 MiB the same tensors are copied
+several times in a row, so they may be in the cache; larger ones are called once at a time.)
 """
 
 # %%
@@ -336,13 +367,20 @@ timings = {}
 for nbytes in SIZES:
     times, calls = calls_of(nbytes)
     for name, timing in on_one_machine(calls, warmup=3, repeat=11).items():
-        each = Timing(tuple(seconds / times for seconds in timing.seconds))
-        timings.setdefault(name, {})[nbytes] = each
+        timings.setdefault(name, {})[nbytes] = of_each(timing, times)
 
 
 # %%
 def predicted(nbytes):
     return 2 * meeting + calls_alone + (7 - 1 / n) / 2 * timings["copy"][nbytes].median
+
+
+calls = {"": partial(repeated, 50, one_meeting, values, nothing)}
+calls_of_one = on_one_machine(calls)[""].median / 50
+
+
+def predicted_of_one(nbytes):
+    return meeting + calls_of_one + (2 + 3 / 2 * (n - 1)) * timings["copy"][nbytes].median
 
 
 # %% tags=["plumbing"]
@@ -367,27 +405,41 @@ def ratios(name, other):
 
 
 over_backend, over_copy = ratios("core", "backend"), ratios("core", "copy")
+over_two = ratios("core", "two meetings")
 rows = [
     (
         human_bytes(s),
         with_quartiles(over_backend[s]),
-        with_quartiles(ratios("two meetings", "backend")[s]),
+        with_quartiles(over_two[s]),
         with_quartiles(over_copy[s]),
         with_quartiles(ratios("core, in place", "copy")[s]),
         f"{timings['two meetings'][s].median / predicted(s):.2f}",
+        f"{timings['one meeting'][s].median / predicted_of_one(s):.2f}" if s <= SMALL else None,
     )
     for s in SIZES
 ]
-headers = ["size", "core / backend", "two meetings / backend", "core / copy",
-           "in place / copy", "two meetings / predicted"]  # fmt: skip
+headers = ["size", "core / backend", "core / two meetings", "core / copy", "in place / copy",
+           "two meetings / predicted", "one meeting / predicted"]  # fmt: skip
 senders.print(table(rows, headers))
+
+# %% tags=["plumbing"]
+
+
+def sizes_where(of, holds):
+    found = [human_bytes(s) for s, timing in of.items() if holds(timing)]
+    return ", ".join(found) or "no size"
+
+
+above = sizes_where(over_two, lambda timing: timing.spread[0] > 1)
+under = sizes_where(over_two, lambda timing: timing.spread[1] < 1)
+senders.print(f"The core clearly takes more time than two meetings at {above}; less at {under}.")
 
 # %% tags=["plumbing"]
 below = [s for s in SIZES if over_backend[s].spread[1] < 1]
 title = f"The core's takes less time than the backend's at {len(below)} of {len(SIZES)} sizes"
 if len(below) == len(SIZES):
-    middle = sorted(timing.median for timing in over_backend.values())[len(SIZES) // 2]
-    title = f"Through memory: {middle:.2f} of the backend's time, in the middle of all sizes"
+    least, *_, most = sorted(timing.median for timing in over_backend.values())
+    title = f"The core, through memory: {least:.2f} to {most:.2f} of the backend's time"
 figures.times_by_size(
     {name: timings[name] for name in ("backend", "ring", "two meetings", "core", "copy")},
     title=title,
@@ -397,15 +449,18 @@ figures.times_by_size(
 # %% [markdown]
 r"""
 **Explain.** For small tensors the prediction is meetings and calls, for large ones copies. Where
-the measured time is below, a part of what one rank wrote was still in the cache when it was read;
-where it is above, the ranks had to wait for more than the meeting itself, for the slower of them
-each time, or for values that were last written by another core. For a small tensor the core does
-more than `one_meeting`: it takes any shape and dtype, compares the ranks' calls, and keeps a record
-of them. The columns "/ copy" say how far from the limit of memory it is. They tell nothing where
-the tensor is small, and the time that of meetings and calls. In place it may be below 1, since a
-rank then writes where it has read.
+the measured time is below, a part of what one rank wrote may still have been in the cache when it
+was read. Where it is above, the ranks may have waited for the slower of them in each call, or for
+values that another core had written last: no row of this table separates the two. `one_meeting`
+saves what the second one and its calls take. In the core that is spent again, on what it does in a
+group of one, above.
 
-Who else does that? DeepSpeed has such an all-reduce for processors with two sockets: 32 MB in 0.65
+The column "core / copy" says how far the core is from the limit of memory. It tells little where
+the tensor fits into the cache, and the copy never leaves it. In place it may be below 1, since a
+rank then writes where it has just read, and a copy writes elsewhere. The ring goes through the same
+sockets as the backend.
+
+Who else does that? DeepSpeed has such an all-reduce for machines with two processors: 32 MB in 0.65
 ms instead of gloo's 30.7, 64 KB in 0.028 instead of 0.23
 ([April 2024](https://github.com/deepspeedai/DeepSpeed/pull/5391)).
 
@@ -413,12 +468,12 @@ ms instead of gloo's 30.7, 64 KB in 0.028 instead of 0.23
 
 Now the network. Machines have several ranks each, and one link.
 
-**Predict.** Let $M$ machines have $k$ ranks each, $n = Mk$. A ring through all ranks that goes
-machine by machine leaves each machine once. Over that link go the $2\,\frac{n-1}{n}\,S$ bytes
+**Predict.** Let $M$ machines have $n$ ranks each, $N = Mn$. A ring through all ranks that goes
+machine by machine leaves each machine once. Over that link go the $2\,\frac{N-1}{N}\,S$ bytes
 that every rank sends to its neighbour. But the machine's ranks have something to say *together*:
-their sum, $S$ bytes. So let them add up first, in memory, each a share; let every share be summed
-over the machines by those who have it; and let them hand the results round, in memory. The link
-carries the all-reduces of $k$ shares of $S/k$ among $M$ machines, together
+their sum, $S$ bytes. So let them add up first, in memory, each a part, its *share*; let every share
+be summed over the machines by those who have it; and let them hand the results round, in memory.
+The link carries the all-reduces of $n$ shares of $S/n$ among $M$ machines, together
 $2\,\frac{M-1}{M}\,S$. For two machines of two ranks that is $S$ instead of $1.5\,S$, for two of
 eight $S$ instead of $1.875\,S$.
 
@@ -452,7 +507,7 @@ bytes need on the link is known:
 
 # %%
 def bytes_sent():
-    """What has left this host, or come back to itself over loopback, is in the kernel's list."""
+    """What has left this host, by the kernel's list of interfaces; without loopback."""
     _, _, *lines = Path("/proc/net/dev").read_text().splitlines()
     devices = dict(line.split(":") for line in lines)
     return sum(int(of.split()[8]) for name, of in devices.items() if name.strip() != "lo")
@@ -505,6 +560,7 @@ headers = ["", "over the link / S", "counted", "wire's time", "measured", "/ wir
 if rows:
     senders.print(f"{M} machines of {n} ranks, {human_bytes(LARGEST)}")
     senders.print(table(rows, headers, floats=".3f"))
+    senders.print(f"core / by machine: {with_quartiles(found['core'].ratio(found['by machine']))}")
 
 # %% tags=["plumbing"]
 if found and senders.box:
@@ -522,16 +578,19 @@ if found and senders.box:
 # %% [markdown]
 r"""
 **Explain.** The bytes are those of the formula, but for headers and the barrier around the call.
-With two machines of two, $S$ by $1.5\,S$ is 0.67, and no time can be below that while the wire is
-what everything waits for. In `by_machine` the link waits while the machine adds up and hands round;
-the core fills a part of that time. The more ranks a machine has, the more there is to win: up to
-one half.
+With two machines of two, $S$ by $1.5\,S$ is 0.67: so much of the ring's time on the wire is the
+least that a way by machine takes, whatever it does in memory. What comes besides the wire is work
+of the cores, which all ranks of the box share: to send and receive, and to add up and hand round in
+memory. In `by_machine` the link waits for that; the core lets one part travel while it adds up the
+next, and the line below the table says whether that showed. The more ranks a machine has, the more
+there is to win: of two machines, up to one half.
 
 ## How NCCL does it
 
-GPUs of one machine are joined by NVLink, or else by PCIe, and one writes into the memory of
-another; where neither is possible, NCCL goes through the host's memory, as its
-[manual](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html) says of SHM.
+GPUs of one machine are joined by NVLink, a link of their own, or else by PCIe, the machine's bus,
+and one writes into the memory of another; where neither is possible, NCCL goes through the host's
+memory, as its [manual](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html) says of
+SHM, shared memory.
 
 Between machines it has trees besides rings. A
 [tree](https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/) runs
@@ -539,36 +598,43 @@ along a chain inside each machine and from machine to machine as a tree, so it s
 sum, and not each rank's. There are two at once, so that no link is idle. For small messages the way
 up and down a tree, of a logarithm of steps, is shorter than a ring.
 
-And where the switch between GPUs can add (*NVLS*: NVLink with SHARP), a GPU sends what it has once
-and gets the sum once. **Predict.** In a ring of 8 each GPU sends $\frac{14}{8}\,S$, so a switch
-that adds could be 1.75 times as fast. Published, on 8 H200, for 16 GiB: 480 GB/s with NVLS and 367
-in a ring ([Stas Bekman](https://github.com/stas00/ml-engineering/tree/master/network), August
-2026). These are bus bandwidths, $\frac{S}{t} \cdot \frac{2(n-1)}{n}$, that is, a ring's bytes a
-second:
+And the switch between GPUs may be able to add (*NVLS*: NVLink with SHARP). Each GPU has a chunk of
+$S/n$ to care for: it reads its sum from the switch, which asks all GPUs for what they have, and
+writes the sum to the switch, which gives it to all. So a GPU sends $S$ for the sums of all and
+$S/n$ for its own chunk ([NCCL's maintainer](https://github.com/NVIDIA/nccl-tests/pull/239)).
+**Predict.** In a ring of 8 each GPU sends $\frac{14}{8}\,S$, here $\frac{9}{8}\,S$: the switch
+could be 1.56 times as fast. Published, on 8 H200, for 16 GiB: 480 GB/s with NVLS and 367 in a ring
+([Stas Bekman](https://github.com/stas00/ml-engineering/tree/master/network), August 2026). These
+are bus bandwidths, $\frac{S}{t} \cdot \frac{2(n-1)}{n}$, that is, a ring's bytes a second:
 """
 
 # %%
+ring_bytes, switch_bytes = 14 / 8, 9 / 8  # that leave a GPU, times S
 rows = []
-for way, bus, times_S in (("ring", 367, 14 / 8), ("NVLS", 480, 1.0)):
-    seconds = 16 * 2**30 * 14 / 8 / (bus * 1e9)
+for way, bus, times_S in (("ring", 367, ring_bytes), ("NVLS", 480, switch_bytes)):
+    seconds = 16 * 2**30 * ring_bytes / (bus * 1e9)
     rows.append((way, bus, human_seconds(seconds), times_S * 16 * 2**30 / seconds / 1e9))
 headers = ["published, 8 H200", "bus GB/s", "so 16 GiB take", "GB/s that leave a GPU"]
 senders.print(table(rows, headers, floats=".0f"))
-senders.print(f"NVLS is {480 / 367:.2f} times as fast, where bytes allow 1.75")
+allowed = ring_bytes / switch_bytes
+senders.print(f"NVLS is {480 / 367:.2f} times as fast, where bytes allow {allowed:.2f}")
 
 # %% [markdown]
-"""
+r"""
 **Explain.** A bus bandwidth above what a link can carry is no error: the switch adds, and less is
-sent than in the ring that the number assumes. By what leaves a GPU the ring comes nearer to the
-450 GB/s that NVLink has by its specification.
+sent than in the ring that the number assumes. By what leaves a GPU the ring comes nearer than NVLS
+to the 450 GB/s each way that NVLink has by its specification (the same source). Why the switch
+stays further below what bytes allow, the sources do not say.
 
 ## DDP twice
 
 **Predict.** The core's DDP takes `all_reduce="auto"`: for each size the fastest, as measured here
-when it is built. What can be won is what averaging costs: the step of DDP less that of one rank for
-itself.
+when it is built. Its buckets are in shared memory then, so of each step it should save the
+difference between the backend's all-reduce and the core's in place: for these models, of 4 and 16
+MiB, both are in the table above. It saves more, if the backend's work takes time from backward's
+core; less, if backward hides it.
 
-**Measure.** Two models, a step of each: alone, with the backend's all-reduce, and with `"auto"`:
+**Measure.** A step of each model alone, with the backend's all-reduce, and with `"auto"`:
 """
 
 # %%
@@ -601,31 +667,36 @@ for width in (256, 512):
 
 # %% tags=["plumbing"]
 rows = []
-for width, of in results.items():
+for (width, of), nbytes in zip(results.items(), (2**22, 2**24), strict=True):
     row = [f"16 x {width}", human_bytes(gradient_bytes(FullMLP(width))), *map(str, of.values())]
     if "auto" in of:
-        cost = of["backend"].median - of["alone"].median
-        won = (of["backend"].median - of["auto"].median) / cost if cost > 0 else None
-        row += [with_quartiles(of["auto"].ratio(of["backend"])), f"{won:.0%}" if won else None]
+        both = zip(of["backend"].seconds, of["auto"].seconds, strict=True)
+        saved = Timing(tuple(backend - auto for backend, auto in both))
+        saving = timings["backend"][nbytes].median - timings["core, in place"][nbytes].median
+        row += [with_quartiles(of["auto"].ratio(of["backend"])), human_seconds(saving), saved]
     rows.append(row)
-headers = ["model", "gradients", "alone", *CARRIERS, "auto / backend", "of averaging, won"]
+headers = ["model", "gradients", "alone", *CARRIERS, "auto / backend", "to be saved", "saved"]
 senders.print(f"a step of {n} ranks on one machine, without an optimizer")
 senders.print(table(rows, headers[: len(rows[0])]))
+if comms.device.type == "cpu":
+    choice = [f"{name} up to {human_bytes(size)}" for size, name in fastest(inside).items()]
+    senders.print(f"auto takes {', '.join(choice)}, and the last beyond that")
 if comms.device.type != "cpu":
     senders.print(f"On GPUs DDP keeps {comms.backend}: gradients are not in memory ranks share.")
 
 # %% [markdown]
 r"""
-**Explain.** `"auto"` does not change what is computed, only who carries it. Over sockets, averaging
-takes a core's time as well as the link's (chapter 05), so what memory wins here is time of the
-cores. The rest of the cost stays: each rank must still read what the others have, and wait for the
-slowest.
+**Explain.** `"auto"` does not change what is computed, only who carries it. Where more was saved
+than the two all-reduces differ, the backend's also held up backward, whose core its threads want
+(chapter 05). What is left above the step of one rank alone is the sum itself, the wait for the
+slowest rank, and what the wrapper does.
 
 ## What to take along
 
-- Inside a machine an all-reduce is limited by memory, and one copy is the least that it takes.
-- Two meetings make it right, and buffers in turn save one. A meeting left out is a wrong sum that
-  seldom shows.
+- Inside a machine an all-reduce of a large tensor is limited by memory: about one copy is the least
+  that it takes. That of a small one is limited by meetings and calls.
+- Two meetings make it right, and buffers in turn save one. A meeting left out is a wrong sum:
+  often, seldom or never, until a rank is late.
 - Between machines send each machine's sum, not each rank's: over a link go $2(M-1)/M$ times the
   bytes, however many ranks a machine has.
 

@@ -6,7 +6,8 @@ import hashlib
 import itertools
 import json
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -25,8 +26,21 @@ def broadcast_parameters(module: nn.Module, comms: Comms, src: int = 0) -> None:
     broadcast_tensors([*module.parameters(), *module.buffers()], comms, src)
 
 
-def broadcast_tensors(tensors: Sequence[torch.Tensor], comms: Comms, src: int = 0) -> None:
-    """Overwrite tensors with rank ``src``'s, many in a message: as bytes, whatever their dtype."""
+def broadcast_tensors(
+    tensors: Sequence[torch.Tensor],
+    comms: Comms,
+    src: int = 0,
+    broadcast: Callable[[torch.Tensor, int], Pending] | None = None,
+) -> None:
+    """Overwrite tensors with rank ``src``'s, many in a message: as bytes, whatever their dtype.
+
+    Args:
+        tensors: of any shapes, the same on every rank.
+        comms: the ranks.
+        src: whose they are.
+        broadcast: begins to send a tensor from a rank; default: the backend.
+    """
+    broadcast = broadcast or partial(comms.broadcast, async_op=True)
     # Those of one device together, its widest dtype first: each part begins where its dtype may.
     coming = sorted(tensors, key=lambda t: (str(t.device), -t.itemsize, str(t.dtype)))
     under_way: deque[tuple[list[list[torch.Tensor]], torch.Tensor, Pending]] = deque()
@@ -48,7 +62,7 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], comms: Comms, src: int = 
             batch, coming = coming[:count], coming[count:]
             kinds = [list(alike) for _, alike in itertools.groupby(batch, lambda t: t.dtype)]
             wire = torch.cat([t.reshape(-1).contiguous().view(torch.uint8) for t in batch])
-            under_way.append((kinds, wire, comms.broadcast(wire, src, async_op=True)))
+            under_way.append((kinds, wire, broadcast(wire, src)))
             if len(under_way) > 1:  # two at a time
                 complete_oldest()
         while under_way:

@@ -147,6 +147,7 @@ class Strategy:
         averages: whether anything is sent at all.
         overlaps: whether gradients are sent while backward goes on.
         buckets: whether they travel together.
+        replicas: whether each rank keeps everything; else a part of something.
         compression: what is kept back of them, where less than the gradients is sent.
         timeline: records phases, collectives, and the wait for them.
     """
@@ -154,6 +155,7 @@ class Strategy:
     averages: ClassVar[bool] = False
     overlaps: ClassVar[bool] = False
     buckets: ClassVar[bool] = False
+    replicas: ClassVar[bool] = True
 
     def __init__(self, model: nn.Module, comms: Comms, bucket_cap_mb: float | None = None) -> None:
         del bucket_cap_mb
@@ -416,6 +418,7 @@ class Sharded(Strategy):
     """
 
     averages = overlaps = buckets = True
+    replicas = False
     units: list[Unit]
 
     def share_overflow(self) -> None:

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from microddp.allreduce.comm_hook import AtWait, on_thread
 from microddp.allreduce.hierarchical import hierarchical_all_reduce
 from microddp.allreduce.ring import ring_all_reduce
-from microddp.allreduce.shared_memory import shared_all_reduce
+from microddp.allreduce.shared_memory import shared_all_reduce, shared_broadcast
 from microddp.allreduce.whole_tensor import (
     direct_all_reduce,
     naive_all_reduce,
     recursive_doubling_all_reduce,
 )
-from microddp.comms import Comms
+from microddp.comms import Comms, Pending
 from microddp.shared import by_comms, machines_of, room_of
 from microddp.timing import measure
 
@@ -133,6 +133,18 @@ class Carrier:
         if self.comms.world_size > 1 and nbytes and self.name_for(nbytes) == "shared":
             return room_of(self.comms).zeros(numel, parameter.dtype)
         return parameter.detach().new_zeros(numel)
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Pending:
+        """Begin to overwrite a tensor by that of rank ``src``, in memory where sums go through it.
+
+        Args:
+            tensor: contiguous.
+            src: a rank.
+        """
+        if self.comms.world_size > 1 and self.name_for(tensor.nbytes) == "shared":
+            shared_broadcast(tensor, self.comms, src)
+            return Pending()
+        return self.comms.broadcast(tensor, src, async_op=True)
 
     def start(
         self, buffer: torch.Tensor, is_last: bool

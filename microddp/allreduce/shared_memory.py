@@ -163,8 +163,8 @@ def _add_up(parts: Sequence[torch.Tensor], combine: Combine, out: torch.Tensor) 
 
 def _columns(chunks: Sequence[torch.Tensor], piece_bytes: int) -> list[Column]:
     """Piece j of every chunk, for each j; none larger than it may be."""
-    largest = max(chunk.nbytes for chunk in chunks)
-    count = -(-largest // (piece_bytes - chunks[0].element_size()))
+    largest = max(chunk.numel() for chunk in chunks)
+    count = -(-largest // (piece_bytes // chunks[0].element_size()))
     if count <= 1:
         return [chunks]
     return [*zip(*(chunk.tensor_split(count) for chunk in chunks), strict=True)]

@@ -106,7 +106,9 @@ def steps_of(
     with these all-reduces.
     """
     strategies = {
-        name: make(copy.deepcopy(model), comms, bucket_cap_mb) for name, make in STRATEGIES.items()
+        name: make(copy.deepcopy(model), comms, bucket_cap_mb)
+        for name, make in STRATEGIES.items()
+        if make.replicas
     }
     ours = DDP(
         copy.deepcopy(model), comms, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=False

@@ -227,7 +227,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         src = self._highest(mine) if self._join_config.enable else 0
         # A graph that an earlier forward built may hold them: as far as it goes, nothing changed.
         with _unsafe_preserve_version_counter(tuple(buffers)):
-            broadcast_tensors(buffers, self.comms, src)
+            broadcast_tensors(buffers, self.comms, src, self.reducer.buckets.carrier.broadcast)
 
     # ---- uneven inputs: ranks that have run out of batches shadow the others' collectives
 

@@ -13,6 +13,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from kills import kill
 from ranks import on_ranks, run
 
 from microddp.allreduce import (
@@ -121,7 +122,7 @@ def test_on_another_thread(comms):
 @on_ranks(2, 4)
 def test_how_often_ranks_meet(comms):
     room = room_of(comms)
-    piece = rooms.BUFFER_BYTES // comms.world_size - 4  # bytes of a chunk that travel at a time
+    piece = rooms.BUFFER_BYTES // comms.world_size  # bytes of a chunk that travel at a time
 
     def met(call, *arguments):
         before = room.step
@@ -327,6 +328,11 @@ def test_a_rank_that_dies_is_an_error_on_the_others_at_once(when):
     took = run(dies_in_the_middle, 3, when, dies=[1])
     assert max(took[0], took[2]) < 2
     assert not [entry for entry in os.listdir("/dev/shm") if "microddp" in entry]
+
+
+def test_kills_at_random_moments():
+    """A few; many are ``python tests/allreduce/kills.py --kills 200``."""
+    assert kill(6, seed=1)
 
 
 def raises_in_the_middle(comms):
