@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from microddp.allreduce import AUTO
 from microddp.bucketing import BucketedDDPHooks, bucket_caps, plan_in_order
 from microddp.comms import Comms
 from microddp.compression import Compression, hook, reduced_bytes
@@ -413,6 +414,13 @@ class Local(Strategy):
 class Sharded(Strategy):
     """Each rank has a part: of the optimizer's state, of gradients and parameters.
 
+    Args:
+        model: this rank's replica.
+        comms: the ranks.
+        bucket_cap_mb: as for all strategies.
+        carrier: of the halves of an all-reduce, a key of ``microddp.allreduce.HALVES``, or
+            ``"auto"``.
+
     Attributes:
         units: what is cut into parts.
     """
@@ -449,10 +457,16 @@ class Zero2(Sharded):
 
     keep_gradients: ClassVar[bool] = False
 
-    def __init__(self, model: nn.Module, comms: Comms, bucket_cap_mb: float | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        comms: Comms,
+        bucket_cap_mb: float | None = None,
+        carrier: str = AUTO,
+    ) -> None:
         super().__init__(model, comms)
         self.sharded = ShardedGradients(
-            model, comms, bucket_cap_mb, keep_gradients=self.keep_gradients
+            model, comms, bucket_cap_mb, keep_gradients=self.keep_gradients, carrier=carrier
         )
         self.units = self.sharded.units
 
@@ -494,10 +508,16 @@ class Zero3(Sharded):
     The blocks are the large elements of the model's lists. The cap of a bucket means nothing here.
     """
 
-    def __init__(self, model: nn.Module, comms: Comms, bucket_cap_mb: float | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        comms: Comms,
+        bucket_cap_mb: float | None = None,
+        carrier: str = AUTO,
+    ) -> None:
         del bucket_cap_mb
         super().__init__(model, comms)
-        self.sharded = shard_blocks(model, comms)
+        self.sharded = shard_blocks(model, comms, carrier=carrier)
         self.units = self.sharded.course.units
 
     def record(self, timeline: Recorder) -> None:

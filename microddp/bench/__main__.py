@@ -1,4 +1,4 @@
-"""Benchmarks: ``torchrun --nproc-per-node=2 -m microddp.bench {allreduce,ddp} --help``."""
+"""Benchmarks: ``torchrun --nproc-per-node=2 -m microddp.bench {allreduce,ddp,sharded} --help``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from microddp.allreduce import ALGORITHMS, AUTO
 from microddp.bench.allreduce import COLLECTIVES, DTYPES, bench_allreduce
 from microddp.bench.ddp import bench_ddp, models
+from microddp.bench.sharded import MODELS, bench_sharded
 from microddp.comms import init
 from microddp.compression import NAMES, compressor
 from microddp.report import output_file, positive
@@ -23,6 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _add_allreduce_options(allreduce)
     ddp = commands.add_parser("ddp", help="training steps, from no averaging to PyTorch's DDP")
     _add_ddp_options(ddp)
+    sharded = commands.add_parser("sharded", help="stages of sharding against DDP, with AdamW")
+    _add_sharded_options(sharded)
     options = parser.parse_args(arguments)
     with init() as comms:
         options.run(options, comms)
@@ -80,6 +83,19 @@ def _add_ddp_options(parser: argparse.ArgumentParser) -> None:
         choices=[AUTO, *ALGORITHMS],
         metavar="NAME",
         help=f"also microddp's DDP over another all-reduce: {', '.join([AUTO, *ALGORITHMS])}",
+    )
+    _add_run_options(parser)
+
+
+def _add_sharded_options(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=bench_sharded)
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        metavar="NAME",
+        choices=list(models(torch.device("cpu"))),
+        default=list(MODELS),
+        help=f"default: {', '.join(MODELS)}",
     )
     _add_run_options(parser)
 

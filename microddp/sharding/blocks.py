@@ -24,8 +24,6 @@ from microddp.hooks import Switchable
 from microddp.sharding.unit import Unit
 from microddp.timing import NOT_RECORDED, Recorder
 
-UNDER_WAY = 2  # units whose gradients are reduced at a time: each takes as much as its parameters
-
 
 class Course(Switchable):
     """How the blocks of a model follow each other in a step, and the backward under way.
@@ -97,7 +95,7 @@ class Course(Switchable):
             return
         unit.reduce()
         self._reducing.append(unit)
-        if len(self._reducing) > UNDER_WAY:
+        if len(self._reducing) > unit.under_way:
             self._reducing.popleft().hand_out()
 
     def _end_of_backward(self) -> None:

@@ -90,8 +90,23 @@ class ShardedGradients(Switchable):
         unit.timeline.mark(unit.names[i])
         self._come(unit, i)
         while self._sent < len(self.units) and not self.units[self._sent].missing:
-            self.units[self._sent].reduce()
-            self._sent += 1
+            self._send()
+
+    def _send(self) -> None:
+        """Average the next unit, and take the mean of one that was sent before it."""
+        unit = self.units[self._sent]
+        unit.reduce()
+        self._sent += 1
+        done = self._sent - 1 - unit.under_way
+        if done >= 0 and not unit.keep_gradients:  # its memory is needed for the next
+            self._take_mean(self.units[done])
+
+    def _take_mean(self, unit: Unit) -> None:
+        mean = unit.finish()
+        if mean is not None:
+            if unit in self._before:
+                mean += self._before.pop(unit)
+            unit.shard.grad = mean
 
     def _come(self, unit: Unit, i: int) -> None:
         if unit.shard.grad is not None:
@@ -104,13 +119,10 @@ class ShardedGradients(Switchable):
         for unit in self.units[self._sent :]:
             for i in sorted(unit.missing):
                 self._come(unit, i)
-            unit.reduce()
+            self._send()
         self._sent = 0
         for unit in self.units:
-            mean = unit.finish()
-            if mean is not None and unit in self._before:
-                mean += self._before.pop(unit)
-            unit.shard.grad = mean
+            self._take_mean(unit)
 
     def gather(self) -> None:
         """Bring the parameters that other ranks have updated here. A collective."""

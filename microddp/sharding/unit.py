@@ -43,6 +43,8 @@ class Unit:
         missing: the numbers of the parameters whose gradients have not come in this backward.
         trains: whether there are to be gradients.
         sharers, users: of blocks, those that have it, and those in whose forward it is now.
+        under_way: of units whose gradients are reduced, how many may be on their way while another
+            is filled: each takes as much memory as its parameters.
         timeline: records collectives, and the wait for them.
     """
 
@@ -60,6 +62,7 @@ class Unit:
         self.names, self.parameters = list(parameters), list(parameters.values())
         self.comms, self.halves = comms, halves
         self.keep_gradients, self.parted = keep_gradients, parted
+        self.under_way = 0 if halves.at_once else 1
         self.shapes = [p.shape for p in self.parameters]
         self.ends = torch.tensor([s.numel() for s in self.shapes]).cumsum(0).tolist()
         self.part = -(-self.ends[-1] // comms.world_size)

@@ -1,0 +1,243 @@
+"""A training step of each stage of sharding against DDP and PyTorch's own, with the bytes kept."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import statistics
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from tqdm import tqdm
+
+from microddp.allreduce import AUTO, halves_of
+from microddp.bench.ddp import Batch, models
+from microddp.bench.rows import report
+from microddp.comms import Comms
+from microddp.model import parameter_count
+from microddp.report import MIB
+from microddp.schedule import STRATEGIES, Loss, take_step
+from microddp.sharding import bytes_alive, bytes_kept
+from microddp.timing import Timing, measure
+
+MODELS = ("MLP 512", "MLP 1024", "transformer")
+STAGES = {
+    "torch": 0,
+    "ddp": 0,
+    "torch zero1": 1,
+    "zero1": 1,
+    "zero2": 2,
+    "torch zero3": 3,
+    "zero3": 3,
+}
+OURS = tuple(name for name in STAGES if name.startswith("zero"))
+DDP, THEIRS = "torch", "torch zero3"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train one model with AdamW; times in milliseconds.
+
+    Attributes:
+        model: its name.
+        way: how gradients, optimizer and parameters are shared.
+        median_ms: time of a step; ``low_ms`` and ``high_ms`` are its quartiles.
+        to_ddp: median over the rounds of its time by that of PyTorch's DDP, and its quartiles.
+        to_fsdp: likewise, by that of PyTorch's ``fully_shard``.
+        kept: bytes of parameters, gradients and optimizer on rank 0 after backward.
+        predicted: the same, by formula.
+        peak: most bytes of those at once, on rank 0: when a block's forward begins, or one of its
+            gradients is there.
+        sent: bytes that a rank sends in a step, by formula.
+    """
+
+    model: str
+    way: str
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    to_ddp: float
+    to_ddp_low: float
+    to_ddp_high: float
+    to_fsdp: float
+    to_fsdp_low: float
+    to_fsdp_high: float
+    kept: int
+    predicted: float
+    peak: int
+    sent: float
+
+
+Step = Callable[[], object]
+
+
+def _make(
+    name: str, model: nn.Module, loss_fn: Loss, batch: Batch, comms: Comms
+) -> tuple[Step, nn.Module]:
+    """A step of a way, and the model that it trains."""
+    replica = copy.deepcopy(model)
+    kind, _, carrier = name.partition(", ")
+    optimizer: torch.optim.Optimizer | None = None
+    if kind.startswith("torch zero"):
+        module, optimizer = _theirs(kind, replica, comms)
+        strategy = STRATEGIES["none"](module, comms)
+    elif carrier:
+        strategy = STRATEGIES[kind](replica, comms, carrier=carrier)  # type: ignore[call-arg]
+    else:
+        strategy = STRATEGIES[kind](replica, comms)
+    optimizer = optimizer or torch.optim.AdamW(strategy.parameters(), lr=1e-4)
+    return partial(take_step, strategy, loss_fn, optimizer, batch), replica
+
+
+def _theirs(name: str, model: nn.Module, comms: Comms) -> tuple[nn.Module, torch.optim.Optimizer]:
+    with warnings.catch_warnings(action="ignore"):  # PyTorch's own, of its jit
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    if name == "torch zero1":
+        ddp = TorchDDP(model, process_group=comms.group, gradient_as_bucket_view=True)
+        optimizer = ZeroRedundancyOptimizer(
+            ddp.parameters(), torch.optim.AdamW, process_group=comms.group, lr=1e-4
+        )
+        return ddp, optimizer
+    mesh = DeviceMesh.from_group(comms.group, comms.device.type)
+    for block in blocks_of(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The elements of a model's lists, which both sides shard one by one."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    return [block for blocks in lists for block in blocks]
+
+
+def _bytes(
+    name: str, model: nn.Module, loss_fn: Loss, batch: Batch, comms: Comms
+) -> tuple[int, int]:
+    """Bytes kept after backward, and at most, in the second step of a way."""
+    kept: list[int] = []
+    during: list[int] = []
+    _make(name, model, loss_fn, batch, comms)[0]()  # makes buffers for good
+    gc.collect()
+    before = bytes_alive()
+    step, model = _make(name, model, loss_fn, batch, comms)
+
+    def look(*_: object) -> None:
+        during.append(bytes_alive() - before)
+
+    step()
+    hooks = [m.register_forward_pre_hook(look) for m in [*blocks_of(model), model]]
+    for p in model.parameters():
+        hooks.append(p.register_post_accumulate_grad_hook(look))  # type: ignore[no-untyped-call]
+    optimizer = step.args[2]  # type: ignore[attr-defined]
+    handle = optimizer.register_step_pre_hook(lambda *_: kept.append(bytes_alive() - before))
+    step()
+    for hook in [*hooks, handle]:
+        hook.remove()
+    return kept[0], max(during + kept)
+
+
+def bench_sharded(options: argparse.Namespace, comms: Comms) -> None:
+    """Time every way for every model, taking turns within one run."""
+    comms.print(comms.describe())
+    available = models(comms.device)
+    names = [*STAGES]
+    if comms.device.type == "cpu" and halves_of(AUTO, comms).name != "ring":
+        names += [f"{name}, ring" for name in OURS]  # as between machines
+    rows: list[Row] = []
+    rounds = len(options.models) * (options.warmup + options.iters)
+    with tqdm(
+        total=rounds, disable=None if comms.rank == 0 else True, unit="round", leave=False
+    ) as bar:
+        for name in options.models:
+            bar.set_description(name)
+            torch.manual_seed(comms.rank)
+            model, loss_fn, batch = available[name]()
+            kept = {way: _bytes(way, model, loss_fn, batch, comms) for way in names}
+            ways = {way: _make(way, model, loss_fn, batch, comms)[0] for way in names}
+            timings = measure(
+                ways, comms, warmup=options.warmup, repeat=options.iters, progress=bar.update
+            )
+            rows += [
+                _row(name, way, timings, kept[way], parameter_count(model), step, comms)
+                for way, step in ways.items()
+            ]
+    if comms.rank == 0:
+        _report(rows, options, comms)
+
+
+def _row(
+    model: str,
+    way: str,
+    timings: Mapping[str, Timing],
+    kept: tuple[int, int],
+    count: int,
+    step: Step,
+    comms: Comms,
+) -> Row:
+    timing = timings[way]
+    to_ddp, to_fsdp = timing.ratio(timings[DDP]), timing.ratio(timings[THEIRS])
+    stage = STAGES[way.partition(",")[0]]
+    strategy = step.args[0]  # type: ignore[attr-defined]
+    low, high = timing.spread
+    return Row(
+        model=model,
+        way=way,
+        median_ms=timing.median * 1e3,
+        low_ms=low * 1e3,
+        high_ms=high * 1e3,
+        to_ddp=to_ddp.median,
+        to_ddp_low=to_ddp.spread[0],
+        to_ddp_high=to_ddp.spread[1],
+        to_fsdp=to_fsdp.median,
+        to_fsdp_low=to_fsdp.spread[0],
+        to_fsdp_high=to_fsdp.spread[1],
+        kept=kept[0],
+        predicted=bytes_kept(stage, count, comms.world_size).total,
+        peak=kept[1],
+        sent=strategy.sent_bytes(),
+    )
+
+
+def _report(rows: Sequence[Row], options: argparse.Namespace, comms: Comms) -> None:
+    """Print the table and what follows from it; write the file that was asked for."""
+    cells = [
+        {
+            "model": row.model,
+            "way": row.way,
+            "median ms": f"{row.median_ms:.3g}",
+            "quartiles": f"{row.low_ms:.3g} to {row.high_ms:.3g}",
+            "/ torch DDP": f"{row.to_ddp:.2f} ({row.to_ddp_low:.2f} to {row.to_ddp_high:.2f})",
+            "/ torch zero3": f"{row.to_fsdp:.2f} ({row.to_fsdp_low:.2f} to {row.to_fsdp_high:.2f})",
+            "kept MiB": f"{row.kept / MIB:.1f}",
+            "predicted": f"{row.predicted / MIB:.1f}",
+            "at most": f"{row.peak / MIB:.1f}",
+            "sent MiB": f"{row.sent / MIB:.1f}" if row.sent else "",
+        }
+        for row in rows
+    ]
+    report(rows, cells, conclusions(rows), options, comms)
+
+
+def conclusions(rows: Sequence[Row]) -> list[str]:
+    """A sentence on each of our ways: its time, and what it keeps beside what was predicted."""
+    sentences = []
+    for way in dict.fromkeys(row.way for row in rows if row.way.startswith("zero")):
+        mine = [row for row in rows if row.way == way]
+        off = max((abs(row.kept / row.predicted - 1) for row in mine), default=0.0)
+        ddp = statistics.geometric_mean(row.to_ddp for row in mine)
+        fsdp = statistics.geometric_mean(row.to_fsdp for row in mine)
+        sentences.append(
+            f"{way} takes {ddp:.2f} times as long as PyTorch's DDP and {fsdp:.2f} times as long as "
+            f"its fully_shard (geometric mean of {len(mine)} models), and keeps what was predicted "
+            f"within {off:.1%}."
+        )
+    return sentences
