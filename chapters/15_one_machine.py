@@ -667,8 +667,10 @@ for width in (256, 512):
 
 # %% tags=["plumbing"]
 rows = []
-for (width, of), nbytes in zip(results.items(), (2**22, 2**24), strict=True):
-    row = [f"16 x {width}", human_bytes(gradient_bytes(FullMLP(width))), *map(str, of.values())]
+for width, of in results.items():
+    size = gradient_bytes(FullMLP(width))
+    nbytes = min(SIZES, key=lambda s, size=size: abs(s - size))
+    row = [f"16 x {width}", human_bytes(size), *map(str, of.values())]
     if "auto" in of:
         both = zip(of["backend"].seconds, of["auto"].seconds, strict=True)
         saved = Timing(tuple(backend - auto for backend, auto in both))

@@ -119,6 +119,7 @@ def apply_gradients(
 
     Arguments are those of :func:`take_step`.
     """
+    strategy.check_optimizer(optimizer)
     with strategy.timeline.span("optimizer"):
         if scaler is None:
             optimizer.step()
@@ -192,6 +193,9 @@ class Strategy:
 
     def finish(self) -> None:
         """Return when all gradients are averaged."""
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Expect an optimizer that updates what it should."""
 
     def share_overflow(self) -> None:
         """Let all ranks see a gradient that is not finite. Averages are the same on all."""
@@ -428,6 +432,15 @@ class Sharded(Strategy):
     averages = overlaps = buckets = True
     replicas = False
     units: list[Unit]
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        mine = {id(p) for p in self.parameters()}
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(id(p) in mine for p in given):
+            raise ValueError(
+                f"rank {self.comms.rank}: expected an optimizer of the strategy's parameters(), "
+                "which are this rank's parts, got one of other tensors"
+            )
 
     def share_overflow(self) -> None:
         gradients = [p.grad for p in self.parameters() if p.grad is not None and p.numel()]

@@ -11,7 +11,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -22,7 +22,7 @@ from microddp.comms import Comms, cpu_cores
 from microddp.hooks import HookTracker
 from microddp.performance.analyzer import break_down
 from microddp.report import MIB
-from microddp.schedule import STRATEGIES, Loss, Strategy, take_step
+from microddp.schedule import STRATEGIES, Loss, Strategy, Zero3, take_step
 from microddp.timing import Timeline, measure, slowest_rank, timed_together
 
 SWEEP = tuple(1 << shift for shift in range(10, 25, 2))  # 1 KiB to 16 MiB
@@ -187,8 +187,12 @@ def predict_step(
     cost: AllReduceCost,
     cores: float | None = None,
     bucket_cap_mb: float | None = None,
+    world_size: int = 1,
 ) -> Prediction:
     """The time of a step of a strategy, from its parts.
+
+    Of sharding, half an all-reduce brings gradients together and another half parameters: after the
+    optimizer's step (stages 1 and 2), or while forward computes and again while backward does.
 
     Args:
         strategy: a key of ``microddp.schedule.STRATEGIES``.
@@ -198,9 +202,26 @@ def predict_step(
         cores: processor cores for each rank, from :func:`cores_for_each_rank`; ``None``: moving
             bytes takes nothing from computing.
         bucket_cap_mb: as for the strategy.
+        world_size: ranks among which a strategy divides the optimizer's work.
     """
+    kind = STRATEGIES[strategy]
     buckets = plan_by_name(strategy, model, compute.ready, bucket_cap_mb)
-    return predict_plan(compute, buckets, cost, cores, overlap=STRATEGIES[strategy].overlaps)
+    if kind.replicas:
+        return predict_plan(compute, buckets, cost, cores, overlap=kind.overlaps)
+    compute = replace(compute, optimizer=compute.optimizer / world_size)
+    half = replace(cost, alpha=cost.alpha / 2, beta=cost.beta / 2)
+    gather = sum(half.seconds(bucket.nbytes) for bucket in buckets)
+    if issubclass(kind, Zero3):
+        backward = predict_plan(compute, buckets, cost, cores)
+        waited = max(0.0, gather - compute.forward)
+    else:
+        backward = predict_plan(compute, buckets, half, cores)
+        waited = gather
+    return Prediction(
+        backward.step + waited,
+        backward.exposed + waited,
+        backward.hidden + gather - waited,
+    )
 
 
 def predict_plan(

@@ -149,27 +149,36 @@ def _materialise(
     modules: list[nn.Module], comms: Comms, initialise: Callable[[nn.Module], object] | None
 ) -> None:
     """Give what is on the ``meta`` device memory and values; what modules share stays shared."""
-    made: dict[torch.Tensor, torch.Tensor] = {}
     empty = [m for m in modules if any(t.is_meta for t in _own_tensors(m))]
-    for m in empty:
-        for places in (m._parameters, m._buffers):
-            for name, tensor in places.items():
-                if tensor is not None and tensor.is_meta:
-                    if tensor not in made:
-                        made[tensor] = torch.empty_like(tensor, device=comms.device)
-                    new = made[tensor]
-                    if isinstance(tensor, nn.Parameter) and not isinstance(new, nn.Parameter):
-                        new = made[tensor] = nn.Parameter(new, tensor.requires_grad)
-                    places[name] = new  # type: ignore[assignment]
-    for m in empty:
-        how = initialise or getattr(type(m), "reset_parameters", None)
+    hows = [initialise or getattr(type(m), "reset_parameters", None) for m in empty]
+    for m, how in zip(empty, hows, strict=True):
         if how is None:
             raise ValueError(
                 f"rank {comms.rank}: expected initialise, since a {type(m).__name__} on the meta "
                 "device has no reset_parameters(), got None"
             )
+    for m in empty:
+        for places in (m._parameters, m._buffers):
+            for name, tensor in places.items():
+                if tensor is not None and tensor.is_meta:
+                    # By what was made for it, maybe with another block.
+                    places[name] = tensor.__dict__.setdefault(
+                        "_microddp_made", _like(tensor, comms.device)
+                    )
+    for m, how in zip(empty, hows, strict=True):
+        assert how is not None
+        borrowed = [unit for p in m.parameters(recurse=False) if (unit := unit_of(p))]
+        for unit in borrowed:  # what is written to it there, its block does not keep
+            unit.gather()
         with torch.no_grad():
             how(m)
+        for unit in borrowed:
+            unit.release()
+
+
+def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    new = torch.empty_like(tensor, device=device)
+    return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
 
 
 def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -115,7 +115,8 @@ SMALL = 64 * 65 * 4 / 2**20  # MiB: one layer is a bucket
 def ways(comms, model):
     """Every way to train a model, by name; both DDPs also as a user passes them."""
     sgd = partial(torch.optim.SGD, lr=0.01)
-    ways = {name: make(copy.deepcopy(model), comms, SMALL) for name, make in STRATEGIES.items()}
+    replicated = {name: make for name, make in STRATEGIES.items() if make.replicas}
+    ways = {name: make(copy.deepcopy(model), comms, SMALL) for name, make in replicated.items()}
     ways["our wrapper"] = DDP(copy.deepcopy(model), comms, bucket_cap_mb=SMALL)
     ways["PyTorch's wrapper"] = TorchDDP(
         copy.deepcopy(model), process_group=comms.group, bucket_cap_mb=SMALL

@@ -23,6 +23,7 @@ from ranks import on_ranks, run
 
 from microddp.data import CHARACTERS
 from microddp.replicas import check_replicas
+from microddp.schedule import STRATEGIES
 from microddp.timing import Span
 from microddp.train import Trainer, TrainingConfig, loop, mean_step, parse, train
 from microddp.train import __main__ as command
@@ -77,7 +78,8 @@ def distances(mine, right):
 
 def all_cases(comms):
     cases = [small(), small(schedule="naive")]
-    cases += [small(schedule=name, accumulate=2) for name in CHOICES["schedule"]]
+    replicated = [name for name in CHOICES["schedule"] if STRATEGIES[name].replicas]
+    cases += [small(schedule=name, accumulate=2) for name in replicated]
     cases += [small(model="mlp", schedule=name, accumulate=3) for name in ("naive", "ddp")]
     others = [small(seed=1), small(lr=1.1e-3)] if comms.world_size == 1 else []
     return [trained(comms, config) for config in cases + others]

@@ -1,0 +1,219 @@
+"""State of sharded training: in parts and whole, on other numbers of ranks, and from nowhere."""
+
+import copy
+
+import pytest
+import torch
+from models import batch, odd, weights
+from ranks import on_ranks
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from microddp.sharding import (
+    ShardedGradients,
+    bytes_kept,
+    from_torch,
+    fully_shard,
+    load_parts,
+    own_parts,
+    shard_blocks,
+    to_torch,
+    whole_state,
+)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+class Run:
+    """Training in any stage, that can be looked at and gone on with."""
+
+    def __init__(self, comms, stage, model=None):
+        self.comms, self.stage, self.model = comms, stage, model or odd()
+        if stage == 3:
+            self.sharded = shard_blocks(self.model, comms, least_bytes=1, carrier="ring")
+            self.units, parameters = self.sharded.course.units, list(self.model.parameters())
+        else:
+            self.sharded = ShardedGradients(
+                self.model, comms, 0.0005, keep_gradients=stage == 1, carrier="ring"
+            )
+            self.units, parameters = self.sharded.units, self.sharded.shards
+        self.optimizer = adam(parameters)
+
+    def steps(self, *numbers):
+        for number in numbers:
+            self.optimizer.zero_grad()
+            x, y = batch(self.comms, number)
+            mse_loss(self.model(x), y).backward()
+            if self.stage < 3:
+                self.sharded.finish()
+            self.optimizer.step()
+            if self.stage < 3:
+                self.sharded.gather()
+
+    def weights(self):
+        if self.stage == 3:
+            self.sharded.remove()
+        return weights(self.model)
+
+
+@on_ranks(2, 3)
+def test_the_whole_state_is_that_of_one_process(comms):
+    """Trained on the same data everywhere, so that one process can do the same."""
+    for stage in (1, 2, 3):
+        run, single = Run(comms, stage), odd()
+        optimizer = adam(single.parameters())
+        for number in range(3):
+            torch.manual_seed(number)
+            x, y = torch.randn(5, 7), torch.randn(5, 3)
+            run.optimizer.zero_grad()
+            optimizer.zero_grad()
+            mse_loss(run.model(x), y).backward()
+            mse_loss(single(x), y).backward()
+            if stage < 3:
+                run.sharded.finish()
+            run.optimizer.step()
+            optimizer.step()
+            if stage < 3:
+                run.sharded.gather()
+        whole = whole_state(run.units, comms, run.optimizer)
+        assert (whole is None) == (comms.rank > 0)
+        if whole is None:
+            continue
+        model, state = to_torch(whole, run.model, run.optimizer)
+        right = optimizer.state_dict()
+        assert list(model) == list(single.state_dict())
+        for name, value in single.state_dict().items():
+            torch.testing.assert_close(model[name], value, rtol=1e-5, atol=1e-6)
+        assert state["state"].keys() == right["state"].keys()
+        for i, kept in right["state"].items():
+            assert kept["step"] == state["state"][i]["step"]
+            for key in ("exp_avg", "exp_avg_sq"):
+                torch.testing.assert_close(state["state"][i][key], kept[key], rtol=1e-4, atol=1e-7)
+        fresh = odd()
+        fresh.load_state_dict(model)
+        adam(fresh.parameters()).load_state_dict(state)
+
+
+@on_ranks(4)
+def test_parts_of_four_ranks_go_on_on_three_and_in_another_stage(comms):
+    four = Run(comms, 3)
+    four.steps(0, 1, 2)
+    parts = copy.deepcopy(own_parts(four.units, four.optimizer))
+    whole = whole_state(four.units, comms, four.optimizer)
+    files = gathered(comms, parts)
+    three = comms.subgroup([0, 1, 2])
+    if three is None:
+        return
+    ends = []
+    for stage in (1, 2, 3):
+        torch.manual_seed(5)  # other weights than those that are loaded
+        again = Run(three, stage, odd_with_noise())
+        load_parts(again.units, files, again.optimizer)
+        if stage < 3:
+            again.sharded.gather()
+        again.steps(3, 4)
+        ends.append(again.weights())
+    torch.testing.assert_close(ends[0], ends[1])
+    torch.testing.assert_close(ends[0], ends[2])
+    if three.rank == 0:
+        alone = odd_with_noise()
+        model, state = to_torch(whole, alone, adam(alone.parameters()))
+        assert from_torch(alone, model, state)["last.bias"]["parts"].keys() == {
+            *("parameter", "exp_avg", "exp_avg_sq")
+        }
+
+
+def odd_with_noise():
+    model = odd()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(p.requires_grad)
+    return model
+
+
+def gathered(comms, parts):
+    """The parts of all ranks."""
+    return [
+        from_lists(theirs)
+        for theirs in comms.all_gather_data(
+            {
+                name: {
+                    "shape": entry["shape"],
+                    "start": entry["start"],
+                    "parts": {k: v.tolist() for k, v in entry["parts"].items()},
+                    "scalars": {k: float(v) for k, v in entry["scalars"].items()},
+                }
+                for name, entry in parts.items()
+            }
+        )
+    ]
+
+
+def from_lists(parts):
+    for entry in parts.values():
+        entry["parts"] = {k: torch.tensor(v) for k, v in entry["parts"].items()}
+        entry["scalars"] = {k: torch.tensor(v) for k, v in entry["scalars"].items()}
+    return parts
+
+
+@on_ranks(2)
+def test_parts_that_do_not_fit_are_refused(comms):
+    run = Run(comms, 3)
+    run.steps(0)
+    parts = own_parts(run.units)
+    first = next(iter(parts))
+    with pytest.raises(ValueError, match=rf"rank {comms.rank}: expected all values .*{first}"):
+        load_parts(run.units, [{k: v for k, v in parts.items() if k != first}])
+    wrong = {**parts, first: {**parts[first], "shape": (1, 2)}}
+    with pytest.raises(ValueError, match=rf"expected {first} of shape"):
+        load_parts(run.units, [wrong])
+
+
+class Own(nn.Module):
+    """Has a parameter and no reset_parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+@on_ranks(2, 3)
+def test_a_model_that_was_never_whole(comms):
+    def build():
+        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)), nn.BatchNorm1d(6))
+        model[3].weight = model[0].weight
+        return model
+
+    with torch.device("meta"):
+        model = build()
+    torch.manual_seed(0)
+    most = 0
+    for layer in model:
+        fully_shard(layer, comms)
+        whole = [p for p in model.parameters() if not p.is_meta and p.dim() > 1]
+        most = max(most, len(whole))
+    assert most == 0, "each is in parts before the next is made"
+    sharded = fully_shard(model, comms)
+    assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    assert model[4].running_var.tolist() == [1.0] * 6
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(torch.ones(4, 6)).square().mean()
+    loss.backward()
+    optimizer.step()
+    sharded.remove()
+    assert model[3].weight is model[0].weight
+    with torch.device("meta"):
+        own = Own()
+    with pytest.raises(ValueError, match=r"expected initialise, since a Own on the meta device"):
+        fully_shard(own, comms)
+    fully_shard(own, comms, initialise=lambda m: m.scale.fill_(comms.rank + 2.0))
+    assert all(value == 2 for value in own.scale.tolist()), "rank 0's"
+
+
+def test_bytes_kept_by_formula():
+    """ZeRO's figure 1: 7.5 billion parameters on 64 devices, Adam in half precision."""
+    sizes = {"parameter": 2, "gradient": 2, "optimizer": 12}
+    found = [bytes_kept(stage, 7.5e9, 64, **sizes).total / 1e9 for stage in (0, 1, 2, 3)]
+    assert found == pytest.approx([120, 31.4, 16.6, 1.88], rel=0.01)

@@ -1,0 +1,134 @@
+"""The stages as strategies: one step, training with checkpoints, what is recorded and refused."""
+
+import dataclasses
+import itertools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch.nn.functional import mse_loss
+
+from microddp.model import FullMLP, gradient_bytes
+from microddp.replicas import check_replicas
+from microddp.schedule import STRATEGIES, take_step
+from microddp.timing import NOT_RECORDED, Timeline
+from microddp.train import TrainingConfig, train
+
+STAGES = [name for name, make in STRATEGIES.items() if not make.replicas]
+SMALL = TrainingConfig(
+    data="synthetic", channels=(8, 16), hidden=256, epochs=2, batch_size=768, seed=3
+)
+
+
+def flat(model):
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def steps(comms, name, parts):
+    """A model's weights after three steps of a strategy, by way of one that divides."""
+    torch.manual_seed(0)
+    model = FullMLP(256, depth=3).double()
+    make = STRATEGIES[name]
+    strategy = make(model, comms, 0.1) if make.replicas else make(model, comms, 0.1, carrier="ring")
+    optimizer = torch.optim.AdamW(strategy.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(comms.rank)
+    for _ in range(3):
+        batch = torch.randn(2, 6, 256, generator=generator, dtype=torch.float64).unbind()
+        take_step(strategy, mse_loss, optimizer, batch, parts=parts)
+    strategy.remove()
+    return flat(model)
+
+
+@on_ranks(1, 2, 3)
+def test_every_stage_trains_as_ddp_in_one_part_or_several(comms):
+    right = steps(comms, "ddp", 1)
+    for name, parts in itertools.product(STAGES, (1, 2)):
+        found = steps(comms, name, parts)
+        assert (found - right).norm() / right.norm() < 1e-9, (name, parts)
+
+
+@on_ranks(2)
+def test_every_stage_records_its_phases_and_what_it_sends(comms):
+    batch = torch.randn(2, 4, 256).unbind()
+    for name in STAGES:
+        model = FullMLP(256, depth=3)
+        strategy = STRATEGIES[name](model, comms, carrier="ring")
+        size = gradient_bytes(FullMLP(256, depth=3))
+        optimizer = torch.optim.SGD(strategy.parameters(), lr=0.1)
+        timeline = Timeline(comms)
+        for recorder in (NOT_RECORDED, timeline):
+            strategy.record(recorder)
+            take_step(strategy, mse_loss, optimizer, batch)
+        spans = timeline.take()
+        assert [s.name for s in spans if s.lane == "compute"] == [
+            "forward",
+            "backward",
+            "optimizer",
+        ]
+        assert any(s.lane == "wait" for s in spans)
+        sent = sum(s.nbytes for s in spans if s.lane == "communication")
+        assert sent == pytest.approx((3 if name == "zero3" else 2) * size, rel=0.01)
+        expected = (3 if name == "zero3" else 2) * size / 2
+        assert strategy.sent_bytes() == pytest.approx(expected, rel=0.01)
+
+
+@on_ranks(2)
+def test_an_optimizer_of_something_else_is_refused(comms):
+    model = FullMLP(8, depth=2)
+    strategy = STRATEGIES["zero2"](model, comms)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"rank \d: expected an optimizer of the strategy's param"):
+        take_step(strategy, mse_loss, optimizer, torch.randn(2, 4, 8).unbind())
+
+
+@on_ranks(2)
+def test_an_overflow_on_one_rank_is_seen_by_all(comms):
+    for name in STAGES:
+        model = FullMLP(256, depth=2)
+        strategy = STRATEGIES[name](model, comms)
+        optimizer = torch.optim.SGD(strategy.parameters(), lr=0.1)
+        before = [p.detach().clone() for p in strategy.parameters()]
+        for p in strategy.parameters():
+            p.grad = torch.ones_like(p)
+        if comms.rank == 1:
+            next(p.grad for p in strategy.parameters() if p.numel())[0] = torch.inf
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        strategy.share_overflow()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0, name
+        assert all(map(torch.equal, before, strategy.parameters())), name
+
+
+@on_ranks(2, 3)
+def test_training_in_any_stage_and_precision(comms):
+    for precision in ("fp32", "bf16", "fp16"):
+        ends = {}
+        for name in ("ddp", *STAGES):
+            options = {"schedule": name, "precision": precision, "accumulate": 2}
+            result = train(dataclasses.replace(SMALL, **options), comms)
+            check_replicas(result.model, comms)
+            assert all(not p._post_accumulate_grad_hooks for p in result.model.parameters())
+            ends[name] = flat(result.model)
+        for name in STAGES:
+            apart = (ends[name] - ends["ddp"]).norm() / ends["ddp"].norm()
+            assert apart < 1e-4, (precision, name)
+
+
+@on_ranks(3)
+def test_a_checkpoint_goes_on_in_another_stage(comms):
+    whole = train(dataclasses.replace(SMALL, schedule="ddp"), comms)
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(comms.all_gather_data(made)[0])
+        for first, second in itertools.pairwise(["zero3", "zero1", "ddp", "zero2", "zero3"]):
+            there = folder / f"{first}-{second}"
+            options = {"checkpoint": there}
+            train(dataclasses.replace(SMALL, schedule=first, epochs=1, **options), comms)
+            again = dataclasses.replace(SMALL, schedule=second, resume=True, **options)
+            result = train(again, comms)
+            apart = (flat(result.model) - flat(whole.model)).norm() / flat(whole.model).norm()
+            assert apart < 1e-5, (first, second)
+        comms.barrier()
