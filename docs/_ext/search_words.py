@@ -96,6 +96,13 @@ WORDS = {
         "Several machines: each sum once": ("hierarchical all-reduce", "topology"),
         "How NCCL does it": ("NVLink", "NVLS", "SHARP", "tree"),
     },
+    "16_sharding": {
+        "Who keeps what": ("ZeRO", "memory of a rank"),
+        "Stage 1: an n-th of the optimizer": ("ZeroRedundancyOptimizer",),
+        "Stage 3: parameters only while they are needed": ("FSDP", "fully_shard"),
+        "When does it cost time?": ("sharding, time of",),
+        "A model that no rank could hold": ("meta device", "deferred initialisation"),
+    },
 }
 
 

@@ -35,7 +35,9 @@ class TrainingConfig:
     Attributes:
         schedule: how gradients are averaged: ``"naive"``, one by one after backward; ``"hooks"``,
             one by one during backward; ``"bucketed"``, in buckets; ``"ddp"``, by
-            :class:`~microddp.ddp.wrapper.DistributedDataParallel`; ``"torch"``, by PyTorch's DDP.
+            :class:`~microddp.ddp.wrapper.DistributedDataParallel`; ``"torch"``, by PyTorch's DDP;
+            ``"zero1"`` to ``"zero3"``, with an n-th of the optimizer's state, of gradients, and of
+            parameters on each rank (:mod:`microddp.sharding`).
         all_reduce: what adds gradients up, by ``"ddp"``: see
             :class:`~microddp.ddp.wrapper.DistributedDataParallel`. ``"auto"`` measures, and may
             choose otherwise in another run, which then adds in another order.
@@ -156,6 +158,11 @@ class TrainingConfig:
         if self.elastic and (self.compress != "none" or self.average_every):
             # What a lost rank had kept back, or learned by itself, would be lost with it.
             raise ValueError("--elastic: expected no --compress and no --average-every with it")
+        if self.elastic and not STRATEGIES[self.schedule].replicas:
+            raise ValueError(  # nor is there a copy of its part
+                "--elastic: expected a --schedule that keeps everything on each rank, got "
+                f"{self.schedule}"
+            )
         for name in ("checkpoint_every", "resume"):
             if getattr(self, name) and self.checkpoint is None:
                 raise ValueError(f"{_flag(name)}: expected --checkpoint DIR with it")
