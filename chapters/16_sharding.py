@@ -491,9 +491,12 @@ not busy all the time: in stage 3 the first block of forward has to be waited fo
 bucket. And on CPUs the cores that compute also send (chapter 05), add up, and copy gradients, of
 which stage 3 has more to do: what is predicted knows of the link only.
 
-Published, on GPUs: torchtitan trained Llama 3.1 8B on 8 H100 with 5762 tokens a second and GPU, on
-128 with 5605, fully sharded (December 2024). llm-foundry, 1B parameters on H100: 45455 on 8, 44402
-on 64. Each GPU had thousands of tokens in each step:
+Published, on GPUs, fully sharded: torchtitan trained Llama 3.1 8B on H100 with 96 GB and 400 Gbit/s
+for each GPU, two sequences on each: 5762 tokens a second and GPU on 8, 5605 on 128 ([December
+2024](https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md)).
+llm-foundry, 1B parameters on H100: 45455 on 8, 44402 on 64 ([its
+table](https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md), read
+in 2026):
 """
 
 # %%
@@ -572,12 +575,11 @@ PyTorch's `meta` device, where tensors have shapes and no memory, and
 """
 
 # %%
-JOB = """
+LIMITED = """
 import resource, sys, torch, microddp
 from microddp.sharding import fully_shard
 
 comms = microddp.init()
-layers = lambda: torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(24)))
 warm = microddp.DDP(torch.nn.Linear(8, 8), comms)  # modules, threads and buffers, once for all
 warm(torch.ones(1, 8)).sum().backward()
 torch.optim.Adam(warm.parameters()).step()
@@ -585,7 +587,11 @@ fully_shard(layer := torch.nn.Linear(8, 8), comms)
 layer(torch.ones(1, 8)).sum().backward()
 used = int(open("/proc/self/status").read().partition("VmData:")[2].split()[0]) << 10
 resource.setrlimit(resource.RLIMIT_DATA, (used + (192 << 20),) * 2)
+"""
 
+# %%
+TRAINED = """
+layers = lambda: torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(24)))
 if sys.argv[1] == "ddp":
     model = microddp.DDP(layers(), comms)
 else:
@@ -615,7 +621,7 @@ def outcomes(*kinds):
     """What four ranks under a limit say at the end, of each kind; jobs side by side."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "limited.py")
-        script.write_text(JOB)
+        script.write_text(LIMITED + TRAINED)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         jobs = [subprocess.Popen([*FOUR, script, kind], env=BARE, **pipes) for kind in kinds]
         said = [job.communicate(timeout=100) for job in jobs]

@@ -39,7 +39,7 @@ BUILDS = {
     "13_faults": "training that outlives its ranks, and a reader for hangs",
     "14_your_script": "a script of stock PyTorch for any number of devices, to download",
     "15_one_machine": "an all-reduce through memory that ranks share, and one by machine",
-    "16_sharding": "three stages of sharding, from an n-th of the optimizer to an n-th of everything",
+    "16_sharding": "training of which each rank keeps an n-th, in three stages",
 }
 
 
