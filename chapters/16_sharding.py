@@ -95,7 +95,7 @@ on none of them still fits on none. Stage 3 has no such floor.
 
 ## Stage 1: an n-th of the optimizer
 
-**Build.** A {class}`Part` lays the parameters of a module side by side in one flat tensor, as a
+**Build.** A `Part` lays the parameters of a module side by side in one flat tensor, as a
 bucket does with gradients. An n-th of that is this rank's own. (Where n does not divide the number
 of values, some zeros are added.)
 """

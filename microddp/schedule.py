@@ -216,7 +216,7 @@ class Strategy:
 
         Args:
             model: that this is the strategy of.
-            optimizer: of :meth:`parameters`.
+            optimizer: of ``parameters()``.
         """
         return model.state_dict(), optimizer.state_dict()
 
@@ -227,8 +227,8 @@ class Strategy:
 
         Args:
             model: has the state's weights already.
-            optimizer: of :meth:`parameters`.
-            state: with ``"model"`` and ``"optimizer"`` of :meth:`state`, of any strategy.
+            optimizer: of ``parameters()``.
+            state: with ``"model"`` and ``"optimizer"`` of ``state()``, of any strategy.
         """
         del model
         optimizer.load_state_dict(state["optimizer"])
