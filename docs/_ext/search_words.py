@@ -101,7 +101,7 @@ WORDS = {
         "Stage 1: an n-th of the optimizer": ("ZeroRedundancyOptimizer",),
         "Stage 3: parameters only while they are needed": ("FSDP", "fully_shard"),
         "When does it cost time?": ("sharding, time of",),
-        "A model that no rank could hold": ("meta device", "deferred initialisation"),
+        "Training that no rank could hold": ("meta device", "deferred initialisation"),
     },
 }
 
