@@ -79,11 +79,13 @@ def whole_state(
     whole: Parts = {}
     for unit in units:
         kinds: dict[str, str] = {}
+        keys: dict[str, set[str]] = {}  # what there is of each parameter
         for name, shape in zip(unit.names, unit.shapes, strict=True):
             scalars: dict[str, torch.Tensor] = {}
             for theirs in said:
                 of = theirs.get(name, [{}, {}])
                 kinds |= of[0]
+                keys.setdefault(name, set()).update(of[0])
                 scalars |= {key: torch.tensor(value) for key, value in of[1].items()}
             whole[name] = {"shape": tuple(shape), "start": 0, "parts": {}, "scalars": scalars}
         for key, kind in kinds.items():
@@ -94,9 +96,8 @@ def whole_state(
                     part[here] = own[key]
             everyone = comms.gather(part, dst)
             for i, values in enumerate(unit.values(everyone.cpu()) if everyone is not None else ()):
-                entry = whole[unit.names[i]]
-                if key == VALUES or entry["scalars"] or len(unit.names) == 1:
-                    entry["parts"][key] = values.view(unit.shapes[i])
+                if key in keys[unit.names[i]]:
+                    whole[unit.names[i]]["parts"][key] = values.view(unit.shapes[i])
     return whole if comms.rank == dst else None
 
 

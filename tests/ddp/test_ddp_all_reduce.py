@@ -200,3 +200,17 @@ def test_a_part_of_the_ranks(comms):
                 loss_of(each(x, True), y).backward()
             for p, q in zip(ddp.parameters(), twin.parameters(), strict=True):
                 assert torch.equal(p.grad, q.grad)
+
+
+@on_ranks(2, 3)
+def test_buffers_go_the_way_of_gradients(comms):
+    for name in ("shared", BACKEND):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+        ddp = DDP(model, comms, all_reduce=name)
+        met = rooms.room_of(comms).step
+        with torch.no_grad():
+            model[1].running_mean.fill_(comms.rank + 1.0)
+        ddp.eval()
+        ddp(torch.ones(2, 3))
+        assert model[1].running_mean.tolist() == [1.0] * 4, (name, "rank 0's")
+        assert (rooms.room_of(comms).step > met) == (name == "shared")

@@ -158,6 +158,28 @@ def from_lists(parts):
     return parts
 
 
+@on_ranks(2, 3)
+def test_state_without_a_count_of_steps_is_whole_too(comms):
+    """A momentum has none; and what got no gradient has no momentum."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    sharded = fully_shard(model, comms)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for name, p in model.named_parameters():
+        p.grad = None if name == "1.bias" else torch.full_like(p, 2.0)
+    optimizer.step()
+    whole = whole_state(sharded.course.units, comms, optimizer)
+    if whole is None:
+        return
+    for name, entry in whole.items():
+        if name == "1.bias":
+            assert entry["parts"].keys() == {"parameter"}
+        else:
+            assert entry["parts"]["momentum_buffer"].shape == entry["shape"]
+            assert entry["parts"]["momentum_buffer"].eq(2).all(), name
+    _, state = to_torch(whole, model, optimizer)
+    assert state["state"].keys() == {0, 1, 2}
+
+
 @on_ranks(2)
 def test_parts_that_do_not_fit_are_refused(comms):
     run = Run(comms, 3)
