@@ -24,6 +24,7 @@ from microddp.hooks import AllReduceHooks, bytes_held
 from microddp.local_sgd import LocalSteps
 from microddp.model import gradient_bytes
 from microddp.sharding import (
+    Block,
     ShardedGradients,
     Unit,
     from_torch,
@@ -427,11 +428,23 @@ class Sharded(Strategy):
 
     Attributes:
         units: what is cut into parts.
+        sharded: what cuts it.
     """
 
     averages = overlaps = buckets = True
     replicas = False
     units: list[Unit]
+    sharded: ShardedGradients | Block
+
+    def record(self, timeline: Recorder) -> None:
+        super().record(timeline)
+        self.sharded.record(timeline)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.sharded.no_sync()
+
+    def remove(self) -> None:
+        self.sharded.remove()
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         mine = {id(p) for p in self.parameters()}
@@ -469,6 +482,7 @@ class Zero2(Sharded):
     """ZeRO's stage 2: gradients and the optimizer's state in parts, an n-th on each rank."""
 
     keep_gradients: ClassVar[bool] = False
+    sharded: ShardedGradients
 
     def __init__(
         self,
@@ -483,13 +497,6 @@ class Zero2(Sharded):
         )
         self.units = self.sharded.units
 
-    def record(self, timeline: Recorder) -> None:
-        super().record(timeline)
-        self.sharded.record(timeline)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self.sharded.no_sync()
-
     def finish(self) -> None:
         self.sharded.finish()
 
@@ -498,9 +505,6 @@ class Zero2(Sharded):
 
     def parameters(self) -> list[nn.Parameter]:
         return self.sharded.shards
-
-    def remove(self) -> None:
-        self.sharded.remove()
 
     @classmethod
     def plan(
@@ -521,6 +525,8 @@ class Zero3(Sharded):
     The blocks are the large elements of the model's lists. The cap of a bucket means nothing here.
     """
 
+    sharded: Block
+
     def __init__(
         self,
         model: nn.Module,
@@ -533,22 +539,12 @@ class Zero3(Sharded):
         self.sharded = shard_blocks(model, comms, carrier=carrier)
         self.units = self.sharded.course.units
 
-    def record(self, timeline: Recorder) -> None:
-        super().record(timeline)
-        self.sharded.record(timeline)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self.sharded.no_sync()
-
     def sent_bytes(self) -> float:
         n = self.comms.world_size
         twice = self.sharded.gathered_twice()
         return float(
             sum((n - 1) * unit.part * unit.whole.itemsize * (2 + twice[unit]) for unit in twice)
         )
-
-    def remove(self) -> None:
-        self.sharded.remove()
 
 
 STRATEGIES: dict[str, type[Strategy]] = {

@@ -19,10 +19,9 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
-from microddp.comms import Comms
 from microddp.hooks import Switchable
 from microddp.sharding.unit import Unit
-from microddp.timing import NOT_RECORDED, Recorder
+from microddp.timing import Recorder
 
 
 class Course(Switchable):
@@ -34,17 +33,14 @@ class Course(Switchable):
         before: likewise, of the forward before: what is gathered next.
         left: in the order in which this forward left them; backward comes in the opposite one.
         depth: how many of them forward is inside of.
-        timeline: records gradients, collectives and the wait for them.
     """
 
-    def __init__(self, comms: Comms) -> None:
-        self.comms = comms
+    def __init__(self) -> None:
         self.blocks: list[Block] = []
         self.entered: list[Block] = []
         self.before: list[Block] = []
         self.left: list[Block] = []
         self.depth = 0
-        self.timeline: Recorder = NOT_RECORDED
         self._reducing: deque[Unit] = deque()
         # Of this backward, that are not reduced: it has come to their blocks, on every rank.
         self._expected: dict[Unit, None] = {}
@@ -123,7 +119,6 @@ class Block:
     def __init__(
         self,
         module: nn.Module,
-        comms: Comms,
         units: list[Unit],
         *,
         reshard_after_forward: bool,
@@ -132,7 +127,7 @@ class Block:
         self.module, self.units, self.dtype = module, units, dtype
         self.reshard_after_forward = reshard_after_forward
         inner = [block for m in module.modules() if (block := block_of(m))]
-        self.course = Course(comms)
+        self.course = Course()
         self.course.blocks = [*inner, self]
         for block in inner:
             block.course = self.course

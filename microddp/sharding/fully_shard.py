@@ -106,7 +106,6 @@ def fully_shard(
         unit.release()
     block = Block(
         module,
-        comms,
         [*units, *shared],
         reshard_after_forward=reshard_after_forward,
         dtype=param_dtype,
