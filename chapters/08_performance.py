@@ -96,10 +96,9 @@ def take_apart(spans):
 
 # %% [markdown]
 """
-**Measure.** Steps of one model on all ranks. They differ in *strategy* only, the book's word for
-how gradients are averaged; `microddp.schedule.STRATEGIES` is the table of them, here of those that
-keep a whole replica on each rank. A timeline begins when all ranks have met, and strategies take
-turns. The batch is large, so that backward has time to hide something:
+**Measure.** Steps of one model on all ranks. They differ in *strategy*: how gradients are averaged.
+`microddp.schedule.STRATEGIES` is the table. A timeline begins when all ranks have met, and
+strategies take turns. The batch is large, so backward can hide something:
 """
 
 # %%
@@ -119,8 +118,8 @@ def speed_of(group):
 
 
 # %%
-replicated = {name: make for name, make in STRATEGIES.items() if make.replicas}
-ways = {name: make(copy.deepcopy(model), few, bucket_cap_mb=1) for name, make in replicated.items()}
+kinds = {name: make for name, make in STRATEGIES.items() if make.replicas}  # not in parts
+ways = {name: make(copy.deepcopy(model), few, bucket_cap_mb=1) for name, make in kinds.items()}
 optimizers = {name: sgd(strategy.module) for name, strategy in ways.items()}
 recorded = {name: [] for name in ("naive", "hooks", "bucketed", "ddp")}
 large = torch.randn(2, 768, DIM, device=few.device).unbind()

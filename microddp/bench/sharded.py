@@ -127,21 +127,22 @@ def _bytes(
     during: list[int] = []
     _make(name, model, loss_fn, batch, comms)[0]()  # makes buffers for good
     gc.collect()
-    before = bytes_alive()
+    gc.freeze()  # what is there already is not looked at
     step, model = _make(name, model, loss_fn, batch, comms)
 
     def look(*_: object) -> None:
-        during.append(bytes_alive() - before)
+        during.append(bytes_alive())
 
     step()
     hooks = [m.register_forward_pre_hook(look) for m in [*blocks_of(model), model]]
     for p in model.parameters():
         hooks.append(p.register_post_accumulate_grad_hook(look))  # type: ignore[no-untyped-call]
     optimizer = step.args[2]  # type: ignore[attr-defined]
-    handle = optimizer.register_step_pre_hook(lambda *_: kept.append(bytes_alive() - before))
+    handle = optimizer.register_step_pre_hook(lambda *_: kept.append(bytes_alive()))
     step()
     for hook in [*hooks, handle]:
         hook.remove()
+    gc.unfreeze()
     return kept[0], max(during + kept)
 
 

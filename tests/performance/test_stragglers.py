@@ -252,7 +252,7 @@ def report_of(comms, name, sleeper):
     """Eight steps in which every rank sleeps, one of them longer."""
     torch.manual_seed(0)
     strategy = STRATEGIES[name](FullMLP(64, 3), comms, bucket_cap_mb=0.02)
-    optimizer = torch.optim.SGD(strategy.module.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(strategy.parameters(), lr=0.01)
     batch = torch.randn(2, 8, 64).unbind()
     timeline = Timeline(comms)
     strategy.record(timeline)
