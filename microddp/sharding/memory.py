@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from microddp.allreduce import on_thread
-
-STAGES = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -65,6 +62,9 @@ def bytes_alive() -> int:
     Parameters, gradients, what an optimizer keeps, and flat tensors of all those; activations are
     left out. A tensor that was freed and still has a shape counts nothing.
     """
+    # Only now: it takes half a second to load, and training does without.
+    from torch.distributed.tensor import DTensor
+
     # While the thread that carries tensors has nothing to do: Python's own objects must not be
     # looked at while it makes them.
     on_thread(lambda _: None, torch.empty(0)).wait()
