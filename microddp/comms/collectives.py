@@ -100,6 +100,9 @@ class Comms(PointToPoint):
         made = self.agree(f"subgroup({list(ranks)})")
         with made, nullcontext() if whole else self._own_name():
             group: Any = dist.new_group(members, timeout=timedelta(seconds=seconds))
+            if self.rank in ranks and self.backend == "gloo":
+                # Who left at once would break connections that others are still making.
+                dist.barrier(group)
         if self.rank not in ranks:
             return None
         part = Comms(group, self.device, self.local_rank, self.local_world_size, seconds)

@@ -99,3 +99,6 @@ def test_each_machine_may_hold_its_ranks_in_any_order(comms):
     chunks = hierarchy.chunks(flat)
     assert torch.cat(chunks).tolist() == list(range(10))
     assert len(chunks) == hierarchy.inside.world_size == 2
+    # A rank that left now would leave others that are still connecting to it.
+    hierarchical_all_reduce(flat, comms, hierarchy=hierarchy)
+    assert flat.tolist() == [comms.world_size * i for i in range(10)]
