@@ -501,6 +501,9 @@ class Zero2(Sharded):
         self.sharded.finish()
 
     def after_step(self) -> None:
+        self.sharded.gather_in_forward()
+
+    def meet(self) -> None:
         self.sharded.gather()
 
     def parameters(self) -> list[nn.Parameter]:

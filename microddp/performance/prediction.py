@@ -191,8 +191,8 @@ def predict_step(
 ) -> Prediction:
     """The time of a step of a strategy, from its parts.
 
-    Of sharding, half an all-reduce brings gradients together and another half parameters: after the
-    optimizer's step (stages 1 and 2), or while forward computes and again while backward does.
+    Of sharding, half an all-reduce brings gradients together, while backward computes, and another
+    half parameters, while forward does, and in stage 3 once more while backward does.
 
     Args:
         strategy: a key of ``microddp.schedule.STRATEGIES``.
@@ -211,12 +211,8 @@ def predict_step(
     compute = replace(compute, optimizer=compute.optimizer / world_size)
     half = replace(cost, alpha=cost.alpha / 2, beta=cost.beta / 2)
     gather = sum(half.seconds(bucket.nbytes) for bucket in buckets)
-    if issubclass(kind, Zero3):
-        backward = predict_plan(compute, buckets, cost, cores)
-        waited = max(0.0, gather - compute.forward)
-    else:
-        backward = predict_plan(compute, buckets, half, cores)
-        waited = gather
+    waited = max(0.0, gather - compute.forward)
+    backward = predict_plan(compute, buckets, cost if issubclass(kind, Zero3) else half, cores)
     return Prediction(
         backward.step + waited,
         backward.exposed + waited,

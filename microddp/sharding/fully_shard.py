@@ -12,7 +12,7 @@ from microddp.allreduce import AUTO, halves_of
 from microddp.comms import Comms, describe
 from microddp.replicas import broadcast_tensors, check_structure
 from microddp.sharding.blocks import Block, block_of
-from microddp.sharding.unit import Unit, check_dense, unit_of
+from microddp.sharding.unit import Unit, check_dense, elements, unit_of
 
 # Smaller ones cost more to send one by one than it saves to free them.
 LEAST_BYTES = 1 << 18
@@ -128,8 +128,7 @@ def shard_blocks(
         least_bytes: of the parameters of a block.
         options: of :func:`fully_shard`.
     """
-    lists = [m for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
-    for block in dict.fromkeys(child for m in lists for child in m):
+    for block in elements(module):
         inside = any(block_of(m) for m in block.modules())
         if not inside and sum(p.nbytes for p in block.parameters()) >= least_bytes:
             fully_shard(block, comms, **options)

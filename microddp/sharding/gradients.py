@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from microddp.bucketing import bucket_caps, plan_in_order
 from microddp.comms import Comms
 from microddp.hooks import Switchable
 from microddp.replicas import broadcast_parameters, check_structure
-from microddp.sharding.unit import Unit, check_dense
+from microddp.sharding.unit import Unit, check_dense, elements
 from microddp.timing import Recorder
 
 
@@ -22,7 +23,7 @@ class ShardedGradients(Switchable):
     A backward brings each gradient into the flat tensor of its
     :class:`~microddp.sharding.unit.Unit`, and a unit whose gradients are all there is
     reduce-scattered while backward goes on. Build an optimizer of ``shards``, call :meth:`finish`
-    after backward, and :meth:`gather` after the optimizer's step.
+    after backward, and after the optimizer's step :meth:`gather` or :meth:`gather_in_forward`.
     Bytes that a rank sends in a step: (n-1)/n S of gradients, and as many of parameters.
 
     An optimizer may be any that treats each value by itself (SGD, Adam, AdamW), since a shard has
@@ -68,11 +69,13 @@ class ShardedGradients(Switchable):
         ]
         self._sent = 0  # of the units: in the same order on every rank
         self._before: dict[Unit, torch.Tensor] = {}  # means that are to be added to
-        self._handles = [
+        self._stale = False  # whether parameters are to be gathered yet
+        self._handles: list[Any] = [
             p.register_post_accumulate_grad_hook(partial(self._ready, unit, i))  # type: ignore[no-untyped-call]
             for unit in self.units
             for i, p in enumerate(unit.parameters)
         ]
+        self._wait_in_forward(module)
 
     @property
     def shards(self) -> list[nn.Parameter]:
@@ -126,12 +129,45 @@ class ShardedGradients(Switchable):
 
     def gather(self) -> None:
         """Bring the parameters that other ranks have updated here. A collective."""
+        self._begin_gather()
         for unit in self.units:
+            unit.arrive()
+
+    def gather_in_forward(self) -> None:
+        """Let the next forward bring them: the first layers' first, the others' meanwhile.
+
+        Until then parameters are a mixture of old and new ones.
+        """
+        self._stale = True
+
+    def _begin_gather(self) -> None:
+        self._stale = False
+        for unit in reversed(self.units):  # they are in the order of backward
             unit.begin_gather()
-        for unit in self.units:
-            unit.gather()
+
+    def _wait_in_forward(self, module: nn.Module) -> None:
+        """Have each element of a list wait for what it has, and the module for all else."""
+        blocks = elements(module)
+        inside = {m for block in blocks for m in block.modules()}
+        outside = [m for m in module.modules() if m not in inside]
+        used = [(block, list(block.parameters())) for block in blocks]
+        used.append((module, [p for m in outside for p in m.parameters(recurse=False)]))
+        for part, parameters in used:
+            its = set(parameters)
+            units = [unit for unit in self.units if not its.isdisjoint(unit.parameters)]
+            before = partial(self._before_forward, units)
+            self._handles.append(part.register_forward_pre_hook(before))
+
+    def _before_forward(self, units: list[Unit], module: nn.Module, args: Any) -> None:
+        del module, args
+        if self._stale:
+            self._begin_gather()
+        for unit in units:
+            unit.arrive()
 
     def remove(self) -> None:
-        """Take the hooks off the module."""
+        """Bring all parameters here, and take the hooks off the module. A collective."""
+        if self._stale:
+            self.gather()
         for handle in self._handles:
             handle.remove()

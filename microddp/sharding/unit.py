@@ -128,6 +128,11 @@ class Unit:
     def gather(self) -> None:
         """Bring every rank's part to all. A collective."""
         self.begin_gather()
+        self.arrive()
+
+    @torch.no_grad()
+    def arrive(self) -> None:
+        """Wait for what is on its way."""
         if self._coming is None:
             return
         with self.timeline.span(f"wait for {self.names[0]} ...", lane="wait"):
@@ -157,8 +162,7 @@ class Unit:
 
         What backward kept of the whole is there again, in the same place, when it is gathered.
         """
-        if self._coming is not None:  # and nobody wants it
-            self.gather()
+        self.arrive()  # though nobody wants it
         if self.released or not self.parted:
             return
         self.released = True
@@ -252,6 +256,12 @@ def unit_of(parameter: nn.Parameter) -> Unit | None:
     """The unit that a parameter is in."""
     unit: Unit | None = parameter.__dict__.get("_microddp_unit")
     return unit
+
+
+def elements(module: nn.Module) -> list[nn.Module]:
+    """The elements of a module's lists, which compute one after the other."""
+    lists = [m for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
+    return list(dict.fromkeys(child for m in lists for child in m))
 
 
 def check_dense(module: nn.Module, comms: Comms) -> None:

@@ -42,6 +42,51 @@ def test_each_stage_trains_as_ddp_does(comms):
             assert torch.equal(found, comms.all_gather(found)[0]), "the same bits on every rank"
 
 
+class Listed(nn.Module):
+    """A list of layers; the last one's weight is also that of a layer which is used first."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+        self.first, self.last = nn.Linear(7, 7), nn.Linear(7, 3)
+        self.first.weight = self.layers[2].weight
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.last(x)
+
+
+@on_ranks(2, 3)
+def test_gathered_in_forward_each_layer_waits_for_its_own(comms):
+    ends, coming = [], []
+    for later in (False, True):
+        torch.manual_seed(0)
+        model = Listed()
+        sharded = ShardedGradients(model, comms, 1e-5, carrier="ring")
+        assert len(sharded.units) == 9, "one for each parameter"
+        optimizer = OPTIMIZERS["sgd"](sharded.shards)
+        for layer in model.layers if later else ():
+            layer.register_forward_pre_hook(
+                lambda *_, units=sharded.units: coming.append(
+                    sum(unit._coming is not None for unit in units)
+                )
+            )
+        for step in range(4):
+            optimizer.zero_grad()
+            mse_loss(model(batch(comms, step)[0]), batch(comms, step)[1]).backward()
+            sharded.finish()
+            optimizer.step()
+            (sharded.gather_in_forward if later else sharded.gather)()
+        sharded.remove()
+        ends.append(weights(model))
+    assert torch.equal(*ends)
+    # In the first step nothing is to come. Then the model waits for what is in no layer: the
+    # shared weight, first's bias and last's two. A layer waits for what it has.
+    assert coming == [0, 0, 0, *3 * [3, 1, 0]]
+
+
 @on_ranks(2, 3)
 def test_clipped_by_the_norm_of_all_ranks(comms):
     right = by_ddp(comms, "sgd", clip=0.1)
