@@ -28,11 +28,10 @@ from microddp import figures
 from microddp.allreduce import ring_all_gather, ring_reduce_scatter
 from microddp.comms import MessageCounter
 from microddp.model import FullMLP, gradient_bytes, parameter_count
-from microddp.performance import measure_compute
+from microddp.performance import bytes_kept, measure_compute
 from microddp.report import human_bytes, human_seconds, table
 from microddp.schedule import STRATEGIES, take_step
 from microddp.sharding import (
-    bytes_kept,
     clip_grad_norm,
     fully_shard,
     load_parts,

@@ -18,12 +18,13 @@ from tqdm import tqdm
 
 from microddp.allreduce import AUTO, halves_of
 from microddp.bench.ddp import Batch, models
+from microddp.bench.memory import bytes_alive
 from microddp.bench.rows import report
 from microddp.comms import Comms
 from microddp.model import parameter_count
+from microddp.performance import bytes_kept
 from microddp.report import MIB
 from microddp.schedule import STRATEGIES, Loss, take_step
-from microddp.sharding import bytes_alive, bytes_kept
 from microddp.timing import Timing, measure
 
 MODELS = ("MLP 512", "MLP 1024", "transformer")

@@ -9,6 +9,7 @@ from microddp.performance.analyzer import (
     compare_strategies,
     median_step,
 )
+from microddp.performance.memory import Kept, bytes_kept
 from microddp.performance.prediction import (
     Bucket,
     ComputeTimes,

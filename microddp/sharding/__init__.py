@@ -19,7 +19,6 @@ backward, and freed in between.
 from microddp.sharding.blocks import Block
 from microddp.sharding.fully_shard import fully_shard, shard_blocks
 from microddp.sharding.gradients import ShardedGradients
-from microddp.sharding.memory import Kept, bytes_alive, bytes_kept
 from microddp.sharding.optimizer import ShardedOptimizer, clip_grad_norm
 from microddp.sharding.state import from_torch, load_parts, own_parts, to_torch, whole_state
 from microddp.sharding.unit import Unit

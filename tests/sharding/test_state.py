@@ -11,7 +11,6 @@ from torch.nn.functional import mse_loss
 
 from microddp.sharding import (
     ShardedGradients,
-    bytes_kept,
     from_torch,
     fully_shard,
     load_parts,
@@ -232,10 +231,3 @@ def test_a_model_that_was_never_whole(comms):
         fully_shard(own, comms)
     fully_shard(own, comms, initialise=lambda m: m.scale.fill_(comms.rank + 2.0))
     assert all(value == 2 for value in own.scale.tolist()), "rank 0's"
-
-
-def test_bytes_kept_by_formula():
-    """ZeRO's figure 1: 7.5 billion parameters on 64 devices, Adam in half precision."""
-    sizes = {"parameter": 2, "gradient": 2, "optimizer": 12}
-    found = [bytes_kept(stage, 7.5e9, 64, **sizes).total / 1e9 for stage in (0, 1, 2, 3)]
-    assert found == pytest.approx([120, 31.4, 16.6, 1.88], rel=0.01)
