@@ -117,7 +117,7 @@ html_theme = "furo"
 html_title = "microddp"
 html_static_path = ["docs/_static"]
 html_css_files = [
-    *(f"live/{kind}.css" for kind in ("live", "buckets", "plan", "ring", "timeline")),
+    *(f"live/{kind}.css" for kind in ("live", "buckets", "kept", "plan", "ring", "timeline")),
     *(f"{part}.css" for part in ("other_build", "output", "tables", "book", "face", "figures")),
 ]
 templates_path = ["docs/_templates"]

@@ -202,16 +202,16 @@ def held(model, parts, adam):
 # %%
 def try_out(make):
     """Train some steps; the weights, and of the last step the bytes sent, and held over time."""
-    model, moments, made = build(), [], []
+    model, moments, made = build(), {}, []
 
-    def look(*_):
-        moments.append(held(model, *made))
+    def look(*moment):
+        return lambda *_: moments.update({moment: held(model, *made)})
 
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(look)  # before anything is done with it
+    for name, p in model.named_parameters():  # before anything is done with it
+        p.register_post_accumulate_grad_hook(look("backward", f"{name} has its gradient"))
     step, *made[:] = make(model)
-    for layer in model.layers:
-        layer.register_forward_pre_hook(look)
+    for i, layer in enumerate(model.layers):
+        layer.register_forward_pre_hook(look("forward", f"layer {i} is about to compute"))
     for batch in batches:
         moments.clear()
         with MessageCounter(few) as counter:
@@ -351,11 +351,11 @@ largest = 4 * max(parameter_count(layer) for layer in build().layers)  # bytes
 gradients = (1 - 1 / n) * largest  # an n-th of them is in the table already
 whole = {2: gradients, 3: gradients + largest}  # in stage 3 a rank's own part is there twice
 count = parameter_count(build())
-rows = []
+rows, at_most = [], {}
 for stage, (name, (_, sent, moments)) in enumerate(tried.items()):
     to_send = (3 if stage == 3 else 2) * (n - 1) / n * SIZE
-    most = max(map(sum, moments))
-    right = bytes_kept(stage, count, n).total + whole.get(stage, 0)
+    most = max(map(sum, moments.values()))
+    right = at_most[name] = bytes_kept(stage, count, n).total + whole.get(stage, 0)
     rows.append((name, *map(human_bytes, (to_send, sent, right, most)), most / right))
     assert abs(most / right - 1) < 0.01, name
     assert n == 1 or abs(sent / to_send - 1) < 0.01, name
@@ -364,20 +364,17 @@ headers = ["", "to be sent", "counted", "kept at most, predicted", "measured", "
 few.print(table(rows, headers, floats=".3f"))
 
 # %% tags=["plumbing"]
-in_all = len(tried["DDP"][2])
-figures.lines(
-    {
-        name: (range(1, in_all + 1), [sum(now) / 2**20 for now in moments])
-        for name, (_, _, moments) in tried.items()
-    },
-    title=f"What one of {n} ranks keeps in a step, stage by stage",
-    xlabel="moments: layers in forward, then gradients in backward",
-    ylabel="MiB",
+figures.explore_kept(
+    {name: list(moments.values()) for name, (_, _, moments) in tried.items()},
+    at_most,
+    moments=list(tried["DDP"][2]),
+    kinds=["parameters", "gradients", "Adam's means"],
+    title=f"What one of {n} ranks keeps during a step, with what is divided, stage by stage",
 )
 
 # %% [markdown]
 r"""
-**Explain.** Forward is flat: nothing new is kept but activations, which are not counted. They
+**Explain.** (Play the step, or point at a moment.) Forward is flat: nothing new is kept but activations, which are not counted. They
 belong to the batch, and sharding does not change them. In backward gradients pile up, in DDP and in
 stage 1 whole. (DDP's buckets keep their memory from step to step; counted is what holds gradients.)
 In stages 2 and 3 only those of one layer are whole at a time, which makes the teeth, and the rest

@@ -11,6 +11,7 @@ Functions whose name begins with ``explore_`` return a picture that readers can 
 
 from microddp.figures.explore import explore_timelines
 from microddp.figures.flow import questions
+from microddp.figures.kept import explore_kept
 from microddp.figures.planned import Device, explore_plan
 from microddp.figures.plots import buckets, lines, pauses, stacked_bars, times_by_size
 from microddp.figures.refilled import explore_buckets
