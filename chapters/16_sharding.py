@@ -374,13 +374,13 @@ figures.explore_kept(
 
 # %% [markdown]
 r"""
-**Explain.** (Play the step, or point at a moment.) Forward is flat: nothing new is kept but activations, which are not counted. They
-belong to the batch, and sharding does not change them. In backward gradients pile up, in DDP and in
-stage 1 whole. (DDP's buckets keep their memory from step to step; counted is what holds gradients.)
-In stages 2 and 3 only those of one layer are whole at a time, which makes the teeth, and the rest
-grows by an n-th of each. Stage 3 lies lower by the parameters that it does not have. That is what a
-rank keeps. What `average` makes to send it comes on top for a moment: the flat copy, in stage 1 of
-all gradients.
+**Explain.** (Play the step, or point at a moment.) Forward is flat: nothing new is kept but
+activations, which are not counted. They belong to the batch, and sharding does not change them. In
+backward gradients pile up, in DDP and in stage 1 whole. (DDP's buckets keep their memory from step
+to step; counted is what holds gradients.) In stages 2 and 3 only those of one layer are whole at a
+time, which makes the teeth, and the rest grows by an n-th of each. Stage 3 lies lower by the
+parameters that it does not have. That is what a rank keeps. What `average` makes to send it comes
+on top for a moment: the flat copy, in stage 1 of all gradients.
 
 ## The core's
 
@@ -388,8 +388,9 @@ The hooks above gather a layer when it is needed, and wait for it. The core's
 {func}`~microddp.sharding.fully_shard.fully_shard` gathers the next block while one computes, in the
 order of the step before, and reduces gradients while backward goes on. That costs memory: two
 blocks, here layers, are whole at a time. Its parameters are this rank's parts, flat, for any
-optimizer that treats each value by itself. Shard block by block, then the rest, as with PyTorch's
-own `torch.distributed.fsdp.fully_shard`, which takes a mesh of devices instead of the ranks:
+optimizer that treats each value by itself. (Its stages 1 and 2 gather in forward, too, in place of
+a wait after the optimizer's step.) Shard block by block, then the rest, as with PyTorch's own
+`torch.distributed.fsdp.fully_shard`, which takes a mesh of devices instead of the ranks:
 """
 
 
