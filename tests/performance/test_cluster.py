@@ -1,0 +1,195 @@
+"""The simulator: steps by hand, what real ranks call at a world of 1024, variation, refusals."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from microddp.bucketing import bucket_caps, plan_in_order
+from microddp.model import FullMLP
+from microddp.performance.cluster import (
+    SIMULATED,
+    Call,
+    Layer,
+    Op,
+    Variation,
+    Way,
+    Work,
+    program,
+    simulate,
+)
+from microddp.performance.network import Network, Port
+
+# A second for each byte that a device sends in half an all-reduce on two devices.
+NETWORK = Network(2, Port(0.5, 0.0))
+# The last layer first: 4 bytes after 2 s, then 8 after 6 s. Forward takes 4.
+WORK = Work((Layer(1, 4, (2,)), Layer(3, 2, (1,))), optimizer=1)
+
+
+def step(way, work=WORK, **options):
+    return simulate(work, NETWORK, way, **options)
+
+
+def test_each_strategy_by_hand():
+    small = 1e-6  # MiB: each tensor alone
+    assert step(Way("none")).step == 11
+    assert step(Way("naive")).step == 11 + 8 + 16
+    # Of the last layer from 6 to 14, of the first from then to 30.
+    hooks = step(Way("hooks"))
+    assert (hooks.step, hooks.exposed) == (31, 20)
+    assert step(Way("ddp", bucket_cap_mb=small)).step == 31
+    assert step(Way("ddp")).step == 11 + 24, "one bucket"
+    # Every flat tensor has 8 bytes, since two devices divide it. Gathered to 8 and 16; forward to 9,
+    # and from 16 to 19; backward to 21 and 25; reduced to 29 and 37; half an optimizer's step.
+    assert step(Way("zero1", bucket_cap_mb=small)).step == 37.5
+    # Forward likewise. Gathered again to 27 and 35; backward to 29, and from 35 to 39; reduced from
+    # 35 to 43 and 51.
+    assert step(Way("zero3")).step == 51.5
+    assert step(Way("local", every=2), steps=4).steps.tolist() == [11, 35, 11, 35]
+
+
+def test_accumulation_sends_once_but_in_stage_3():
+    small = 1e-6
+    assert step(Way("ddp", accumulation=3)).step == 11 + 24 + 2 * 10
+    assert step(Way("naive", accumulation=3)).step == 35 + 20
+    for name, times in (("ddp", 1), ("zero1", 1), ("zero2", 1), ("zero3", 3)):
+        once = step(Way(name, bucket_cap_mb=small)).calls
+        many = step(Way(name, bucket_cap_mb=small, accumulation=3)).calls
+        assert len(many) == times * len(once), name
+
+
+def test_compressed_sends_less():
+    assert step(Way("ddp", kept=0.25)).step == 11 + 6
+
+
+def test_copying_takes_time_before_what_is_copied_is_sent():
+    copied = Work(WORK.layers, 1, copy=0.25)
+    assert step(Way("ddp", bucket_cap_mb=1e-6), copied).step == 31 + 1, (
+        "the second one waits anyway"
+    )
+
+
+@given(st.sampled_from(SIMULATED), st.integers(1, 4), st.floats(0.1, 10), st.floats(1.01, 10))
+def test_a_faster_link_never_makes_a_step_longer(strategy, accumulation, bandwidth, times):
+    way = Way(strategy, bucket_cap_mb=1e-6, accumulation=accumulation, every=2)
+    slow, fast = (
+        simulate(WORK, Network(4, Port(speed, 0.1)), way, steps=2).steps.sum()
+        for speed in (bandwidth, bandwidth * times)
+    )
+    assert fast <= slow
+    alone = 2 * (accumulation * 10 + (0.25 if strategy.startswith("zero") else 1))
+    assert fast >= alone * (1 - 1e-12)
+
+
+def test_bytes_are_those_of_the_stages():
+    n = 4
+    work = Work((Layer(1, 2, (100, 4)), Layer(1, 2, (37,))))
+    found = {name: simulate(work, Network(n, Port(1, 0)), Way(name)).calls for name in SIMULATED}
+    size = 141 * 4
+    padded = 144 * 4
+    assert sum(c.nbytes for c in found["hooks"]) == sum(c.nbytes for c in found["naive"]) == size
+    assert found["ddp"] == (Call("all_reduce", size),)
+    assert found["zero1"] == (Call("all_gather", padded), Call("reduce_scatter", padded))
+    halves = {half: sum(c.nbytes for c in found["zero3"] if c.half == half) for half in
+              ("all_gather", "reduce_scatter")}  # fmt: skip
+    assert halves == {"all_gather": 2 * (104 + 40) * 4, "reduce_scatter": (104 + 40) * 4}
+
+
+def test_what_real_ranks_call_at_a_world_of_1024():
+    script = Path(__file__).with_name("thousand.py")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    real = json.loads(done.stdout.strip().splitlines()[-1])
+    model = FullMLP(256, depth=5)
+    layers = tuple(Layer(1.0, 2.0, tuple(p.numel() for p in m.parameters())) for m in model.layers)
+    network = Network(1024, Port(1e9, 1e-6))
+    for name, calls in real.items():
+        played = simulate(Work(layers), network, Way(name, bucket_cap_mb=0.4)).calls
+        assert [(c.half, c.nbytes) for c in played] == [tuple(call) for call in calls], name
+    plan = plan_in_order(model, range(len(list(model.parameters())))[::-1], bucket_caps(0.4))
+    assert len(real["ddp"]) == len(plan) > 1
+
+
+def test_variation_makes_everyone_wait_for_the_slowest():
+    network = Network(64, Port(1e9, 0.0))
+    work = Work((Layer(1, 2, (1,)),))
+    way = Way("ddp")
+    varied = Variation((1.0, 1.0, 1.0, 2.0))
+    many = simulate(work, network, way, steps=50, variation=varied, seed=1)
+    assert many.steps == pytest.approx(6, rel=1e-6), "one of 64 always has bad luck"
+    few = simulate(work, Network(2, Port(1e9, 0.0)), way, steps=2000, variation=varied, seed=1)
+    assert few.steps.mean() == pytest.approx(3 * (1 + 7 / 16), rel=0.05)
+    alone = simulate(work, Network(1, Port(1e9, 0.0)), way, steps=2000, variation=varied, seed=1)
+    assert alone.steps.mean() == pytest.approx(3.75, rel=0.05)
+    again = simulate(work, network, way, steps=50, variation=varied, seed=1)
+    assert np.array_equal(many.steps, again.steps)
+
+
+def test_a_rare_pause_becomes_certain():
+    work, way = Work((Layer(1, 2, (1,)),)), Way("ddp")
+    for n in (1, 8, 256):
+        found = simulate(
+            work,
+            Network(n, Port(1e9, 0.0)),
+            way,
+            steps=4000,
+            variation=Variation(rare=0.01, pause=1),
+        )
+        hit = float((found.steps > 3.5).mean())
+        assert hit == pytest.approx(1 - 0.99**n, abs=0.02), n
+
+
+def test_without_variation_one_clock_stands_for_all():
+    same = Variation((1.0,))
+    for name in SIMULATED:
+        one = simulate(WORK, NETWORK, Way(name), steps=3)
+        all_ = simulate(WORK, NETWORK, Way(name), steps=3, variation=same)
+        assert one.steps == pytest.approx(all_.steps)
+        assert all_.events == 2 * one.events
+
+
+def test_a_thousand_devices_take_seconds():
+    inside, between = Port(450e9, 1e-6), Port(50e9, 5e-6)
+    network = Network(1024, between, 8, inside, 8)
+    work = Work.from_operations(8e9, 32, 8192, 4e14)
+    start = time.perf_counter()
+    found = simulate(work, network, Way("zero3"), steps=100, variation=Variation((1.0, 1.1)))
+    assert time.perf_counter() - start < 10, "it took 0.1 s on the machine it was written on"
+    assert found.events > 1e7
+    assert len(found.calls) == 3 * 32
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Way("zero4"), "expected a strategy of none, naive"),
+        (lambda: Way(accumulation=0), "expected accumulation to be a whole number from 1 on"),
+        (lambda: Way(every=1.5), "expected every"),
+        (lambda: Way(kept=0), "expected kept above 0 and at most 1, got 0"),
+        (lambda: Variation(()), "expected factors above 0"),
+        (lambda: Variation(rare=2), "expected a probability"),
+        (lambda: Work.from_operations(-1, 2, 3, 4), "expected parameters above 0, got -1"),
+        (lambda: Work.from_operations(1, 2, 3, float("inf")), "expected rate above 0, got inf"),
+        (lambda: step(Way(), steps=0), "expected at least one step"),
+        (lambda: step(Way("zero1", "tree")), "expected one of ring, halving, hierarchical for a"),
+    ],
+)
+def test_what_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_program_is_lines_of_computing_starting_and_waiting():
+    ops = program(WORK, Way("hooks"), 2)
+    assert ops == [
+        Op(1), Op(3), Op(2), Op(start=Call("all_reduce", 4)), Op(4),
+        Op(start=Call("all_reduce", 8)), Op(wait=0), Op(wait=1), Op(1),
+    ]  # fmt: skip

@@ -1,0 +1,46 @@
+"""What rank 0 of 1024 calls in a step of each strategy, in one process; printed as JSON.
+
+PyTorch's ``fake`` backend takes every call and moves nothing.
+"""
+
+import json
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import mse_loss
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from microddp.comms import Comms
+from microddp.model import FullMLP
+from microddp.schedule import STRATEGIES, take_step
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1024)
+comms = Comms.of_group(None, torch.device("cpu"))
+calls = []
+
+
+def watch(owner, name, half, nbytes):
+    before = getattr(owner, name)
+
+    def call(*args, **kwargs):
+        calls.append((half, nbytes(args)))
+        return before(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+watch(dist.ProcessGroup, "allreduce", "all_reduce", lambda args: args[1][0].nbytes)
+watch(dist, "reduce_scatter_tensor", "reduce_scatter", lambda args: args[1].nbytes)
+watch(dist, "all_gather_into_tensor", "all_gather", lambda args: args[0].nbytes)
+found = {}
+for kind in ("naive", "hooks", "ddp", "zero1", "zero2", "zero3"):
+    options = {"carrier": "backend"} if kind.startswith("zero") else {}
+    strategy = STRATEGIES[kind](FullMLP(256, depth=5), comms, 0.4, **options)
+    optimizer = torch.optim.SGD(strategy.parameters(), lr=0.1)
+    batch = torch.randn(2, 4, 256).unbind()
+    for _ in range(2):  # the second is as all that follow
+        calls.clear()
+        take_step(strategy, mse_loss, optimizer, batch)
+    found[kind] = list(calls)
+    strategy.remove()
+print(json.dumps(found))
