@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -238,8 +237,8 @@ class _Program:
         needed: dict[int, list[int]] = {}
         for bucket, count in reversed([*zip(buckets, values, strict=True)]):
             call = self.start("all_gather", self.padded(count, work.parameter_size))
-            for layer in {layer for layer, _ in bucket}:
-                needed.setdefault(layer, []).append(call)
+            for place in {place for place, _ in bucket}:
+                needed.setdefault(place, []).append(call)
         for micro_batch in range(self.way.accumulation):
             for i, layer in enumerate(work.layers):
                 for call in needed.get(i, ()) if not micro_batch else ():
@@ -404,5 +403,4 @@ def simulate(
                 clock += op.seconds * factor
         events += len(ops) * len(clock)
         ends.append(float(clock.max()))
-    took = np.array([after - before for before, after in pairwise(ends)])
-    return Simulated(took, waited / steps, tuple(calls), events)
+    return Simulated(np.diff(ends), waited / steps, tuple(calls), events)

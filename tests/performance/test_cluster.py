@@ -45,7 +45,7 @@ def test_each_strategy_by_hand():
     assert (hooks.step, hooks.exposed) == (31, 20)
     assert step(Way("ddp", bucket_cap_mb=small)).step == 31
     assert step(Way("ddp")).step == 11 + 24, "one bucket"
-    # Every flat tensor has 8 bytes, since two devices divide it. Gathered to 8 and 16; forward to 9,
+    # Flat tensors have 8 bytes, since two devices divide them. Gathered to 8 and 16; forward to 9,
     # and from 16 to 19; backward to 21 and 25; reduced to 29 and 37; half an optimizer's step.
     assert step(Way("zero1", bucket_cap_mb=small)).step == 37.5
     # Forward likewise. Gathered again to 27 and 35; backward to 29, and from 35 to 39; reduced from

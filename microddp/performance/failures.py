@@ -1,0 +1,101 @@
+"""Devices that fail, and checkpoints: how much of the time is training."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Failures:
+    """How often a job is interrupted, and what that costs.
+
+    Attributes:
+        between: seconds between two failures of the job, in the mean.
+        checkpoint: seconds in which a checkpoint is written and nothing else goes on.
+        restart: seconds from a failure until training goes on, with the last checkpoint.
+
+    Raises:
+        ValueError: a time is not above 0, or a cost is below 0.
+    """
+
+    between: float
+    checkpoint: float
+    restart: float
+
+    def __post_init__(self) -> None:
+        if not self.between > 0:
+            raise ValueError(f"expected a time between failures above 0, got {self.between}")
+        for name in ("checkpoint", "restart"):
+            seconds = getattr(self, name)
+            if not 0 <= seconds < math.inf:
+                raise ValueError(f"expected {name} to take 0 seconds or more, got {seconds}")
+
+    @classmethod
+    def of_devices(
+        cls, devices: int, between: float, checkpoint: float, restart: float
+    ) -> Failures:
+        """Those of a job in which each device fails by itself: n devices, n times as often.
+
+        Args:
+            devices: n; any of them interrupts the job.
+            between: seconds between failures of one device, in the mean.
+            checkpoint: as above, like ``restart``.
+        """
+        if devices < 1:
+            raise ValueError(f"expected at least one device, got {devices}")
+        return cls(between / devices, checkpoint, restart)
+
+    @property
+    def best_interval(self) -> float:
+        """Seconds of training from one checkpoint to the next that lose least, nearly.
+
+        The root of 2 x checkpoint x time between failures. Source: Young, "A first order
+        approximation to the optimum checkpoint interval", CACM 1974.
+        """
+        return math.sqrt(2 * self.checkpoint * self.between)
+
+    def useful(self, interval: float) -> float:
+        """The share of the time that is training which is kept, in the long run.
+
+        Failures come at random, at any time, during checkpoints and restarts, too.
+
+        Args:
+            interval: seconds of training from one checkpoint to the next.
+
+        Raises:
+            ValueError: the interval is not above 0.
+
+        Source: Daly, "A higher order estimate of the optimum checkpoint interval for restart
+        dumps", FGCS 2006, equation 20: the expected time of an interval is
+        M exp(R/M) (exp((interval + checkpoint)/M) - 1).
+        """
+        if not 0 < interval < math.inf:
+            raise ValueError(f"expected an interval above 0 seconds, got {interval}")
+        m = self.between
+        if m == math.inf:
+            return interval / (interval + self.checkpoint)
+        exponent = (interval + self.checkpoint) / m
+        if exponent + self.restart / m > 700:  # it is never through
+            return 0.0
+        return interval / (m * math.exp(self.restart / m) * math.expm1(exponent))
+
+    def play(self, interval: float, intervals: int, seed: int = 0) -> float:
+        """The same share by playing: failures are drawn, one after the other.
+
+        Args:
+            interval: as for :meth:`useful`.
+            intervals: that are to be completed.
+            seed: of what is drawn.
+        """
+        drawn = np.random.default_rng(seed)
+        clock, until = 0.0, float(drawn.exponential(self.between))
+        for _ in range(intervals):
+            needed = interval + self.checkpoint
+            while clock + needed > until:  # it fails before this is saved
+                clock, until = until, until + float(drawn.exponential(self.between))
+                needed = self.restart + interval + self.checkpoint
+            clock += needed
+        return intervals * interval / clock
