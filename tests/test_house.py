@@ -23,7 +23,7 @@ FLOORS = (
     ("schedule",),
     ("performance", "workloads"),
     ("figures",),
-    ("train", "bench", "doctor"),
+    ("train", "bench", "doctor", "plan"),
     ("labs",),
 )
 FLOOR = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}

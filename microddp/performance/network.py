@@ -231,8 +231,10 @@ def rounds(network: Network, half: str, algorithm: str, nbytes: float) -> Rounds
         case "switch":
             if not network.adds:
                 raise ValueError("expected switches that add, got a network whose switches do not")
-            # Up, and the sum down; each port carries the tensor once in each direction.
-            yield 2, [_to_next(everyone, nbytes / 2)]
+            # Each device fetches the sum of its part, and sends that to all: what the others
+            # fetch and its own, out; the same, in.
+            yield 1, [_to_next(everyone, nbytes)]
+            yield 1, [_to_next(everyone, nbytes / network.devices)]
         case "direct":
             for step in range(1, network.devices):
                 target = (everyone + step) % network.devices

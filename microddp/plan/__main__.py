@@ -1,0 +1,214 @@
+"""Plan a training on devices that you do not have: simulated, with the simulator's error.
+
+python -m microddp.plan --parameters 8.03e9 --layers 32 --tokens 8192
+python -m microddp.plan --config config.json --tokens 8192 --devices 64 128 --link 100gbit
+python -m microddp.plan --config config.json --batch 4e6 --in-all 1e12 --price 2.5 --cheapest
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from microddp.plan.config import count_parameters
+from microddp.plan.library import Device, Link, devices, links, named, read
+from microddp.plan.planning import DAY, STRATEGIES, Plan, Training, cheapest, sweep
+from microddp.plan.published import compare_published, summary
+from microddp.report import human_seconds, output_file, positive, table, write_result
+
+COUNTS = tuple(8 << k for k in range(8))  # to 1024
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; see ``--help``."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.library:
+        print(library())
+        return
+    try:
+        training, device, link = _asked(options)
+        plans = sweep(training, device, link, options.devices, options.strategies, options.price)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print(
+        f"{training.parameters:.3g} parameters in {training.layers} layers on {device.name}, "
+        f"{link.name}; simulated, not measured"
+    )
+    print(as_table(plans, training))
+    if options.cheapest:
+        print(_advice(cheapest(plans, options.within and options.within * DAY), options))
+    sentences = errors()
+    print("\n".join(sentences))
+    if options.json:
+        rows = [{**asdict(each), "limit": each.limit} for each in plans]
+        write_result(options.json, "simulated, not measured", rows=rows, errors=sentences)
+    if options.plot:
+        _draw(plans, options.plot)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m microddp.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--library", action="store_true", help="list devices and links, and end")
+    model = parser.add_argument_group("what is trained")
+    model.add_argument("--config", type=Path, metavar="FILE", help="config.json of the model")
+    model.add_argument("--parameters", type=positive(float), help="of the model, without --config")
+    model.add_argument("--layers", type=positive(int), help="of the model, without --config")
+    model.add_argument(
+        "--tokens", type=positive(float), default=8192, help="of a device and micro-batch (8192)"
+    )
+    model.add_argument("--accumulation", type=positive(int), default=1, help="micro-batches (1)")
+    model.add_argument(
+        "--batch", type=positive(float), help="tokens of a step, all devices together; no --tokens"
+    )
+    model.add_argument("--in-all", type=positive(float), help="tokens of the whole training")
+    where = parser.add_argument_group("on what")
+    where.add_argument("--device", default="h100", help="of --library (h100)")
+    where.add_argument("--link", default="8x400gbit", help="of --library, a node's (8x400gbit)")
+    where.add_argument("--devices", type=positive(int), nargs="+", default=COUNTS, metavar="N")
+    where.add_argument(
+        "--strategies", nargs="+", default=["ddp", "zero1", "zero3"], metavar="NAME",
+        help=f"of {', '.join(STRATEGIES)} (ddp zero1 zero3)",
+    )  # fmt: skip
+    where.add_argument("--utilisation", type=positive(float), help="of the device's peak")
+    where.add_argument("--price", type=positive(float), help="of a device's hour")
+    parser.add_argument("--cheapest", action="store_true", help="name the cheapest that fits")
+    parser.add_argument("--within", type=positive(float), metavar="DAYS", help="of the cheapest")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all numbers")
+    parser.add_argument("--plot", type=output_file, metavar="FILE", help="draw the efficiency")
+    return parser
+
+
+def _asked(options: argparse.Namespace) -> tuple[Training, Device, Link]:
+    if options.config:
+        parameters: float
+        parameters, layers = count_parameters(json.loads(options.config.read_text()))
+    elif options.parameters and options.layers:
+        parameters, layers = options.parameters, options.layers
+    else:
+        raise ValueError("expected --config, or --parameters and --layers")
+    if options.cheapest and options.in_all is None:
+        raise ValueError("expected --in-all for --cheapest: a training without an end has no price")
+    training = Training(
+        parameters, layers, options.tokens, options.accumulation, options.in_all, options.batch
+    )
+    device = named("device", options.device, devices())
+    if options.utilisation:
+        if options.utilisation > 1:
+            raise ValueError(f"expected a utilisation of at most 1, got {options.utilisation}")
+        device = Device(**{**asdict(device), "utilisation": options.utilisation})
+    for name in options.strategies:
+        named("strategy", name, STRATEGIES)
+    return training, device, named("link", options.link, links())
+
+
+def as_table(plans: Sequence[Plan], training: Training) -> str:
+    """A line for each plan, with the whole training where it has an end."""
+    rows: list[list[Any]] = []
+    for each in plans:
+        row: list[Any] = [
+            each.devices,
+            each.strategy,
+            each.algorithm,
+            human_seconds(each.step),
+            human_seconds(each.exposed),
+            f"{each.tokens_per_second:,.0f}",
+            f"{each.efficiency:.1%}",
+            f"{each.memory / 1e9:.3g}",
+            each.limit,
+        ]
+        if each.seconds is not None:
+            row += [f"{each.useful:.1%}", human_seconds(each.seconds)]
+        if each.price is not None:
+            row.append(f"{each.price:,.0f}")
+        rows.append(row)
+    headers = ["devices", "strategy", "algorithm", "step", "exposed", "tokens/s each"]
+    headers += ["efficiency", "GB each", "limit"]
+    if training.in_all is not None:
+        headers += ["useful", "in all"]
+    if plans and plans[0].price is not None:
+        headers.append("price")
+    return table(rows, headers)
+
+
+def _advice(best: Plan | None, options: argparse.Namespace) -> str:
+    within = f" within {options.within:g} days" if options.within else ""
+    if best is None:
+        return f"None of these fits into memory and ends{within}."
+    assert best.seconds is not None
+    cost = f", for {best.price:,.0f}" if best.price is not None else ""
+    return (
+        f"Cheapest that fits{within}: {best.strategy} on {best.devices}, "
+        f"{human_seconds(best.seconds)}{cost}."
+    )
+
+
+def errors() -> list[str]:
+    """How far off the simulator was where it was checked, in sentences."""
+    sentences = []
+    for run in read("checked.toml")["runs"]:
+        sentences.append(
+            f"Error where it was checked, {run['what']}: median {run['median']:.1%}, nine of ten "
+            f"within {run['ninety']:.1%}, at most {run['most']:.0%} ({run['cases']} cases, "
+            f"{run['machine']}, {run['date']})."
+        )
+    found = compare_published()
+    for kind, rows in (
+        ("trainings", [row for row in found if row.what.startswith("speed")]),
+        ("all-reduces", [row for row in found if not row.what.startswith("speed")]),
+    ):
+        median, ninety, most = summary([row.error for row in rows])
+        sentences.append(
+            f"Error against published {kind}: median {median:.1%}, nine of ten within "
+            f"{ninety:.1%}, at most {most:.0%} ({len(rows)} figures)."
+        )
+    return sentences
+
+
+def library() -> str:
+    """Devices and links, with their sources."""
+    rows = [
+        (key, d.name, f"{d.peak / 1e12:g}", f"{d.utilisation:.0%}", f"{d.memory / 1e9:g}",
+         d.node, f"{d.inside / 1e9:g}", d.date)
+        for key, d in devices().items()
+    ]  # fmt: skip
+    headers = ["", "device", "TFLOP/s", "reached", "GB", "in a node", "GB/s inside", "of"]
+    text = table(rows, headers) + "\n\n"
+    rows_ = [
+        (key, each.name, each.rails, f"{each.bandwidth / 1e9:g}", human_seconds(each.latency))
+        for key, each in links().items()
+    ]
+    text += table(rows_, ["", "link", "rails", "GB/s each", "latency"]) + "\n"
+    every: dict[str, Device | Link] = {**devices(), **links()}
+    return text + "".join(f"\n{key}: {each.source} ({each.date})" for key, each in every.items())
+
+
+def _draw(plans: Sequence[Plan], path: Path) -> None:
+    # Only now: matplotlib takes a second to load.
+    import matplotlib.pyplot as plt
+
+    from microddp import figures
+
+    curves = {
+        name: (
+            [each.devices for each in plans if each.strategy == name],
+            [each.efficiency for each in plans if each.strategy == name],
+        )
+        for name in dict.fromkeys(each.strategy for each in plans)
+    }
+    figures.lines(
+        curves, title="Simulated: efficiency", xlabel="devices", ylabel="efficiency", log="x"
+    )
+    plt.savefig(path, dpi=150, facecolor="white")
+
+
+if __name__ == "__main__":
+    main()

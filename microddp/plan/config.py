@@ -1,0 +1,44 @@
+"""How many parameters a model has, from the ``config.json`` that Hugging Face keeps of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def count_parameters(config: Mapping[str, Any]) -> tuple[int, int]:
+    """The parameters and layers of a decoder of Llama's kind: Llama, Mistral, Qwen, SmolLM.
+
+    Args:
+        config: as ``config.json`` says it.
+
+    Returns:
+        All parameters, and layers.
+
+    Raises:
+        ValueError: the configuration is of another kind: it lacks a number, or has experts.
+
+    Example:
+        >>> smol = {"hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32}
+        >>> smol |= {"num_attention_heads": 15, "num_key_value_heads": 5, "vocab_size": 49152}
+        >>> count_parameters(smol | {"tie_word_embeddings": True})
+        (361821120, 32)
+    """
+    missing = [name for name in (*NEEDED, "vocab_size") if name not in config]
+    if missing:
+        raise ValueError(
+            f"expected a configuration of Llama's kind, with {', '.join(missing)}; got one of "
+            f"{config.get('model_type', 'no model_type')!r}"
+        )
+    if experts := config.get("num_local_experts", config.get("num_experts")):
+        raise ValueError(f"expected one feed-forward network a layer, got {experts} experts")
+    hidden, inner, layers, heads = (int(config[name]) for name in NEEDED)
+    head = int(config.get("head_dim") or hidden // heads)
+    shared = int(config.get("num_key_value_heads") or heads)
+    attention = 2 * hidden * heads * head + 2 * hidden * shared * head
+    layer = attention + 3 * hidden * inner + 2 * hidden
+    embeddings = int(config["vocab_size"]) * hidden
+    tied = bool(config.get("tie_word_embeddings", False))
+    return layers * layer + hidden + embeddings * (1 if tied else 2), layers

@@ -1,0 +1,120 @@
+"""The simulator beside what others measured: ``published.toml``."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from microddp.allreduce import bus_bandwidth
+from microddp.performance.cluster import Way, Work, simulate
+from microddp.performance.network import HALVED, Network, Port
+from microddp.plan.library import read
+
+WHOLE = ("ring", "tree", "hierarchical")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A published figure, and the simulated one.
+
+    Attributes:
+        name: of the publication.
+        what: what was measured, in words.
+        published: a share of speed that is kept, or bytes or seconds.
+        simulated: the same.
+        source: of the published one, and of the inputs.
+        assumed: inputs that are not the source's, in words; empty where there are none.
+    """
+
+    name: str
+    what: str
+    published: float
+    simulated: float
+    source: str
+    assumed: str
+
+    @property
+    def error(self) -> float:
+        """Of the simulated one, as a share of the published one."""
+        return self.simulated / self.published - 1
+
+
+def compare_published() -> list[Compared]:
+    """Every published figure, in the order of the file."""
+    book = read("published.toml")
+    rows = [row for curve in book["curves"] for row in _curve(curve)]
+    return rows + [row for entry in book["all_reduces"] for row in _all_reduces(entry)]
+
+
+def _curve(curve: dict[str, Any]) -> Iterator[Compared]:
+    """The share of the first number of devices' speed that each has, of all others.
+
+    How fast a device computes is what the first one's speed says, so that only messages tell.
+    """
+    rates = []
+    first = curve["rates"][0]
+    for devices, tokens, accumulation in zip(
+        curve["devices"], curve["tokens"], curve["accumulation"], strict=True
+    ):
+        size, parameters = curve["value_size"], curve["parameters"]
+        rate = 6 * parameters * first  # operations a second
+        work = Work.from_operations(
+            parameters, curve["layers"], tokens / accumulation, rate, value_size=size
+        )
+        network = Network(
+            devices,
+            Port(curve["between"], 14e-6),
+            curve["node"],
+            Port(curve["inside"], 3.4e-6),
+            curve["rails"],
+        )
+        halved = curve["strategy"].startswith("zero")
+        step = min(
+            simulate(work, network, Way(curve["strategy"], name, accumulation=accumulation)).step
+            for name in (HALVED if halved else WHOLE)
+        )
+        rates.append(tokens / step)
+    for devices, rate, published in zip(
+        curve["devices"][1:], rates[1:], curve["rates"][1:], strict=True
+    ):
+        yield Compared(
+            curve["name"],
+            f"speed of each of {devices}, of {curve['devices'][0]}",
+            published / first,
+            rate / rates[0],
+            curve["source"],
+            curve.get("assumed", ""),
+        )
+
+
+def _all_reduces(entry: dict[str, Any]) -> Iterator[Compared]:
+    for case in entry["cases"]:
+        n, nbytes = case["devices"], case["nbytes"]
+        inside = Port(entry["inside"], entry["inside_latency"]) if "inside" in entry else None
+        between = Port(case["between"], case["latency"])
+        network = Network(
+            n, between, entry["node"], inside, entry["rails"], adds="switch" in entry["algorithms"]
+        )
+        seconds = min(
+            network.seconds("all_reduce", algorithm, nbytes) for algorithm in entry["algorithms"]
+        )
+        if "bus" in case:
+            published, simulated = case["bus"], bus_bandwidth(nbytes, seconds, n)
+            what = f"bus bandwidth in GB/s, {nbytes / 2**20:,.0f} MiB"
+            published, simulated = published / 1e9, simulated / 1e9
+        else:
+            published, simulated = case["seconds"], seconds
+            link = f"{8e-9 * case['between']:g} Gbit/s, {1e3 * case['latency']:g} ms"
+            what = f"seconds, {n} hosts, {link}"
+        yield Compared(
+            entry["name"], what, published, simulated, entry["source"], entry.get("assumed", "")
+        )
+
+
+def summary(errors: Sequence[float]) -> tuple[float, float, float]:
+    """Of errors without their signs: the median, the 90th percentile, and the largest."""
+    sizes = sorted(map(abs, errors))
+    ninety = sizes[min(len(sizes) - 1, round(0.9 * (len(sizes) - 1)))]
+    return statistics.median(sizes), ninety, sizes[-1]

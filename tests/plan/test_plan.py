@@ -1,0 +1,202 @@
+"""Plans: what follows from a simulated step, what is searched, the command line, and its errors."""
+
+import json
+import math
+
+import pytest
+
+from microddp.performance.cluster import Way, Work, simulate
+from microddp.plan import (
+    Training,
+    cheapest,
+    compare_published,
+    count_parameters,
+    devices,
+    links,
+    named,
+    network_of,
+    plan,
+    sweep,
+)
+from microddp.plan.__main__ import errors, main
+from microddp.plan.library import read
+from microddp.plan.published import summary
+
+H100, NETWORK = devices()["h100"], links()["8x400gbit"]
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "right"),
+    [
+        (LLAMA_8B, 8_030_261_248),
+        ({**LLAMA_8B, "num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672,
+          "num_attention_heads": 64}, 70_553_706_496),
+        ({"hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32,
+          "vocab_size": 49152, "num_attention_heads": 15, "num_key_value_heads": 5,
+          "tie_word_embeddings": True},
+         361_821_120),
+    ],
+    ids=["Llama 3 8B", "Llama 3 70B", "SmolLM2 360M"],
+)  # fmt: skip
+def test_parameters_of_published_configurations(config, right):
+    assert count_parameters(config) == (right, config["num_hidden_layers"])
+
+
+def test_parameters_are_those_that_transformers_makes():
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    small = {**LLAMA_8B, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50}  # fmt: skip
+    for config in (small, {**small, "tie_word_embeddings": True}, {**small, "head_dim": 32}):
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(
+                transformers.LlamaConfig(**config)
+            )
+        assert count_parameters(config)[0] == sum(p.numel() for p in model.parameters())
+
+
+def test_what_follows_from_a_step():
+    training = Training(8e9, 32, 8192, accumulation=2, in_all=1e12)
+    found = plan(training, H100, NETWORK, 64, "zero3", price=2.0)
+    work = Work.from_operations(8e9, 32, 8192, H100.rate)
+    network = network_of(H100, NETWORK, 64)
+    step = simulate(work, network, Way("zero3", found.algorithm, accumulation=2)).step
+    assert found.step == step
+    assert found.tokens_per_second == pytest.approx(2 * 8192 / step)
+    assert found.efficiency == pytest.approx(2 * work.seconds / step)
+    assert found.memory == pytest.approx(16 * 8e9 / 64 + 6 * 8e9 / 32)
+    assert found.seconds == pytest.approx(1e12 / (64 * 2 * 8192) * step / found.useful)
+    assert found.price == pytest.approx(2.0 * 64 * found.seconds / 3600)
+    assert 0.9 < found.useful < 1
+
+
+def test_a_batch_is_divided_among_devices():
+    training = Training(8e9, 32, 1, batch=4e6)
+    few, many = (plan(training, H100, NETWORK, n, "zero3") for n in (8, 1024))
+    assert few.tokens_per_second * few.step * 8 == pytest.approx(4e6)
+    assert many.tokens_per_second * many.step * 1024 == pytest.approx(4e6)
+    assert many.efficiency < few.efficiency, "each has less to hide messages behind"
+
+
+def test_memory_is_what_limits_replicas_of_a_large_model():
+    training = Training(8e9, 32, 8192)
+    found = {p.strategy: p for p in sweep(training, H100, NETWORK, [8], ["ddp", "zero1", "zero3"])}
+    assert [found[name].limit for name in found] == ["memory", "computing", "computing"]
+    assert found["ddp"].memory == 16 * 8e9
+    slow = plan(Training(8e9, 32, 64), H100, links()["10gbit"], 1024, "zero3")
+    assert slow.limit == "messages"
+
+
+def test_the_cheapest_fits_and_ends_in_time():
+    training = Training(8e9, 32, 8192, in_all=1e12)
+    plans = sweep(training, H100, NETWORK, [8, 64, 512], ["ddp", "zero1", "zero3"], price=2.0)
+    best = cheapest(plans)
+    assert best.fits
+    assert best.price == min(p.price for p in plans if p.fits)
+    hasty = cheapest(plans, within=10 * 86400)
+    assert hasty.devices == 512
+    assert hasty.seconds <= 10 * 86400
+    assert cheapest(plans, within=1) is None
+    assert cheapest(sweep(Training(8e9, 32, 1), H100, NETWORK, [8], ["zero3"])) is None
+
+
+def test_every_figure_of_the_library_has_a_source_and_a_date():
+    for each in (*devices().values(), *links().values()):
+        assert len(each.source) > 5, each.name
+        assert any(year in each.date for year in ("2021", "2022", "2023", "2024", "2026")), (
+            each.name
+        )
+    for kind in ("curves", "all_reduces"):
+        assert all(len(entry["source"]) > 20 for entry in read("published.toml")[kind])
+
+
+def test_published_figures_are_beside_simulated_ones():
+    rows = compare_published()
+    assert len(rows) >= 28
+    assert len({row.name for row in rows}) == 11
+    for row in rows:
+        assert math.isfinite(row.error), row
+        assert row.error == pytest.approx(row.simulated / row.published - 1)
+    trainings = [row.error for row in rows if row.what.startswith("speed")]
+    assert summary(trainings)[0] < 0.05, "messages are a small part of most of these"
+    assert summary([0.1, -0.3, 0.2]) == (0.2, 0.3, 0.3)
+
+
+def run(capsys, *arguments):
+    main([*map(str, arguments)])
+    return capsys.readouterr().out
+
+
+def test_the_command_line_says_its_error_with_every_number(capsys, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA_8B))
+    out, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    said = run(capsys, "--config", config, "--devices", 8, 1024, "--json", out, "--plot", picture,
+               "--in-all", 15e12, "--price", 2.5, "--cheapest", "--within", 30)  # fmt: skip
+    assert "8.03e+09 parameters in 32 layers on H100" in said
+    assert "simulated, not measured" in said
+    assert "Cheapest that fits within 30 days: zero1 on 1024" in said
+    for sentence in errors():
+        assert sentence in said
+    assert said.count("Error ") >= 3
+    written = json.loads(out.read_text())
+    assert written["errors"] == errors()
+    assert [row["devices"] for row in written["rows"]] == [8, 8, 8, 1024, 1024, 1024]
+    assert written["rows"][0]["limit"] == "memory"
+    assert picture.stat().st_size > 10_000
+
+
+def test_the_library_is_listed(capsys):
+    said = run(capsys, "--library")
+    for each in (*devices().values(), *links().values()):
+        assert each.name in said
+        assert each.source in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--parameters", "1e9"], "expected --config, or --parameters and --layers"),
+        (["--device", "h1000"], "did you mean 'h100'"),
+        (["--link", "8x40gbit"], "did you mean '8x400gbit'"),
+        (["--strategies", "zero4"], "expected a strategy of ddp, zero1"),
+        (["--devices", "12"], "expected devices in whole nodes of 8, got 12"),
+        (["--devices", "0"], "argument --devices"),
+        (["--utilisation", "1.5"], "expected a utilisation of at most 1, got 1.5"),
+        (["--cheapest"], "expected --in-all for --cheapest"),
+        (["--config", "/none/there.json"], "No such file"),
+        (["--tokens", "-5"], "argument --tokens"),
+    ],
+)
+def test_bad_input_is_refused_by_name(capsys, arguments, message):
+    given = [] if "--parameters" in arguments or "--config" in arguments else [
+        "--parameters", "1e9", "--layers", "4"]  # fmt: skip
+    with pytest.raises(SystemExit):
+        main([*given, *arguments])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Training(-1, 2, 3), "expected parameters above 0, got -1"),
+        (lambda: Training(1, 2, 3, batch=0), "expected batch above 0, got 0"),
+        (lambda: plan(Training(1, 2, 3), H100, NETWORK, 8, "fsdp"), "expected a strategy of ddp"),
+        (lambda: named("link", "", links()), "did you mean"),
+        (lambda: count_parameters({"model_type": "gpt2"}), "expected a configuration of Llama's"),
+        (lambda: count_parameters({**LLAMA_8B, "num_local_experts": 8}), "got 8 experts"),
+    ],
+)
+def test_what_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
