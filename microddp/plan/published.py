@@ -54,9 +54,14 @@ def _curve(curve: dict[str, Any]) -> Iterator[Compared]:
     How fast a device computes is what the first one's speed says, so that only messages tell.
     """
     rates = []
-    first = curve["rates"][0]
-    for devices, tokens, accumulation in zip(
-        curve["devices"], curve["tokens"], curve["accumulation"], strict=True
+    first, count = curve["rates"][0], len(curve["devices"])
+    between = curve["between"]  # one, or as it was measured on so many devices
+    for devices, tokens, accumulation, bandwidth in zip(
+        curve["devices"],
+        curve["tokens"],
+        curve["accumulation"],
+        between if isinstance(between, list) else [between] * count,
+        strict=True,
     ):
         size, parameters = curve["value_size"], curve["parameters"]
         rate = 6 * parameters * first  # operations a second
@@ -65,7 +70,7 @@ def _curve(curve: dict[str, Any]) -> Iterator[Compared]:
         )
         network = Network(
             devices,
-            Port(curve["between"], 14e-6),
+            Port(bandwidth, 14e-6),
             curve["node"],
             Port(curve["inside"], 3.4e-6),
             curve["rails"],
