@@ -296,7 +296,7 @@ def test_chapter_with_gloo(chapter):
 
 
 # Those that make groups, which is where machines differ.
-@pytest.mark.parametrize("chapter", ["05", "06", "07", "08", "15", "16"])
+@pytest.mark.parametrize("chapter", ["05", "06", "07", "08", "15", "16", "17"])
 def test_chapter_on_two_machines(chapter):
     replay(job(4, run_chapter, CHAPTERS[chapter], shortened(chapter), gpus=2, ranks_here=2))
 

@@ -40,6 +40,7 @@ BUILDS = {
     "14_your_script": "a script of stock PyTorch for any number of devices, to download",
     "15_one_machine": "an all-reduce through memory that ranks share, and one by machine",
     "16_sharding": "training of which each rank keeps an n-th, in three stages",
+    "17_thousand": "a simulator of many devices, held against what was measured",
 }
 
 

@@ -103,6 +103,13 @@ WORDS = {
         "When does it cost time?": ("sharding, time of",),
         "Training that no rank could hold": ("meta device", "deferred initialisation"),
     },
+    "17_thousand": {
+        "A clock for each device": ("simulator", "discrete-event simulation"),
+        "Does efficiency fall with n?": ("scaling to many devices", "weak scaling"),
+        "Why one curve keeps 39 % and another 97 %": ("tokens per device",),
+        "A thousand fail": ("mean time between failures", "checkpoint interval"),
+        "Ask for your own": ("plan a training", "price of a training"),
+    },
 }
 
 

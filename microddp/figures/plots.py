@@ -26,7 +26,7 @@ from microddp.figures.drawing import (
     text_width,
     width,
 )
-from microddp.figures.style import COLORS, looks
+from microddp.figures.style import COLORS, GREY, looks
 from microddp.figures.timelines import gradient_order as gradient_order
 from microddp.figures.timelines import timeline as timeline
 from microddp.figures.timelines import timelines as timelines
@@ -47,6 +47,7 @@ def lines(
     log: str = "",
     zero: bool = True,
     crosses: Sequence[tuple[float, float]] = (),
+    simulated: bool = False,
 ) -> Drawing:
     """Curves of y against x, each named at its end; on a phone below the plot.
 
@@ -58,8 +59,14 @@ def lines(
         log: the axes with a logarithmic scale: ``"x"``, ``"y"``, ``"xy"`` or neither.
         zero: whether a linear y axis begins at 0, so that heights compare as the values do.
         crosses: moments to mark, x and y.
+        simulated: whether nobody measured this: the title and the ground say so.
     """
-    figure, axes = new_axes(title, xlabel, ylabel)
+    figure, axes = new_axes(f"Simulated: {title}" if simulated else title, xlabel, ylabel)
+    if simulated:
+        axes.text(
+            0.5, 0.5, "simulated", transform=axes.transAxes, rotation=20, ha="center", va="center",
+            fontsize=40, color=GREY, alpha=0.18, zorder=0,
+        )  # fmt: skip
     ends: dict[str, tuple[float, float, str]] = {}
     # Dashes let a curve show where another one lies on it, and differ without colour.
     colors, dashes = itertools.cycle(COLORS), itertools.cycle(["-", "--", ":", "-."])

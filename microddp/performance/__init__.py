@@ -9,7 +9,11 @@ from microddp.performance.analyzer import (
     compare_strategies,
     median_step,
 )
+from microddp.performance.calibration import measure_network, measured_work
+from microddp.performance.cluster import Layer, Simulated, Variation, Way, Work, simulate
+from microddp.performance.failures import Failures
 from microddp.performance.memory import Kept, bytes_kept
+from microddp.performance.network import Network, Port, Processor
 from microddp.performance.prediction import (
     Bucket,
     ComputeTimes,

@@ -205,7 +205,7 @@ def _draw(plans: Sequence[Plan], path: Path) -> None:
         for name in dict.fromkeys(each.strategy for each in plans)
     }
     figures.lines(
-        curves, title="Simulated: efficiency", xlabel="devices", ylabel="efficiency", log="x"
+        curves, title="efficiency", xlabel="devices", ylabel="efficiency", log="x", simulated=True
     )
     plt.savefig(path, dpi=150, facecolor="white")
 

@@ -50,6 +50,15 @@ def test_names_of_curves_that_end_side_by_side_stay_where_they_are():
     assert [text.xy for text in axes.texts] == [(5, 1), (10, 1)]
 
 
+def test_what_nobody_measured_looks_different():
+    curves = {"": ([1, 2], [1, 2])}
+    for simulated in (False, True):
+        figures.lines(curves, title="a", xlabel="x", ylabel="y", simulated=simulated)
+        texts = [text.get_text() for text in plt.gca().texts]
+        assert ("simulated" in texts) == simulated
+        assert plt.gcf().get_suptitle().startswith("Simulated: ") == simulated
+
+
 def test_moments_are_crossed():
     marks = [(1, 2), (3, 4)]
     figures.lines({"a": ([0, 5], [2, 1])}, title="", xlabel="", ylabel="", crosses=marks)

@@ -1,0 +1,630 @@
+# %% [markdown]
+r"""
+# 17. A thousand devices
+
+What will a training do on 8, on 64, on 1024 devices, with which link and which way of sharing? Few
+can try. This chapter asks a simulator: a clock for each device, and rules for what takes how long.
+It builds one in forty lines. Then it feeds the core's with measurements of two hosts, and holds it
+against four and eight that are there, and against what others have published. What it says after
+that of a thousand is worth as much as it was right here.
+"""
+
+# %% tags=["imports"]
+import copy
+import time
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import microddp
+from microddp import figures
+from microddp.model import FullMLP
+from microddp.performance import (
+    Failures,
+    Layer,
+    Network,
+    Port,
+    Variation,
+    Way,
+    Work,
+    measure_compute,
+    measure_network,
+    measured_work,
+    simulate,
+)
+from microddp.plan import compare_published, devices, links, network_of, plan
+from microddp.plan.__main__ import main as ask_plan
+from microddp.plan.planning import Training
+from microddp.plan.published import summary
+from microddp.report import human_seconds, table
+from microddp.schedule import STRATEGIES, take_step
+from microddp.timing import measure
+
+# %%
+# sphinx_gallery_hosts = "8 x 1gbit"
+comms = microddp.init()
+comms.print(comms.describe())
+everyone = comms.timed(computing=False)
+
+# %% [markdown]
+r"""
+## A clock for each device
+
+**Build.** All devices run one program: compute, start a collective, wait for one. So a step is
+played by going through the program once, with a clock for each device, and one more time: when the
+network is free again. A collective starts when the *last* device has come to it, and the one before
+is over. What it takes is alpha-beta's, of a ring (chapter 02):
+"""
+
+
+# %%
+def ring(n, nbytes, bandwidth, latency):
+    return 2 * (n - 1) * (latency + nbytes / n / bandwidth)
+
+
+def play(layers, n, bandwidth, latency):
+    """Seconds of a DDP step; of each layer: forward, backward, bytes of its gradient."""
+    clock = torch.zeros(n, dtype=torch.float64)
+    free, ends = 0.0, []
+    for forward, _, _ in layers:
+        clock += forward
+    for _, backward, nbytes in reversed(layers):
+        clock += backward
+        free = max(free, clock.max().item()) + ring(n, nbytes, bandwidth, latency)
+        ends.append(free)
+    return max(clock.max().item(), *ends)
+
+
+# %% [markdown]
+"""
+That is a whole simulator, of one strategy. The core's
+({func}`~microddp.performance.cluster.simulate`) plays programs of all strategies of this book, and
+knows networks: nodes, several links of a node, links that are shared. Where both can say something
+they say the same:
+"""
+
+# %%
+layers = [(0.010, 0.020, 4 << 20)] * 6
+work = Work(tuple(Layer(f, b, (nbytes // 4,)) for f, b, nbytes in layers))
+found = simulate(work, Network(64, Port(1e9, 1e-5)), Way("hooks")).step
+right = play(layers, 64, 1e9, 1e-5)
+everyone.print(f"64 devices: {human_seconds(right)}, the core's: {human_seconds(found)}")
+assert abs(found / right - 1) < 1e-9
+
+# %% [markdown]
+r"""
+## Is it right? Where that can be measured
+
+**Measure.** Eight hosts stand here, with links of known speed, but with few cores. Eight ranks that
+compute would take turns on those, and no cluster has that. So the devices of this section compute
+as an accelerator seems to, seen from its host: for a while, without taking a core. A layer pauses,
+forward and backward, and then has a real gradient. What is sent is real, and all of the core's code
+that sends it:
+"""
+
+
+# %%
+class Pause(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, seconds):
+        ctx.weight, ctx.seconds = weight, seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(2 * ctx.seconds)
+        return gradient, torch.ones_like(ctx.weight), None
+
+
+class PausingLayer(nn.Module):
+    def __init__(self, values, seconds):
+        super().__init__()
+        self.weight, self.seconds = nn.Parameter(torch.zeros(values)), seconds
+
+    def forward(self, x):
+        return Pause.apply(x, self.weight, self.seconds)
+
+
+# %% tags=["plumbing"]
+MODELS = {  # layers, values of each, seconds of its forward
+    "16 x 256 KiB": (16, 1 << 16, 1.5e-3),
+    "4 x 2 MiB": (4, 1 << 19, 8e-3),
+}
+WAYS = {  # the strategy, and the cap of its buckets
+    "naive": ("naive", None),
+    "hooks": ("hooks", None),
+    "DDP, 1 MiB": ("ddp", 1),
+    "DDP, one bucket": ("ddp", 25),
+    "stage 1": ("zero1", 1),
+    "stage 3": ("zero3", None),
+}
+BATCH = (torch.zeros(1, 1, requires_grad=True, device=comms.device), torch.zeros(1, 1))
+SGD = partial(torch.optim.SGD, lr=1e-4)
+
+
+# %% tags=["plumbing"]
+def total(output, _target):
+    return output.sum()
+
+
+def pausing(name):
+    count, values, seconds = MODELS[name]
+    return nn.Sequential(*(PausingLayer(values, seconds) for _ in range(count))).to(comms.device)
+
+
+def step_of(way, model, few):
+    kind, cap = WAYS[way]
+    model = copy.deepcopy(model)
+    if kind == "ddp":
+        model = microddp.DDP(model, few, bucket_cap_mb=cap, all_reduce="ring")
+    options = {"carrier": "ring"} if kind.startswith("zero") else {}
+    strategy = STRATEGIES[kind](model, few, cap, **options)
+    return partial(take_step, strategy, total, SGD(strategy.parameters()), BATCH)
+
+
+# %% [markdown]
+"""
+**Fit**, on two hosts: a port's latency, the bandwidth being known; what the machine's processors
+have to do for a message and for a byte, since they carry those of all hosts; and the layers' times.
+Nothing else is fitted, and nothing again:
+"""
+
+# %%
+works, port, processor = {}, None, None
+two = everyone.subgroup(range(2)) if everyone.world_size > 1 else None
+if two:
+    port, processor = measure_network(two)
+    for name in MODELS:
+        model = pausing(name)
+        counts = {key: p.numel() for key, p in model.named_parameters()}
+        compute = measure_compute(model, total, BATCH, lambda m: SGD(m.parameters()), two, 5)
+        works[name] = partial(measured_work, compute, counts)
+    two.print(f"a message takes {human_seconds(port.latency)} to start")
+    if processor:
+        two.print(f"and {human_seconds(processor.message)} of all processors together")
+
+# %% [markdown]
+"""
+**Ask**, for four and eight hosts, and for slower links. A prediction is made on rank 0, before it
+knows what was measured:
+"""
+
+
+# %%
+def predicted(name, way, n, bandwidth):
+    network = Network(n, Port(bandwidth, port.latency), processor=processor)
+    kind, cap = WAYS[way]
+    crowd = max(1.0, n / everyone.cores) if everyone.device.type == "cpu" else 1.0
+    return simulate(works[name](crowd=crowd), network, Way(kind, "ring", cap)).step
+
+
+def ask(n, bandwidth, name, ways):
+    """Measurements on n ranks, and what is predicted by rank 0, which has the fit."""
+    rows = []
+    if few := everyone.subgroup(range(n)):
+        model = pausing(name)
+        steps = {way: step_of(way, model, few) for way in ways}
+        times = measure(steps, few, warmup=1, repeat=3)
+        for way, timing in times.items() if port else ():
+            guess = predicted(name, way, n, bandwidth or port.bandwidth)
+            rows.append((n, bandwidth, name, way, timing.median, guess))
+    everyone.barrier()
+    return rows
+
+
+# %%
+checked, box = [], everyone.box
+cases = [("1gbit", name, list(WAYS)) for name in MODELS]
+if box:
+    cases.append(("300mbit", "4 x 2 MiB", ["hooks", "DDP, 1 MiB", "stage 3"]))
+for speed, name, ways in cases:
+    bandwidth = None
+    if box:
+        link = box.relink(speed)
+        bandwidth = 1 / link.seconds_per_byte
+        if everyone.rank == 0:
+            link.set_up()
+    everyone.barrier()
+    for n in (4, 8):
+        if n <= everyone.world_size:
+            checked += ask(n, bandwidth, name, ways)
+checked = everyone.all_gather_data(checked)[0]
+
+# %% tags=["plumbing"]
+rows = []
+for n, bandwidth, name, way, measured, guess in checked:
+    link = f"{8e-9 * bandwidth:g} Gbit/s" if bandwidth else "as it is"
+    error = f"{guess / measured - 1:+.1%}"
+    rows.append((n, link, name, way, human_seconds(measured), human_seconds(guess), error))
+headers = ["ranks", "link", "layers", "strategy", "measured", "simulated", "error"]
+everyone.print(table(rows, headers))
+
+# %% tags=["plumbing"]
+if checked:
+    median, ninety, most = summary([guess / measured - 1 for *_, measured, guess in checked])
+    everyone.print(
+        f"{len(checked)} cases. Error without its sign: median {median:.1%}, nine of ten within "
+        f"{ninety:.1%}, at most {most:.1%}"
+    )
+    least, greatest = (f(case[4] for case in checked) for f in (min, max))
+    figures.lines(
+        {"equal": ([1e3 * least, 1e3 * greatest], [1e3 * least, 1e3 * greatest])},
+        crosses=[(1e3 * measured, 1e3 * guess) for *_, measured, guess in checked],
+        title=f"Fitted on two ranks, asked for more: median error {median:.1%}",
+        xlabel="measured step, ms",
+        ylabel="simulated step, ms",
+        log="xy",
+    )
+
+# %% [markdown]
+r"""
+**Explain.** Each cross is a case, and the line is where simulated equals measured. Look for the
+largest errors in the table. Where they are those of many small messages on eight hosts, that is the
+few processors at work, which carry the messages of all eight, and are simulated as a floor under
+each round. In stage 3 a layer's memory is given back and taken anew, and that takes the processors'
+time, too, which no part of the simulator knows.
+
+## Is it right? Where others measured
+
+What stands in publications can be asked as well: what is known of the model, the tokens, the
+devices and the links goes in. Nothing is fitted, but for one figure a curve: how fast the smallest
+number of devices was. So what is predicted is the share of that speed which each of more devices
+keeps. Where a source does not say something, it is assumed, and marked (*):
+"""
+
+# %%
+published = compare_published()
+rows = [
+    (
+        row.name + (" *" if row.assumed else ""),
+        row.what,
+        f"{row.published:.3g}",
+        f"{row.simulated:.3g}",
+        f"{row.error:+.1%}",
+    )
+    for row in published
+]
+everyone.print(table(rows, ["published", "", "published", "simulated", "error"]))
+for kind, is_training in (("trainings", True), ("all-reduces", False)):
+    errors = [row.error for row in published if row.what.startswith("speed") == is_training]
+    median, ninety, most = summary(errors)
+    everyone.print(
+        f"{kind}: median {median:.1%}, nine of ten within {ninety:.1%}, at most {most:.0%}"
+    )
+
+# %% [markdown]
+r"""
+**Explain.** Nothing was tuned after this table was seen, so there are misses, and they teach most.
+
+- *Trainings whose devices have much to compute* keep nearly everything, and the simulator says so.
+  That is the easy part: there is not much to be wrong about.
+- *The Playbook's* has little to compute, and its own all-reduces, measured on the same machines,
+  get slower with every doubling. With those as the network the simulator follows the curve.
+- *Goyal's and Horovod's* kept 90 %, and 99 % is simulated: on paper backward hides all messages.
+  TCP and the processors of 2017 did not reach what the link's name says.
+- *ZeRO-3 of 2021* fell by two thirds from 384 to 1536 devices at one batch for all. By bytes it
+  need not have. What it lost was not in the messages' sizes.
+- *Single all-reduces* are off most. Large ones do not get what a specification promises, above all
+  where switches add. Small ones take NCCL's other protocols.
+
+So an answer of the simulator is what *bytes and rounds* demand. It is a floor for time.
+
+## Does efficiency fall with n?
+
+**Predict.** Every device has the same tokens in a step, whatever n is. A ring's bytes,
+$2\frac{n-1}{n}S$, hardly grow. Will 1024 devices be about as efficient as 64? Write down your
+guess.
+
+**Simulate.** One billion parameters, 2048 tokens a device and step, H100 in nodes of eight, one
+link of 400 Gbit/s a node. What is below is simulated; nobody measured it:
+"""
+
+# %%
+H100 = devices()["h100"]
+COUNTS = [8 << k for k in range(8)]
+
+
+def efficiency(n, algorithm, tokens=2048, link="400gbit", strategy="ddp"):
+    work = Work.from_operations(1e9, 16, tokens, H100.rate)
+    network = network_of(H100, links()[link], n)
+    return work.seconds / simulate(work, network, Way(strategy, algorithm)).step
+
+
+curves = {
+    name: (COUNTS, [efficiency(n, name) for n in COUNTS])
+    for name in ("ring", "tree", "hierarchical")
+}
+figures.lines(
+    curves,
+    title="the same tokens for each device",
+    xlabel="devices",
+    ylabel="efficiency",
+    log="x",
+    simulated=True,
+)
+
+# %% tags=["plumbing"]
+drop = {name: (values[0], values[3], values[-1]) for name, (_, values) in curves.items()}
+rows = [(name, *(f"{value:.1%}" for value in values)) for name, values in drop.items()]
+everyone.print(table(rows, ["simulated", "8 devices", "64", "1024"]))
+assert all(first > last for first, _, last in drop.values())
+assert drop["ring"][2] < min(drop["tree"][2], drop["hierarchical"][2])
+
+# %% [markdown]
+r"""
+**Explain.** Two things happen, one after the other. From one node to two the link between nodes
+comes in, slower than those inside: that costs every algorithm. From there on bytes stay the same,
+and what grows is the number of rounds. A flat ring has $2(n-1)$ of them, and each has a latency. A
+tree has a logarithm. A hierarchy goes round in its nodes, and round the nodes: an eighth of the
+rounds. This is why flat rings are not used for a thousand devices.
+
+## Why one curve keeps 39 % and another 97 %
+
+**Simulate.** The Playbook's network as it measured it, 256 devices; a step's tokens change:
+"""
+
+# %%
+PLAYBOOK = Network(256, Port(64.9e9 / 8, 14e-6), 8, Port(436e9, 3.4e-6), 8)
+rows = []
+for tokens in (1024, 4096, 16384, 65536):
+    work = Work.from_operations(1.342e9, 16, tokens, 6 * 1.342e9 * 40150, value_size=4)
+    step = min(simulate(work, PLAYBOOK, Way("ddp", name)).step for name in ("ring", "tree"))
+    rows.append((tokens, human_seconds(work.seconds), f"{work.seconds / step:.0%}"))
+everyone.print(table(rows, ["tokens", "computing, simulated", "efficiency, simulated"]))
+kept = [float(row[2][:-1]) for row in rows]
+assert kept == sorted(kept)
+assert kept[0] < 39 < kept[-1]
+
+# %% [markdown]
+r"""
+**Explain.** A step sends what the model's size says, and computes what the tokens say. So an
+efficiency means nothing before tokens for each device and step are known. torchtitan's devices had
+16384, on links of 400 Gbit/s for each.
+
+More devices for *one batch* divide the tokens. **Predict.** A batch of four million tokens: from
+which number on do more devices make training slower?
+"""
+
+# %%
+BATCH_TOKENS = 4 << 20
+MANY = [8 << k for k in range(11)]
+
+
+def speed_in_all(n, algorithm, link):
+    share = efficiency(n, algorithm, BATCH_TOKENS / n, link)
+    return share * n * H100.rate / 6e9 / 1e6  # millions of tokens a second
+
+
+faster = {
+    "100 Gbit/s": [speed_in_all(n, "ring", "100gbit") for n in MANY],
+    "8 x 400 Gbit/s": [speed_in_all(n, "ring", "8x400gbit") for n in MANY],
+}
+figures.lines(
+    {name: (MANY, values) for name, values in faster.items()},
+    title="one batch, divided: all devices together, by a flat ring",
+    xlabel="devices",
+    ylabel="million tokens a second",
+    log="xy",
+    simulated=True,
+)
+for name, values in faster.items():
+    everyone.print(f"simulated, {name} a node: most at {MANY[values.index(max(values))]} devices")
+assert all(max(values) > values[-1] for values in faster.values()), "then it becomes slower"
+
+# %% [markdown]
+r"""
+## Where stage 3 pays
+
+Stage 3 sends half as much again as DDP (chapter 16), in return for memory. **Simulate.** Eight
+billion parameters on 64 devices, 8192 tokens each. A star is what fits into 80 GB:
+"""
+
+# %%
+rows = []
+for link in ("100gbit", "400gbit", "8x400gbit"):
+    row = [links()[link].name]
+    for strategy in ("ddp", "zero1", "zero3"):
+        found = plan(Training(8e9, 32, 8192), H100, links()[link], 64, strategy)
+        fits = "*" if found.fits else " "
+        row.append(f"{human_seconds(found.step)}, {found.memory / 1e9:.0f} GB {fits}")
+    rows.append(row)
+everyone.print(table(rows, ["simulated", "DDP", "stage 1", "stage 3"]))
+
+# %% [markdown]
+r"""
+Stage 1 sends what DDP sends, and hides half of it behind forward. Stage 3 sends more, which shows
+where the link is slow. So it is for what fits in no other way, and then the link has to carry it.
+
+## A thousand have bad luck
+
+**Predict.** A device has to wait for something else, once in a hundred steps: its disk, its host, a
+retried message. That takes it as long as a step. For one device that is 1 %. For 1024?
+
+**Simulate**, with that, and with the variation of computing that is measured here, on two ranks.
+Messages take no time, so that only waiting for others shows:
+"""
+
+# %%
+factors = []
+if few := two if everyone.world_size > 1 else everyone:
+    model = FullMLP(256, depth=4).to(few.device)
+    batch = torch.randn(2, 64, 256, device=few.device).unbind()
+    strategy = STRATEGIES["none"](model, few)
+    alone = partial(take_step, strategy, mse_loss, SGD(model.parameters()), batch)
+    timing = measure({"": alone}, few, repeat=40)[""]
+    factors = [seconds / timing.median for seconds in timing.seconds]
+factors = everyone.all_gather_data(factors)[0]
+
+# %%
+work = Work.from_operations(1e9, 16, 4096, H100.rate)
+rows = []
+for n in (1, 8, 64, 1024):
+    network = Network(n, Port(1e15, 0.0))  # whose messages take no time
+    played = [
+        simulate(work, network, Way("ddp"), steps=400, variation=variation).steps.mean()
+        for variation in (
+            Variation(tuple(factors)),
+            Variation(rare=0.01, pause=work.seconds),
+        )
+    ]
+    hit = 1 - 0.99**n
+    rows.append((n, *(f"{seconds / work.seconds:.2f}" for seconds in played), f"{hit:.1%}"))
+headers = ["devices", "varied as here", "1 % pauses", "steps with one, by formula"]
+everyone.print("simulated step, in the time of computing alone")
+everyone.print(table(rows, headers))
+assert [float(row[2]) for row in rows] == sorted(float(row[2]) for row in rows)
+
+# %% [markdown]
+r"""
+**Explain.** A step is as long as that of the slowest device. With $n$ devices none has bad luck in
+$0.99^n$ of the steps, and at 1024 that is hardly ever. What one in a hundred has is the rule for
+all. Chapter 12 finds who it is.
+
+## A thousand fail
+
+**Predict.** In the training of Llama 3 16384 devices had 419 unexpected interruptions in 54 days
+([Llama Team, 2024](https://arxiv.org/abs/2407.21783), section 3.3.4): for each device one in about
+six years. A checkpoint takes a minute, a restart ten. How often should 1024 devices save, and how
+much of the time is left?
+
+Too often costs checkpoints, too seldom costs what is trained again. Young's rule is the root of
+twice the checkpoint's time times the time between failures:
+"""
+
+# %%
+HOUR = 3600
+one = 54 * 24 * HOUR * 16384 / 419  # seconds between failures of one device
+minutes = [1 << k for k in range(11)]
+curves, rows = {}, []
+for n in (1024, 16384):
+    failures = Failures.of_devices(n, one, checkpoint=60, restart=600)
+    curves[f"{n} devices"] = (minutes, [100 * failures.useful(60 * m) for m in minutes])
+    best = failures.best_interval
+    drawn = failures.play(best, 20_000)
+    row = (failures.between, best, f"{failures.useful(best):.1%}", f"{drawn:.1%}")
+    rows.append((n, *map(human_seconds, row[:2]), *row[2:]))
+    assert abs(drawn - failures.useful(best)) < 0.02
+figures.lines(
+    curves,
+    title="useful time, by the interval of checkpoints",
+    xlabel="minutes from one checkpoint to the next",
+    ylabel="% of the time",
+    log="x",
+    simulated=True,
+)
+headers = ["devices", "a failure each", "best interval", "useful, by formula", "played"]
+everyone.print(table(rows, headers))
+
+# %% [markdown]
+"""
+## Ask for your own
+
+`python -m microddp.plan` puts this together: for a number of parameters or a model's `config.json`,
+devices and links from a library whose figures have sources, and strategies. Every answer says how
+far off the simulator was where it was checked. Llama 3 8B on H100:
+"""
+
+# %%
+if everyone.rank == 0:
+    asked = "--parameters 8.03e9 --layers 32 --tokens 8192 --devices 8 64 512 1024 --in-all 15e12"
+    ask_plan(asked.split())
+
+# %% [markdown]
+r"""
+With `--price` a training costs something, and `--cheapest` searches. How fast is the simulator
+itself?
+"""
+
+# %%
+network = network_of(H100, links()["8x400gbit"], 1024)
+work = Work.from_operations(8e9, 32, 8192, H100.rate)
+start = time.perf_counter()
+found = simulate(work, network, Way("zero3"), steps=100, variation=Variation((1.0, 1.05)))
+took = time.perf_counter() - start
+everyone.print(
+    f"1024 devices, 32 layers, 100 steps: {found.events:,} events in {human_seconds(took)}, "
+    f"{found.events / took:,.0f} a second"
+)
+
+# %% [markdown]
+r"""
+## Where it breaks
+
+**Believing a fit.** Two parameters, fitted to one measurement, are right there whatever they mean.
+Here a "simulator" that knows no rounds, only a bandwidth, is fitted to two ranks and 1 MiB, where
+it is exact. Then it is asked for 64 ranks and 64 KiB, beside one that knows rounds:
+"""
+
+
+# %%
+def true_time(n, nbytes):
+    return ring(n, nbytes, bandwidth=1e9, latency=50e-6)
+
+
+fitted = (1 << 20) / true_time(2, 1 << 20)  # bytes a second
+rows = []
+for n, nbytes in ((2, 1 << 20), (8, 1 << 20), (64, 1 << 16)):
+    naive = 2 * (n - 1) / n * nbytes / fitted
+    rows.append(
+        (n, nbytes, human_seconds(true_time(n, nbytes)), f"{true_time(n, nbytes) / naive:.1f}")
+    )
+everyone.print(table(rows, ["ranks", "bytes", "by rounds", "times the fit's"]))
+assert true_time(64, 1 << 16) > 5 * (2 * 63 / 64 * (1 << 16) / fitted)
+
+# %% [markdown]
+r"""
+So check a model where it was *not* fitted: on other numbers of ranks, other sizes, other links. An
+error at the fitted point says nothing.
+
+## What to take along
+
+- A step is a program for each device, and a collective waits for the last. That, alpha-beta's
+  rounds and a topology say most of what a thousand devices do.
+- Efficiency depends on tokens for each device and step, then on the number of rounds, then on luck.
+- A simulator is worth as much as it was right where it was checked, on data it was not fitted to.
+
+## Exercises
+
+1. In `play`, a device never waits for messages in forward. Change it to stage 1, in which
+   parameters are gathered in forward (chapter 16), half an all-reduce for each layer, the first
+   layer's first.
+
+   <details class="solution"><summary>Solution</summary>
+
+   Half an all-reduce takes `ring(...) / 2`. Before forward all gathers are started:
+   `free += ring(...) / 2` for each layer, in order, and its end is kept. Before a layer's forward
+   `clock.clamp_(min=ends[layer])`. In backward each layer's collective takes half as well.
+
+   </details>
+
+2. A tree has $2\log_2 n$ rounds, but a ring is bandwidth optimal. For which sizes is the ring
+   quicker on 64 devices with links of 1 GB/s and 10 us? Use `Network.seconds`.
+
+   <details class="solution"><summary>Solution</summary>
+
+   `Network(64, Port(1e9, 1e-5)).seconds("all_reduce", name, nbytes)` for both names and a range of
+   sizes. The ring's latency is $126 \cdot 10$ us = 1.26 ms whatever the size. The tree's is a
+   tenth, and it sends up to $2S$ by each port, in pieces, as the ring does; so it stays ahead until
+   the pieces' rounds cost what the ring's do. Let the loop say where.
+
+   </details>
+
+3. A failure is noticed after a time-out of ten minutes, and a restart takes ten more. What does
+   that change for 16384 devices, and what is worth more: a time-out of one minute, or checkpoints
+   that take half as long?
+
+   <details class="solution"><summary>Solution</summary>
+
+   `Failures.of_devices(16384, one, 60, 1200)` at its best interval, then with `restart=660`, then
+   with `checkpoint=30` and `restart=1200`. Each failure costs the restart as a whole, so nine
+   minutes less are nine minutes in three hours. A checkpoint of half the time makes the best
+   interval shorter by the root of two, and what it costs as well.
+
+   </details>
+"""
+
+# %%
+comms.close()
