@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass
+from html import escape
 
 from microddp.figures.live import Live, html_table
 from microddp.performance import step_budget
@@ -33,6 +34,7 @@ def explore_plan(
     parameters: float,
     tokens: float,
     ranks: int,
+    checked: str = "",
 ) -> Live:
     """A step to plan, by :func:`~microddp.performance.worth.step_budget`.
 
@@ -44,6 +46,7 @@ def explore_plan(
         parameters: of the model, to begin with, like the following.
         tokens: of a device and step.
         ranks: the number of devices.
+        checked: how far off such plans were where they were checked, in words.
     """
     name, device = next(iter(devices.items()))
     rows = []
@@ -57,11 +60,12 @@ def explore_plan(
     still = (
         f"<p>Speed-up over one device ({name}) on the same tokens, {tokens:g} a device and step, "
         f"with {parameters:.3g} parameters: with nothing hidden, to all hidden that the last "
-        f"backward can hide.</p>\n{html_table(rows, ['devices', *links])}"
+        f"backward can hide. {escape(checked)}</p>\n{html_table(rows, ['devices', *links])}"
     )
     data = {
         "devices": [[name, *astuple(device)] for name, device in devices.items()],
         "links": list(links.items()),
+        "checked": checked,
         "start": {"parameters": parameters, "tokens": tokens, "devices": ranks},
     }
     title = "Plan a step: what several devices take, and what one takes for the same tokens"

@@ -6,9 +6,11 @@ computes, what it sends, and how much of the sending the last backward pass can 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
-MEMORY_PER_PARAMETER = 16  # bytes: weight, gradient and Adam's two moments, of 4 bytes each
+from microddp.performance.memory import bytes_kept
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,7 @@ class Outcome:
 
     Attributes:
         exposed: seconds of communication that nothing hides.
+        gathering: of these, the ones in which parameters are gathered for forward.
         step: seconds of a step: computing, then what is exposed.
         speedup: how many times as long one device takes for the same global batch.
         efficiency: that, divided by the number of devices.
@@ -25,6 +28,7 @@ class Outcome:
     """
 
     exposed: float
+    gathering: float
     step: float
     speedup: float
     efficiency: float
@@ -42,15 +46,17 @@ class StepBudget:
 
     Attributes:
         compute: seconds that each device computes in a step.
-        communication: seconds that the all-reduce takes, hidden or not.
-        memory: bytes on each device for weights, gradients and Adam's two moments, in 32 bits.
-            Activations come on top.
-        overlapped: the step if the last backward hides as much as it lasts, which is the best case.
+        communication: seconds that messages take, hidden or not.
+        gathering: of these, the ones in which parameters are gathered for forward.
+        memory: bytes on each device for weights, gradients and Adam's two moments, in 32 bits,
+            divided as the stage says. Activations come on top.
+        overlapped: the step if computing hides as much as it lasts, which is the best case.
         unhidden: the step if nothing is hidden.
     """
 
     compute: float
     communication: float
+    gathering: float
     memory: float
     overlapped: Outcome
     unhidden: Outcome
@@ -67,6 +73,7 @@ def step_budget(
     latency: float = 0.0,
     accumulation: int = 1,
     gradient_bytes: float = 4,
+    stage: int = 0,
 ) -> StepBudget:
     """Plan a data-parallel step, and compare it with one device that trains on the same batch.
 
@@ -75,6 +82,10 @@ def step_budget(
     link. Only the backward of the last micro-batch can hide that. One device alone computes the
     micro-batches of all n one after the other, at the same rate. Left out: the optimizer, loading,
     and ranks that are late.
+
+    Sharded, half of the all-reduce gathers parameters, which the first forward can hide. In stage 3
+    they are gathered for each forward and each backward, and gradients are reduced in each
+    backward, of every micro-batch.
 
     Args:
         parameters: P, of the model.
@@ -86,6 +97,7 @@ def step_budget(
         latency: seconds to start each round of the all-reduce.
         accumulation: K, the micro-batches of a step.
         gradient_bytes: that are sent for each parameter; 2 with bf16 messages.
+        stage: of sharding, 0 to 3.
 
     Raises:
         ValueError: a number out of its range.
@@ -116,33 +128,66 @@ def step_budget(
     for name, count in {"devices": devices, "accumulation": accumulation}.items():
         if count != int(count) or count < 1:
             raise ValueError(f"expected {name} to be a whole number from 1 on, got {count}")
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"expected a stage from 0 to 3, got {stage}")
     rate = peak * utilisation
-    compute = accumulation * (6 * parameters * tokens / rate)
-    last_backward = 4 * parameters * tokens / rate
-    start_up = 2 * (devices - 1) * latency
-    sent = 2 * (devices - 1) / devices * parameters * gradient_bytes
-    communication = start_up + sent / bandwidth
+    forward = 2 * parameters * tokens / rate
+    compute = accumulation * 3 * forward
+    start_up = (devices - 1) * latency  # of half an all-reduce
+    sent = (devices - 1) / devices * parameters * gradient_bytes
+    # Halves of an all-reduce in forward, in backward, and how often a step has them.
+    halves, times = {0: ((0, 2), 1), 3: ((1, 2), accumulation)}.get(stage, ((1, 1), 1))
+    messages = [times * count * (start_up + sent / bandwidth) for count in halves]
 
-    def outcome(hidden: float) -> Outcome:
-        exposed = max(0.0, communication - hidden)
-        step = compute + exposed
-        room = (devices - 1) * compute + hidden - start_up  # for the bytes, in seconds
-        possible = devices > 1 and room > 0
+    def outcome(*hidden: float) -> Outcome:
+        exposed = [max(0.0, takes - hides) for takes, hides in zip(messages, hidden, strict=True)]
+        step = compute + sum(exposed)
+        phases = [
+            (hides - times * count * start_up, times * count * sent)
+            for count, hides in zip(halves, hidden, strict=True)
+        ]
         return Outcome(
-            exposed,
+            sum(exposed),
+            exposed[0],
             step,
             speedup=devices * compute / step,
             efficiency=compute / step,
-            break_even=sent / room if possible else float("inf"),
+            break_even=_break_even((devices - 1) * compute, phases) if devices > 1 else INFINITE,
         )
 
     return StepBudget(
         compute,
-        communication,
-        MEMORY_PER_PARAMETER * parameters,
-        overlapped=outcome(last_backward),
-        unhidden=outcome(0.0),
+        sum(messages),
+        messages[0],
+        bytes_kept(stage, parameters, devices).total,
+        overlapped=outcome(times * forward, times * 2 * forward),
+        unhidden=outcome(0.0, 0.0),
     )
+
+
+INFINITE = float("inf")
+
+
+def _break_even(room: float, phases: Sequence[tuple[float, float]]) -> float:
+    """The bandwidth with which phases are exposed for ``room`` seconds together.
+
+    Args:
+        room: seconds.
+        phases: seconds of each that may be hidden, without those of its start-ups; and its bytes.
+
+    Returns:
+        Bytes a second; infinite if no bandwidth is enough.
+    """
+    # What is exposed is the largest of the sums over some of the phases. So the seconds of a byte
+    # that fill the room are the least of those that do so with some of the phases.
+    some = [chosen for r in range(len(phases)) for chosen in combinations(phases, r + 1)]
+    least = min(
+        (room + sum(hides for hides, _ in chosen)) / nbytes
+        if (nbytes := sum(size for _, size in chosen))
+        else (INFINITE if room + sum(hides for hides, _ in chosen) > 0 else 0.0)
+        for chosen in some
+    )
+    return 1 / least if least > 0 else INFINITE
 
 
 def _expect_above_zero(**numbers: float) -> None:

@@ -65,6 +65,32 @@ def test_a_step_is_planned(more, communication, overlapped, unhidden):
         assert outcome.worth_it == (expected[2] > 1)
 
 
+@pytest.mark.parametrize(
+    ("more", "memory", "overlapped", "unhidden"),
+    # Half an all-reduce takes a second. Of the outcomes: exposed, of that in forward, break-even.
+    [
+        ({"stage": 1}, 10e9, (1, 2 / 3, 1.5e9), (2, 1, 2e9)),
+        ({"stage": 2}, 7e9, (1, 2 / 3, 1.5e9), (2, 1, 2e9)),
+        ({"stage": 3}, 4e9, (2, 2 / 3, 2.25e9), (3, 1, 3e9)),
+        # Gathered and reduced in both micro-batches; four devices save 6 s.
+        ({"stage": 3, "accumulation": 2}, 4e9, (4, 4 / 3, 2.25e9), (6, 2, 3e9)),
+        ({"stage": 1, "accumulation": 2}, 10e9, (1, 2 / 3, 3e9 / 3.5), (2, 1, 1e9)),
+    ],
+)
+def test_a_sharded_step_is_planned(more, memory, overlapped, unhidden):
+    budget = step_budget(**PLAN, devices=4, bandwidth=3e9, **more)
+    assert budget.memory == pytest.approx(memory)
+    assert budget.communication == pytest.approx(unhidden[0])
+    assert budget.gathering == pytest.approx(unhidden[1])
+    for outcome, expected in ((budget.overlapped, overlapped), (budget.unhidden, unhidden)):
+        found = outcome.exposed, outcome.gathering, outcome.break_even
+        assert found == pytest.approx(expected)
+        assert outcome.step == pytest.approx(budget.compute + expected[0])
+        again = step_budget(**PLAN, devices=4, bandwidth=outcome.break_even, **more)
+        worth = again.overlapped if outcome is budget.overlapped else again.unhidden
+        assert worth.speedup == pytest.approx(1)
+
+
 def test_communication_is_that_of_the_ring():
     for n in (1, 2, 3, 8, 100):
         budget = step_budget(**PLAN, devices=n, bandwidth=2e9, latency=1e-3)

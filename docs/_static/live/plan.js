@@ -7,39 +7,56 @@
   const COLORS = { forward: "#3b8bd9", backward: "#e08214", sent: "#1b9e77", exposed: "#e0524d" };
   const HOW = { overlapped: "hidden as far as possible", unhidden: "nothing hidden" };
   const DASHES = { overlapped: "", unhidden: "8 5", even: "2 4" };
+  const STAGES = { 0: "DDP", 1: "stage 1", 3: "stage 3" };
   const MOST_DEVICES = 1024;
   const LEAST_SHARE = 0.001; // of efficiency, at the bottom of its axis
   const FRAGMENT = "#plan=";
   let patterns = 0;
 
-  function budget(plan) {
-    const { parameters, tokens, devices, peak, utilisation, bandwidth, latency } = plan;
-    const rate = peak * utilisation;
-    const compute = plan.accumulation * ((6 * parameters * tokens) / rate);
-    const lastBackward = (4 * parameters * tokens) / rate;
-    const startUp = 2 * (devices - 1) * latency;
-    const sent = ((2 * (devices - 1)) / devices) * parameters * plan.gradient_bytes;
-    const communication = startUp + sent / bandwidth;
+  // Halves of an all-reduce in forward and in backward.
+  const HALVES = { 0: [0, 2], 1: [1, 1], 2: [1, 1], 3: [1, 2] };
 
-    function outcome(hidden) {
-      const exposed = Math.max(0, communication - hidden);
-      const step = compute + exposed;
-      const room = (devices - 1) * compute + hidden - startUp; // for the bytes, in seconds
+  // The bandwidth with which phases, as [seconds that may be hidden, bytes], are exposed for `room`.
+  function breakEven(room, [first, second]) {
+    const both = [first[0] + second[0], first[1] + second[1]];
+    const least = Math.min(...[first, second, both].map(([hides, bytes]) =>
+      bytes ? (room + hides) / bytes : room + hides > 0 ? Infinity : 0));
+    return least > 0 ? 1 / least : Infinity;
+  }
+
+  function budget(plan) {
+    const { parameters, tokens, devices, peak, utilisation, bandwidth, latency, stage = 0 } = plan;
+    const forward = (2 * parameters * tokens) / (peak * utilisation);
+    const compute = plan.accumulation * 3 * forward;
+    const startUp = (devices - 1) * latency; // of half an all-reduce
+    const sent = ((devices - 1) / devices) * parameters * plan.gradient_bytes;
+    const times = stage === 3 ? plan.accumulation : 1;
+    const halves = HALVES[stage];
+    const messages = halves.map((count) => times * count * (startUp + sent / bandwidth));
+
+    function outcome(...hidden) {
+      const exposed = messages.map((takes, i) => Math.max(0, takes - hidden[i]));
+      const step = compute + exposed[0] + exposed[1];
+      const phases = halves.map((count, i) =>
+        [hidden[i] - times * count * startUp, times * count * sent]);
       return {
-        exposed,
+        exposed: exposed[0] + exposed[1],
+        gathering: exposed[0],
         step,
         speedup: (devices * compute) / step,
         efficiency: compute / step,
-        break_even: devices > 1 && room > 0 ? sent / room : Infinity,
+        break_even: devices > 1 ? breakEven((devices - 1) * compute, phases) : Infinity,
       };
     }
 
+    const kept = [4, 4, 8].map((bytes, i) => (stage >= 3 - i ? bytes / devices : bytes));
     return {
       compute,
-      communication,
-      memory: 16 * parameters, // weight, gradient and Adam's two moments, of 4 bytes each
-      overlapped: outcome(lastBackward),
-      unhidden: outcome(0),
+      communication: messages[0] + messages[1],
+      gathering: messages[0],
+      memory: parameters * (kept[0] + kept[1] + kept[2]), // parameters, gradients, Adam's moments
+      overlapped: outcome(times * forward, times * 2 * forward),
+      unhidden: outcome(0, 0),
     };
   }
 
@@ -52,11 +69,11 @@
     const who = `${devices} devices take ${most} times as long as one for the same ${all} tokens`;
     const so = { true: "Worth it", false: "Not worth it" };
     if (least === most) return `${who}, hidden or not. ${so[unhidden.speedup > 1]}.`;
-    const both = `${who} if nothing is hidden, ${least} times if backward hides all it can.`;
+    const both = `${who} if nothing is hidden, ${least} times if computing hides all it can.`;
     if (unhidden.speedup > 1 || !(overlapped.speedup > 1)) {
       return `${both} ${so[unhidden.speedup > 1]} either way.`;
     }
-    return `${both} Worth it only as far as backward hides communication.`;
+    return `${both} Worth it only as far as computing hides communication.`;
   }
 
   // In decimal units, as networks are sold.
@@ -169,7 +186,7 @@
 
   // Two bars, one for each way, with the all-reduce under what it overlaps.
   function drawBars(plan, width) {
-    const { compute, communication, ...outcomes } = budget(plan);
+    const { compute, communication, gathering, ...outcomes } = budget(plan);
     const scale = width / outcomes.unhidden.step;
     const svg = live.shape("svg", {
       viewBox: `0 0 ${width} 158`, role: "img",
@@ -177,13 +194,16 @@
     });
     const hatched = hatching(svg);
     Object.entries(HOW).forEach(([how, name], row) => {
-      const { exposed, step } = outcomes[how];
+      const { exposed, gathering: waited, step } = outcomes[how];
       const y = 79 * row;
       svg.append(text(0, y + 14, `${live.seconds(step)} a step, ${name}`));
-      const parts = [["forward", compute / 3], ["backward", (2 * compute) / 3], ["exposed", exposed]];
+      const parts = [
+        ["exposed", waited], ["forward", compute / 3],
+        ["backward", (2 * compute) / 3], ["exposed", exposed - waited],
+      ];
       let start = 0;
       for (const [part, seconds] of parts) {
-        const wide = seconds * scale;
+        const wide = Math.max(0, seconds) * scale;
         const fill = part === "exposed" ? hatched : COLORS[part];
         svg.append(live.shape("rect", { x: start, y: y + 20, width: wide, height: 26, fill }));
         if (wide > 70 && part !== "exposed") {
@@ -191,9 +211,11 @@
         }
         start += wide;
       }
-      const begins = (step - communication) * scale;
-      const sent = { x: begins, y: y + 48, width: communication * scale, height: 8 };
-      svg.append(live.shape("rect", { ...sent, fill: COLORS.sent }));
+      // What is gathered comes first, what is reduced last.
+      for (const [begins, seconds] of [[0, gathering], [step - communication + gathering, communication - gathering]]) {
+        const sent = { x: begins * scale, y: y + 48, width: seconds * scale, height: 8 };
+        svg.append(live.shape("rect", { ...sent, fill: COLORS.sent }));
+      }
     });
     return svg;
   }
@@ -273,12 +295,12 @@
     return [
       live.element("table", { class: "docutils" }, live.element("tr", {}, ...head), ...lines),
       live.element("p", {},
-        `Each device computes for ${live.seconds(found.compute)} a step; the all-reduce takes ` +
+        `Each device computes for ${live.seconds(found.compute)} a step; messages take ` +
         `${live.seconds(found.communication)}. All devices train on ` +
         `${Number((all / found.overlapped.step).toPrecision(3)).toLocaleString("en-US")} tokens a ` +
         "second at best. " +
         `Weights, gradients and Adam's moments in 32 bits take ${live.bytes(found.memory)} of ` +
-        "each device's memory, however many there are; activations come on top."),
+        `each device's memory${plan.stage ? "" : ", however many there are"}; activations come on top.`),
     ];
   }
 
@@ -288,15 +310,16 @@
     if (!location.hash.startsWith(FRAGMENT)) return null;
     const numbers = location.hash.slice(FRAGMENT.length).split(",").map(Number);
     const keys = Object.keys(FIELDS);
-    if (numbers.length !== keys.length) return null;
+    if (numbers.length - keys.length !== 0 && numbers.length - keys.length !== 1) return null;
     const plan = Object.fromEntries(keys.map((name, i) => [name, numbers[i]]));
-    return keys.every((name) => allowed(name, plan[name])) ? plan : null;
+    plan.stage = numbers[keys.length] ?? 0;
+    return plan.stage in STAGES && keys.every((name) => allowed(name, plan[name])) ? plan : null;
   }
 
   function draw(stage, data, figure) {
     const shared = fromAddress();
     const [, peak, utilisation, latency] = data.devices[0];
-    const first = { accumulation: 1, gradient_bytes: 4, bandwidth: data.links[0][1] };
+    const first = { accumulation: 1, gradient_bytes: 4, bandwidth: data.links[0][1], stage: 0 };
     const plan = shared ?? { ...data.start, peak, utilisation, latency, ...first };
 
     const fields = {};
@@ -322,6 +345,11 @@
       return { keys, choice };
     });
 
+    const sharding = live.choice("Sharding", Object.entries(STAGES), String(plan.stage), (value) => {
+      plan.stage = Number(value);
+      redraw();
+    });
+
     function change(name, value) {
       plan[name] = value;
       for (const { keys, choice } of presets) {
@@ -336,7 +364,7 @@
     const curve = live.element("div", {});
     const kept = live.told();
     const share = live.button("Put this plan into the page's address", () => {
-      const numbers = Object.keys(FIELDS).map((name) => plan[name]).join();
+      const numbers = [...Object.keys(FIELDS), "stage"].map((name) => plan[name]).join();
       history.replaceState(null, "", FRAGMENT + numbers);
       kept.textContent = "The address of this page now leads to this plan.";
     });
@@ -355,11 +383,12 @@
     }
 
     stage.append(
-      live.element("div", { class: "controls" }, ...presets.map(({ choice }) => choice)),
+      live.element("div", { class: "controls" }, ...presets.map(({ choice }) => choice), sharding),
       form, said, bars,
       key([["forward", COLORS.forward, ""], ["backward", COLORS.backward, ""],
-        ["exposed", COLORS.exposed, "3 2"], ["all-reduce", COLORS.sent, ""]]),
+        ["exposed", COLORS.exposed, "3 2"], ["messages", COLORS.sent, ""]]),
       table,
+      ...(data.checked ? [live.element("p", { class: "checked" }, data.checked)] : []),
       live.element("p", {}, "Efficiency against the number of devices:"),
       curve,
       key([...Object.keys(HOW).map((how) => [HOW[how], "currentColor", DASHES[how]]),
