@@ -96,7 +96,7 @@ class Way:
 
     Attributes:
         strategy: of ``SIMULATED``; ``"local"`` averages parameters every so many steps.
-        algorithm: of a collective, see :data:`microddp.performance.network.ALGORITHMS`.
+        algorithm: of a collective, see ``ALGORITHMS`` of :mod:`microddp.performance.network`.
         bucket_cap_mb: as for a strategy of :mod:`microddp.schedule`.
         accumulation: micro-batches of a step, each with the work of all layers.
         kept: the share of a gradient's bytes that is sent, where it is compressed.

@@ -118,7 +118,7 @@ class Network:
 
     @property
     def in_node(self) -> int:
-        """Devices in a node that is used: fewer than ``node`` if there are not so many."""
+        """Devices of a node that are used, fewer than ``node`` if there are not so many."""
         return min(self.node, self.devices)
 
     def seconds(self, half: str, algorithm: str, nbytes: float) -> float:

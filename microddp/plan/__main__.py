@@ -100,14 +100,15 @@ def _asked(options: argparse.Namespace) -> tuple[Training, Device, Link]:
     training = Training(
         parameters, layers, options.tokens, options.accumulation, options.in_all, options.batch
     )
-    device = named("device", options.device, devices())
+    device: Device = named("device", options.device, devices())
     if options.utilisation:
         if options.utilisation > 1:
             raise ValueError(f"expected a utilisation of at most 1, got {options.utilisation}")
         device = Device(**{**asdict(device), "utilisation": options.utilisation})
     for name in options.strategies:
         named("strategy", name, STRATEGIES)
-    return training, device, named("link", options.link, links())
+    link: Link = named("link", options.link, links())
+    return training, device, link
 
 
 def as_table(plans: Sequence[Plan], training: Training) -> str:

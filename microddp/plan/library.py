@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from microddp.performance.network import Network, Port
 
 HERE = Path(__file__).parent
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def links() -> dict[str, Link]:
     return {key: Link(**entry) for key, entry in read("library.toml")["links"].items()}
 
 
-def named(kind: str, name: str, choices: Mapping[str, T]) -> T:
+def named(kind: str, name: str, choices: Mapping[str, Any]) -> Any:
     """What has a name.
 
     Raises:

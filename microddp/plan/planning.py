@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def limit(self) -> str:
-        """What stands in the way of more: memory, messages or computing."""
+        """Memory, messages or computing, whichever stands in the way of more."""
         if not self.fits:
             return "memory"
         return "messages" if self.exposed > self.step / 2 else "computing"
