@@ -13,6 +13,7 @@ that of a thousand is worth as much as it was right here.
 import copy
 import time
 from functools import partial
+from textwrap import fill
 
 import torch
 from torch import nn
@@ -282,13 +283,13 @@ rows = [
     (
         row.name + (" *" if row.assumed else ""),
         row.what,
-        f"{row.published:.3g}",
-        f"{row.simulated:.3g}",
+        f"{row.published:.4g}",
+        f"{row.simulated:.4g}",
         f"{row.error:+.1%}",
     )
     for row in published
 ]
-everyone.print(table(rows, ["published", "", "published", "simulated", "error"]))
+everyone.print(table(rows, ["source", "what", "published", "simulated", "error"]))
 for kind, is_training in (("trainings", True), ("all-reduces", False)):
     errors = [row.error for row in published if row.what.startswith("speed") == is_training]
     median, ninety, most = summary(errors)
@@ -562,7 +563,7 @@ if off:
         f"{middle:.0%} in the median, by {ninety:.0%} or less in nine of ten, with as much hidden "
         f"as possible. Beyond, it was not checked."
     )
-everyone.print(how_far)
+everyone.print(fill(how_far, 90))
 some = [devices()[key] for key in ("h100", "a100", "h200", "b200")]
 between = [links()[key] for key in ("8x400gbit", "8x200gbit", "400gbit", "100gbit")]
 figures.explore_plan(

@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from microddp.plan.config import count_parameters
@@ -43,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.cheapest:
         print(_advice(cheapest(plans, options.within and options.within * DAY), options))
     sentences = errors()
-    print("\n".join(sentences))
+    for sentence in sentences:
+        print(fill(sentence, 100, subsequent_indent="  "))
     if options.json:
         rows = [{**asdict(each), "limit": each.limit} for each in plans]
         write_result(options.json, "simulated, not measured", rows=rows, errors=sentences)
