@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 from html import escape
 
 from microddp.figures.live import Live, html_table
@@ -34,6 +34,7 @@ def explore_plan(
     parameters: float,
     tokens: float,
     ranks: int,
+    gradient_bytes: float = 4,
     checked: str = "",
 ) -> Live:
     """A step to plan, by :func:`~microddp.performance.worth.step_budget`.
@@ -46,6 +47,7 @@ def explore_plan(
         parameters: of the model, to begin with, like the following.
         tokens: of a device and step.
         ranks: the number of devices.
+        gradient_bytes: sent for each gradient.
         checked: how far off such plans were where they were checked, in words.
     """
     name, device = next(iter(devices.items()))
@@ -53,7 +55,10 @@ def explore_plan(
     for n in COUNTS:
         cells = []
         for bandwidth in links.values():
-            budget = step_budget(parameters, tokens, n, bandwidth=bandwidth, **asdict(device))
+            budget = step_budget(
+                parameters, tokens, n, bandwidth=bandwidth, gradient_bytes=gradient_bytes,
+                peak=device.peak, utilisation=device.utilisation, latency=device.latency,
+            )  # fmt: skip
             bare, hidden = (f"{o.speedup:.3g}" for o in (budget.unhidden, budget.overlapped))
             cells.append(bare if bare == hidden else f"{bare} to {hidden}")
         rows.append((n, *cells))
@@ -66,7 +71,12 @@ def explore_plan(
         "devices": [[name, *astuple(device)] for name, device in devices.items()],
         "links": list(links.items()),
         "checked": checked,
-        "start": {"parameters": parameters, "tokens": tokens, "devices": ranks},
+        "start": {
+            "parameters": parameters,
+            "tokens": tokens,
+            "devices": ranks,
+            "gradient_bytes": gradient_bytes,
+        },
     }
     title = "Plan a step: what several devices take, and what one takes for the same tokens"
     return Live("plan", title, data, still)

@@ -94,6 +94,8 @@ def lines(
             axis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
     for cross in crosses:
         axes.plot(*cross, "x", color=axes.xaxis.label.get_color(), markersize=9, markeredgewidth=2)
+    if crosses:
+        figure.points(axes, "marked", *zip(*crosses, strict=True))
     for name, (x, y) in series.items():
         figure.points(axes, name if len(series) > 1 else "", x, y)
     figure.tell("Curves", list(ends))

@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{link.name}; simulated, not measured"
     )
     print(as_table(plans, training))
+    print("GB: parameters, gradients and optimizer. Activations come on top.")
     if options.cheapest:
         print(_advice(cheapest(plans, options.within and options.within * DAY), options))
     sentences = errors()
@@ -121,22 +122,22 @@ def as_table(plans: Sequence[Plan], training: Training) -> str:
             each.devices,
             each.strategy,
             each.algorithm,
-            human_seconds(each.step),
-            human_seconds(each.exposed),
+            f"{1e3 * each.step:,.4g}",
+            f"{1e3 * each.exposed:,.3g}",
             f"{each.tokens_per_second:,.0f}",
             f"{each.efficiency:.1%}",
             f"{each.memory / 1e9:.3g}",
             each.limit,
         ]
         if each.seconds is not None:
-            row += [f"{each.useful:.1%}", human_seconds(each.seconds)]
+            row += [f"{each.useful:.1%}", human_seconds(each.seconds) if each.fits else ""]
         if each.price is not None:
-            row.append(f"{each.price:,.0f}")
+            row.append(f"{each.price:,.0f}" if each.fits else "")
         rows.append(row)
-    headers = ["devices", "strategy", "algorithm", "step", "exposed", "tokens/s each"]
+    headers = ["devices", "strategy", "algorithm", "step ms", "exposed ms", "tokens/s each"]
     headers += ["efficiency", "GB each", "limit"]
     if training.in_all is not None:
-        headers += ["useful", "in all"]
+        headers += ["left", "in all"]
     if plans and plans[0].price is not None:
         headers.append("price")
     return table(rows, headers)

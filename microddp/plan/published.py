@@ -70,9 +70,9 @@ def _curve(curve: dict[str, Any]) -> Iterator[Compared]:
         )
         network = Network(
             devices,
-            Port(bandwidth, 14e-6),
+            Port(bandwidth, curve.get("latency", 14e-6)),
             curve["node"],
-            Port(curve["inside"], 3.4e-6),
+            Port(curve["inside"], curve.get("latency", 3.4e-6)),
             curve["rails"],
         )
         halved = curve["strategy"].startswith("zero")

@@ -319,7 +319,7 @@
   function draw(stage, data, figure) {
     const shared = fromAddress();
     const [, peak, utilisation, latency] = data.devices[0];
-    const first = { accumulation: 1, gradient_bytes: 4, bandwidth: data.links[0][1], stage: 0 };
+    const first = { accumulation: 1, bandwidth: data.links[0][1], stage: 0 };
     const plan = shared ?? { ...data.start, peak, utilisation, latency, ...first };
 
     const fields = {};
