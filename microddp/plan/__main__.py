@@ -72,6 +72,12 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--batch", type=positive(float), help="tokens of a step, all devices together; no --tokens"
     )
+    model.add_argument(
+        "--kept", type=positive(float), default=1.0, help="share of gradients that is sent (1)"
+    )
+    model.add_argument(
+        "--every", type=positive(int), default=1, help="steps between meetings of local (1)"
+    )
     model.add_argument("--in-all", type=positive(float), help="tokens of the whole training")
     where = parser.add_argument_group("on what")
     where.add_argument("--device", default="h100", help="of --library (h100)")
@@ -101,7 +107,14 @@ def _asked(options: argparse.Namespace) -> tuple[Training, Device, Link]:
     if options.cheapest and options.in_all is None:
         raise ValueError("expected --in-all for --cheapest: a training without an end has no price")
     training = Training(
-        parameters, layers, options.tokens, options.accumulation, options.in_all, options.batch
+        parameters,
+        layers,
+        options.tokens,
+        options.accumulation,
+        options.in_all,
+        options.kept,
+        options.every,
+        options.batch,
     )
     device: Device = named("device", options.device, devices())
     if options.utilisation:

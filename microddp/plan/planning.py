@@ -12,7 +12,8 @@ from microddp.performance.memory import bytes_kept
 from microddp.performance.network import HALVED
 from microddp.plan.library import Device, Link, network_of, read
 
-STRATEGIES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}  # and their stages
+# And their stages.
+STRATEGIES = {"naive": 0, "hooks": 0, "ddp": 0, "local": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 WHOLE = ("ring", "tree", "hierarchical")  # algorithms of an all-reduce that are tried
 CHECKPOINT, RESTART = 60.0, 600.0  # seconds
 DAY = 86400.0
@@ -29,6 +30,8 @@ class Training:
         tokens: of a device and micro-batch.
         accumulation: micro-batches of a step.
         in_all: tokens of the whole training.
+        kept: the share of a gradient's bytes that is sent, where it is compressed.
+        every: steps from one meeting to the next, where weights are averaged (``"local"``).
         batch: tokens of a step, all devices together, where that is given instead of ``tokens``.
 
     Raises:
@@ -40,6 +43,8 @@ class Training:
     tokens: float
     accumulation: int = 1
     in_all: float | None = None
+    kept: float = 1.0
+    every: int = 1
     batch: float | None = None
 
     def __post_init__(self) -> None:
@@ -63,7 +68,7 @@ class Plan:
         devices: how many.
         strategy: a key of ``STRATEGIES``.
         algorithm: of its collectives, the quickest of those that were tried.
-        step: seconds.
+        step: seconds, the mean from one meeting to the next.
         exposed: seconds of a step in which a device waits for messages.
         tokens_per_second: of each device.
         efficiency: that, by what one device would do that waits for nothing.
@@ -125,15 +130,23 @@ def plan(
     training, stage = training.on(devices), STRATEGIES[strategy]
     network = network_of(device, link, devices)
     work = Work.from_operations(training.parameters, training.layers, training.tokens, device.rate)
-    candidates = HALVED if stage else WHOLE
     played = {
         algorithm: simulate(
-            work, network, Way(strategy, algorithm, accumulation=training.accumulation)
+            work,
+            network,
+            Way(
+                strategy,
+                algorithm,
+                accumulation=training.accumulation,
+                kept=training.kept,
+                every=training.every,
+            ),
+            steps=training.every,
         )
-        for algorithm in candidates
+        for algorithm in (HALVED if stage else WHOLE)
     }
-    algorithm = min(played, key=lambda name: played[name].step)
-    found = played[algorithm]
+    algorithm = min(played, key=lambda name: float(played[name].steps.mean()))
+    found, step = played[algorithm], float(played[algorithm].steps.mean())
     tokens = training.tokens * training.accumulation
     kept = bytes_kept(
         stage, training.parameters, devices, parameter=2, gradient=2, optimizer=12
@@ -146,15 +159,15 @@ def plan(
     useful = failures.useful(failures.best_interval)
     seconds = None
     if training.in_all is not None:
-        seconds = training.in_all / (tokens * devices) * found.step / useful
+        seconds = training.in_all / (tokens * devices) * step / useful
     return Plan(
         devices,
         strategy,
         algorithm,
-        found.step,
+        step,
         found.exposed,
-        tokens / found.step,
-        training.accumulation * work.seconds / found.step,
+        tokens / step,
+        training.accumulation * work.seconds / step,
         kept,
         kept < device.memory,
         useful,

@@ -88,6 +88,20 @@ def test_a_batch_is_divided_among_devices():
     assert many.efficiency < few.efficiency, "each has less to hide messages behind"
 
 
+def test_less_is_sent_where_it_is_compressed_or_seldom():
+    link = links()["10gbit"]
+    steps = {}
+    for name, more in {
+        "ddp": {}, "half": {"kept": 0.5}, "local": {"every": 1}, "seldom": {"every": 10},
+    }.items():  # fmt: skip
+        strategy = "ddp" if name in ("ddp", "half") else "local"
+        steps[name] = plan(Training(1e9, 16, 1024, **more), H100, link, 16, strategy)
+    assert steps["half"].step < 0.6 * steps["ddp"].step
+    computing = Work.from_operations(1e9, 16, 1024, H100.rate).seconds
+    meeting = steps["local"].step - computing
+    assert steps["seldom"].step == pytest.approx(computing + meeting / 10)
+
+
 def test_memory_is_what_limits_replicas_of_a_large_model():
     training = Training(8e9, 32, 8192)
     found = {p.strategy: p for p in sweep(training, H100, NETWORK, [8], ["ddp", "zero1", "zero3"])}
@@ -169,7 +183,7 @@ def test_the_library_is_listed(capsys):
         (["--parameters", "1e9"], "expected --config, or --parameters and --layers"),
         (["--device", "h1000"], "did you mean 'h100'"),
         (["--link", "8x40gbit"], "did you mean '8x400gbit'"),
-        (["--strategies", "zero4"], "expected a strategy of ddp, zero1"),
+        (["--strategies", "zero4"], "expected a strategy of naive, hooks"),
         (["--devices", "12"], "expected devices in whole nodes of 8, got 12"),
         (["--devices", "0"], "argument --devices"),
         (["--utilisation", "1.5"], "expected a utilisation of at most 1, got 1.5"),
@@ -191,7 +205,8 @@ def test_bad_input_is_refused_by_name(capsys, arguments, message):
     [
         (lambda: Training(-1, 2, 3), "expected parameters above 0, got -1"),
         (lambda: Training(1, 2, 3, batch=0), "expected batch above 0, got 0"),
-        (lambda: plan(Training(1, 2, 3), H100, NETWORK, 8, "fsdp"), "expected a strategy of ddp"),
+        (lambda: plan(Training(1, 2, 3, kept=2), H100, NETWORK, 8, "ddp"), "expected kept above 0"),
+        (lambda: plan(Training(1, 2, 3), H100, NETWORK, 8, "fsdp"), "expected a strategy of naive"),
         (lambda: named("link", "", links()), "did you mean"),
         (lambda: count_parameters({"model_type": "gpt2"}), "expected a configuration of Llama's"),
         (lambda: count_parameters({**LLAMA_8B, "num_local_experts": 8}), "got 8 experts"),
