@@ -22,7 +22,7 @@ class Compared:
     Attributes:
         name: of the publication.
         what: what was measured, in words.
-        published: a share of speed that is kept, or bytes or seconds.
+        published: a share of speed that is kept, or a bus bandwidth in GB/s.
         simulated: the same.
         source: of the published one, and of the inputs.
         assumed: inputs that are not the source's, in words; empty where there are none.
@@ -86,7 +86,7 @@ def _curve(curve: dict[str, Any]) -> Iterator[Compared]:
     ):
         yield Compared(
             curve["name"],
-            f"speed of each of {devices}, of {curve['devices'][0]}",
+            f"speed kept, {curve['devices'][0]} to {devices} devices",
             published / first,
             rate / rates[0],
             curve["source"],
@@ -105,14 +105,11 @@ def _all_reduces(entry: dict[str, Any]) -> Iterator[Compared]:
         seconds = min(
             network.seconds("all_reduce", algorithm, nbytes) for algorithm in entry["algorithms"]
         )
-        if "bus" in case:
-            published, simulated = case["bus"], bus_bandwidth(nbytes, seconds, n)
-            what = f"bus bandwidth in GB/s, {nbytes / 2**20:,.0f} MiB"
-            published, simulated = published / 1e9, simulated / 1e9
-        else:
-            published, simulated = case["seconds"], seconds
-            link = f"{8e-9 * case['between']:g} Gbit/s, {1e3 * case['latency']:g} ms"
-            what = f"seconds, {n} hosts, {link}"
+        published = case.get("bus") or bus_bandwidth(nbytes, case["seconds"], n)
+        simulated = bus_bandwidth(nbytes, seconds, n)
+        link = f", {8e-9 * case['between']:g} Gbit/s, {1e3 * case['latency']:g} ms"
+        what = f"GB/s, {nbytes / 1e6:,.0f} MB, {n} devices{link if entry['node'] == 1 else ''}"
+        published, simulated = published / 1e9, simulated / 1e9
         yield Compared(
             entry["name"], what, published, simulated, entry["source"], entry.get("assumed", "")
         )

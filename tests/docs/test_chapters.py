@@ -88,6 +88,7 @@ def test_is_written_like_a_chapter(number):
     assert first.source.startswith(f"# {number}. ")
     assert last.source.endswith("comms.close()")
     prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    assert not re.search(r"^%", prose, re.MULTILINE), "MyST leaves such a line out, as a comment"
     for word in ("**Predict.**", "**Measure.**", "**Explain.**", "Where it breaks", "Exercises"):
         assert word in prose, word
     exercises = re.split(r"^\d+\. ", prose.partition("## Exercises")[2], flags=re.MULTILINE)[1:]
