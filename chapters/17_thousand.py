@@ -560,8 +560,8 @@ devices and links from a library whose figures have sources, and strategies. It 
 `halving` exchanges with partners at doubling distances. *Exposed* is what a device waits for
 messages. *Limit* is `memory` where it does not fit, `messages` where a device waits for more than
 half of the step. *Left* is the share of the time that checkpoints and failures leave. Every answer
-says how far off the simulator was in an earlier, larger check, on three models, of which a summary
-is kept; another run may be worse, as the table above may be. Llama 3 8B on H100:
+says how far off the simulator was in two earlier builds of this page; another one may be worse, as
+the table above may be. Llama 3 8B on H100:
 """
 
 # %%
