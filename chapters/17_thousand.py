@@ -48,7 +48,6 @@ from microddp.timing import measure
 # sphinx_gallery_hosts = "8 x 1gbit"
 comms = microddp.init()
 comms.print(comms.describe())
-everyone = comms.timed(computing=False)
 
 # %% [markdown]
 r"""
@@ -93,7 +92,7 @@ layers = [(0.010, 0.020, 4 << 20)] * 6
 work = Work(tuple(Layer(f, b, (nbytes // 4,)) for f, b, nbytes in layers))
 found = simulate(work, Network(64, Port(1e9, 1e-5)), Way("hooks")).step
 right = play(layers, 64, 1e9, 1e-5)
-everyone.print(f"64 devices: {human_seconds(right)}, the core's: {human_seconds(found)}")
+comms.print(f"64 devices: {human_seconds(right)}, the core's: {human_seconds(found)}")
 assert abs(found / right - 1) < 1e-9
 
 # %% [markdown]
@@ -178,7 +177,7 @@ there are ranks for a core. Nothing is fitted again:
 
 # %%
 works, port, processor = {}, None, None
-two = everyone.subgroup(range(2)) if everyone.world_size > 1 else None
+two = comms.subgroup(range(2)) if comms.world_size > 1 else None
 if two:
     port, processor = measure_network(two)
     for name in MODELS:
@@ -201,26 +200,26 @@ measured there:
 def predicted(name, way, n, bandwidth):
     network = Network(n, Port(bandwidth, port.latency), processor=processor)
     kind, cap = WAYS[way]
-    crowd = max(1.0, n / everyone.cores) if everyone.device.type == "cpu" else 1.0
+    crowd = max(1.0, n / comms.cores) if comms.device.type == "cpu" else 1.0
     return simulate(works[name](crowd=crowd), network, Way(kind, "ring", cap)).step
 
 
 def ask(n, bandwidth, name, ways):
     """Measurements on n ranks, and what is predicted by rank 0, which has the fit."""
     rows = []
-    if few := everyone.subgroup(range(n)):
+    if few := comms.subgroup(range(n)):
         model = pausing(name)
         steps = {way: step_of(way, model, few) for way in ways}
         times = measure(steps, few, warmup=1, repeat=3)
         for way, timing in times.items() if port else ():
             guess = predicted(name, way, n, bandwidth or port.bandwidth)
             rows.append((n, bandwidth, name, way, timing.median, guess))
-    everyone.barrier()
+    comms.barrier()
     return rows
 
 
 # %%
-checked, box = [], everyone.box
+checked, box = [], comms.box
 cases = [("1gbit", name, list(WAYS)) for name in MODELS]
 if box:
     cases.append(("300mbit", "4 x 2 MiB", ["hooks", "DDP, 1 MiB", "stage 3"]))
@@ -229,13 +228,13 @@ for speed, name, ways in cases:
     if box:
         link = box.relink(speed)
         bandwidth = 1 / link.seconds_per_byte
-        if everyone.rank == 0:
+        if comms.rank == 0:
             link.set_up()
-    everyone.barrier()
+    comms.barrier()
     for n in (4, 8):
-        if n <= everyone.world_size:
+        if n <= comms.world_size:
             checked += ask(n, bandwidth, name, ways)
-checked = everyone.all_gather_data(checked)[0]
+checked = comms.all_gather_data(checked)[0]
 
 # %% tags=["plumbing"]
 rows = []
@@ -244,12 +243,12 @@ for n, bandwidth, name, way, measured, guess in checked:
     error = f"{guess / measured - 1:+.1%}"
     rows.append((n, link, name, way, human_seconds(measured), human_seconds(guess), error))
 headers = ["ranks", "link", "layers", "strategy", "measured", "simulated", "error"]
-everyone.print(table(rows, headers))
+comms.print(table(rows, headers) if rows else "fewer than four ranks: nothing to ask")
 
 # %% tags=["plumbing"]
 if checked:
     median, ninety, most = summary([guess / measured - 1 for *_, measured, guess in checked])
-    everyone.print(
+    comms.print(
         f"{len(checked)} cases. Error without its sign: median {median:.1%}, nine of ten within "
         f"{ninety:.1%}, at most {most:.1%}"
     )
@@ -296,13 +295,11 @@ rows = [
     )
     for row in published
 ]
-everyone.print(table(rows, ["source", "what", "published", "simulated", "error"]))
+comms.print(table(rows, ["source", "what", "published", "simulated", "error"]))
 for kind, is_training in (("trainings", True), ("all-reduces", False)):
     errors = [row.error for row in published if row.what.startswith("speed") == is_training]
     median, ninety, most = summary(errors)
-    everyone.print(
-        f"{kind}: median {median:.1%}, nine of ten within {ninety:.1%}, at most {most:.0%}"
-    )
+    comms.print(f"{kind}: median {median:.1%}, nine of ten within {ninety:.1%}, at most {most:.0%}")
 
 # %% [markdown]
 r"""
@@ -361,7 +358,7 @@ figures.lines(
 # %% tags=["plumbing"]
 drop = {name: (values[0], values[3], values[-1]) for name, (_, values) in curves.items()}
 rows = [(name, *(f"{value:.1%}" for value in values)) for name, values in drop.items()]
-everyone.print(table(rows, ["simulated", "8 devices", "64", "1024"]))
+comms.print(table(rows, ["simulated", "8 devices", "64", "1024"]))
 assert all(first > last for first, _, last in drop.values())
 left = {name: last / middle for name, (_, middle, last) in drop.items()}
 assert left["tree"] > left["hierarchical"] > left["ring"]
@@ -389,7 +386,7 @@ for tokens in (1024, 4096, 16384, 65536):
     work = Work.from_operations(1.342e9, 16, tokens, 6 * 1.342e9 * 40150, value_size=4)
     step = min(simulate(work, PLAYBOOK, Way("ddp", name)).step for name in ("ring", "hierarchical"))
     rows.append((tokens, human_seconds(work.seconds), f"{work.seconds / step:.0%}"))
-everyone.print(table(rows, ["tokens", "computing, simulated", "efficiency, simulated"]))
+comms.print(table(rows, ["tokens", "computing, simulated", "efficiency, simulated"]))
 kept = [float(row[2][:-1]) for row in rows]
 assert kept == sorted(kept)
 assert kept[0] < 39 < kept[1] < kept[-1]
@@ -429,7 +426,7 @@ figures.lines(
     simulated=True,
 )
 for name, values in faster.items():
-    everyone.print(f"simulated, {name} a node: most at {MANY[values.index(max(values))]} devices")
+    comms.print(f"simulated, {name} a node: most at {MANY[values.index(max(values))]} devices")
 assert all(max(values) > values[-1] for values in faster.values()), "then it becomes slower"
 tree = [speed_in_all(n, "tree", "8x400gbit") for n in MANY]
 assert tree == sorted(tree)
@@ -456,7 +453,7 @@ for link in ("100gbit", "400gbit", "8x400gbit"):
         fits = "*" if found.fits else " "
         row.append(f"{human_seconds(found.step)}, {found.memory / 1e9:.0f} GB {fits}")
     rows.append(row)
-everyone.print(table(rows, ["simulated", "DDP", "stage 1", "stage 3"]))
+comms.print(table(rows, ["simulated", "DDP", "stage 1", "stage 3"]))
 
 # %% [markdown]
 r"""
@@ -476,14 +473,14 @@ shows:
 
 # %%
 factors = []
-if few := two if everyone.world_size > 1 else everyone:
+if few := two if comms.world_size > 1 else comms:
     model = FullMLP(256, depth=4).to(few.device)
     batch = torch.randn(2, 64, 256, device=few.device).unbind()
     strategy = STRATEGIES["none"](model, few)
     alone = partial(take_step, strategy, mse_loss, SGD(model.parameters()), batch)
     timing = measure({"": alone}, few, repeat=40)[""]
     factors = [seconds / timing.median for seconds in timing.seconds]
-factors = everyone.all_gather_data(factors)[0]
+factors = comms.all_gather_data(factors)[0]
 
 # %%
 work = Work.from_operations(1e9, 16, 4096, H100.rate)
@@ -500,8 +497,8 @@ for n in (1, 8, 64, 1024):
     hit = 1 - 0.99**n
     rows.append((n, *(f"{seconds / work.seconds:.2f}" for seconds in played), f"{hit:.1%}"))
 headers = ["devices", "varied as here", "1 % pauses", "steps with one, by formula"]
-everyone.print("simulated step, in the time of computing alone")
-everyone.print(table(rows, headers))
+comms.print("simulated step, in the time of computing alone")
+comms.print(table(rows, headers))
 assert [float(row[2]) for row in rows] == sorted(float(row[2]) for row in rows)
 
 # %% [markdown]
@@ -546,7 +543,7 @@ figures.lines(
     simulated=True,
 )
 headers = ["devices", "between failures", "best interval", "left, by formula", "drawn"]
-everyone.print(table(rows, headers))
+comms.print(table(rows, headers))
 
 # %% [markdown]
 """
@@ -565,7 +562,7 @@ the table above may be. Llama 3 8B on H100:
 """
 
 # %%
-if everyone.rank == 0:
+if comms.rank == 0:
     asked = "--parameters 8.03e9 --layers 32 --tokens 8192 --devices 8 64 512 1024 --in-all 15e12"
     ask_plan(asked.split())
 
@@ -581,7 +578,7 @@ cases that were measured above?
 # %%
 STAGES = {"DDP, 1 MiB": 0, "stage 1": 1, "stage 3": 3}
 off = []
-for n, bandwidth, name, way, measured, _ in checked if everyone.rank == 0 else ():
+for n, bandwidth, name, way, measured, _ in checked if comms.rank == 0 else ():
     if way in STAGES:
         size = MODELS[name][0] * MODELS[name][1]
         device = {"peak": 6 * size / works[name]().seconds, "utilisation": 1.0}
@@ -598,7 +595,7 @@ if off:
         f"{middle:.0%} in the median, by {ninety:.0%} or less in nine of ten, with as much hidden "
         f"as possible. Beyond, it was not checked."
     )
-everyone.print(fill(how_far, 90))
+comms.print(fill(how_far, 90))
 some = [devices()[key] for key in ("h100", "a100", "h200", "b200")]
 between = [links()[key] for key in ("8x400gbit", "8x200gbit", "400gbit", "100gbit")]
 figures.explore_plan(
@@ -623,11 +620,11 @@ work = Work.from_operations(8e9, 32, 8192, H100.rate)
 start = time.perf_counter()
 found = simulate(work, network, Way("zero3"), steps=100, variation=Variation((1.0, 1.05)))
 took = time.perf_counter() - start
-everyone.print(
+comms.print(
     f"1024 devices, 32 layers, 100 steps: {found.events / 1e6:.0f} million events in "
     f"{human_seconds(took)}, {found.events / took / 1e6:.0f} million a second"
 )
-everyone.print("(an addition serves the clocks of all devices)")
+comms.print("(an addition serves the clocks of all devices)")
 
 # %% [markdown]
 r"""
@@ -651,7 +648,7 @@ for n, nbytes in ((2, 1 << 20), (8, 1 << 20), (64, 1 << 16)):
     rows.append(
         (n, nbytes, human_seconds(true_time(n, nbytes)), f"{true_time(n, nbytes) / naive:.1f}")
     )
-everyone.print(table(rows, ["ranks", "bytes", "by rounds", "times the fit's"]))
+comms.print(table(rows, ["ranks", "bytes", "by rounds", "times the fit's"]))
 assert true_time(64, 1 << 16) > 5 * (2 * 63 / 64 * (1 << 16) / fitted)
 
 # %% [markdown]
