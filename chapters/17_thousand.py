@@ -336,10 +336,10 @@ H100 = devices()["h100"]
 COUNTS = [8 << k for k in range(8)]
 
 
-def efficiency(n, algorithm, tokens=2048, link="400gbit", strategy="ddp"):
+def efficiency(n, algorithm, tokens=2048, link="400gbit"):
     work = Work.from_operations(1e9, 16, tokens, H100.rate)
     network = network_of(H100, links()[link], n)
-    return work.seconds / simulate(work, network, Way(strategy, algorithm)).step
+    return work.seconds / simulate(work, network, Way("ddp", algorithm)).step
 
 
 curves = {

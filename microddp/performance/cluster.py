@@ -160,9 +160,16 @@ class _Program:
         self.started += 1
         return self.started - 1
 
-    def wait(self, call: int | None) -> None:
-        if call is not None:
-            self.ops.append(Op(wait=call))
+    def wait(self, call: int) -> None:
+        self.ops.append(Op(wait=call))
+
+    def forward(self) -> None:
+        for layer in self.work.layers:
+            self.compute(layer.forward)
+
+    def backward_alone(self) -> None:
+        for layer in reversed(self.work.layers):
+            self.compute(layer.backward)
 
     # ---- what is sent together
 
@@ -192,10 +199,8 @@ class _Program:
     def micro_batches(self, last: bool) -> None:
         """Forward and backward of all but the last micro-batch, which send nothing."""
         for _ in range(self.way.accumulation - 1 + last):
-            for layer in self.work.layers:
-                self.compute(layer.forward)
-            for layer in reversed(self.work.layers):
-                self.compute(layer.backward)
+            self.forward()
+            self.backward_alone()
 
     def replicas(self) -> None:
         """All-reduces: after backward (naive), or as soon as their gradients are there."""
@@ -210,10 +215,6 @@ class _Program:
             self.forward()
             self.backward(buckets, "all_reduce", sizes)
         self.compute(work.optimizer)
-
-    def forward(self) -> None:
-        for layer in self.work.layers:
-            self.compute(layer.forward)
 
     def backward(
         self, buckets: Sequence[Sequence[tuple[int, int]]], half: str, sizes: Sequence[float]
@@ -239,14 +240,13 @@ class _Program:
             call = self.start("all_gather", self.padded(count, work.parameter_size))
             for place in {place for place, _ in bucket}:
                 needed.setdefault(place, []).append(call)
-        for micro_batch in range(self.way.accumulation):
-            for i, layer in enumerate(work.layers):
-                for call in needed.get(i, ()) if not micro_batch else ():
-                    self.wait(call)
-                self.compute(layer.forward)
-            if micro_batch < self.way.accumulation - 1:
-                for layer in reversed(work.layers):
-                    self.compute(layer.backward)
+        for i, layer in enumerate(work.layers):
+            for call in needed.get(i, ()):
+                self.wait(call)
+            self.compute(layer.forward)
+        for _ in range(self.way.accumulation - 1):
+            self.backward_alone()
+            self.forward()
         sizes = [self.padded(count, work.gradient_size) for count in values]
         self.backward(buckets, "reduce_scatter", sizes)
         self.compute(work.optimizer / self.devices)
@@ -336,7 +336,6 @@ class Simulated:
     Attributes:
         steps: seconds of each.
         exposed: seconds that a device waits in a step, in the mean: for messages, and for others.
-        sent: bytes that a collective would have had to carry, in a step: those of its tensors.
         calls: of the last step, in their order.
         events: lines of programs that were played, of all devices that were.
     """

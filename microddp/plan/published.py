@@ -11,8 +11,7 @@ from microddp.allreduce import bus_bandwidth
 from microddp.performance.cluster import Way, Work, simulate
 from microddp.performance.network import HALVED, Network, Port
 from microddp.plan.library import read
-
-WHOLE = ("ring", "tree", "hierarchical")
+from microddp.plan.planning import WHOLE
 
 
 @dataclass(frozen=True)
