@@ -460,3 +460,13 @@ def sparse_gradients(model: nn.Module) -> list[bool]:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
     }
     return [id(p) in sparse for p in model.parameters() if p.requires_grad]
+
+
+def check_dense(model: nn.Module, comms: Comms) -> None:
+    """Expect no sparse gradients, which have no fixed place in a flat tensor."""
+    sparse = sparse_gradients(model)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    if found := [name for name, is_sparse in zip(names, sparse, strict=True) if is_sparse]:
+        raise ValueError(
+            f"rank {comms.rank}: expected dense gradients, got sparse ones of {', '.join(found)}"
+        )

@@ -9,12 +9,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from microddp.comms import Comms, name_ranks, odd_ranks
 from microddp.report import table
@@ -149,6 +151,16 @@ class Switchable:
             yield
         finally:
             self.armed = before
+
+
+def tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what a forward pass returned, also in fields of dataclasses."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif is_dataclass(leaf):
+            for field in fields(leaf):
+                yield from tensors_in(getattr(leaf, field.name))
 
 
 def bytes_held(gradient: torch.Tensor) -> int:

@@ -30,7 +30,6 @@ from microddp.sharding import (
     from_torch,
     load_parts,
     shard_blocks,
-    to_torch,
     whole_state,
 )
 from microddp.timing import NOT_RECORDED, Recorder, TorchDDPWatch
@@ -438,7 +437,8 @@ class Sharded(Strategy):
 
     def record(self, timeline: Recorder) -> None:
         super().record(timeline)
-        self.sharded.record(timeline)
+        for unit in self.units:
+            unit.timeline = timeline
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.sharded.no_sync()
@@ -468,8 +468,7 @@ class Sharded(Strategy):
     def state(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        whole = whole_state(self.units, self.comms, optimizer)
-        return to_torch(whole or {}, model, optimizer)
+        return whole_state(self.units, self.comms, model, optimizer)
 
     def load(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
@@ -543,10 +542,15 @@ class Zero3(Sharded):
         self.units = self.sharded.course.units
 
     def sent_bytes(self) -> float:
-        n = self.comms.world_size
-        twice = self.sharded.gathered_twice()
+        stay = {  # from forward to backward
+            unit
+            for block in self.sharded.course.blocks
+            for unit in block.units
+            if not block.reshard_after_forward
+        }
+        others = self.comms.world_size - 1
         return float(
-            sum((n - 1) * unit.part * unit.whole.itemsize * (2 + twice[unit]) for unit in twice)
+            sum(others * u.part * u.whole.itemsize * (2 + (u not in stay)) for u in self.units)
         )
 
 

@@ -17,7 +17,7 @@ FLOORS = (
     ("comms",),
     ("shared", "elastic", "timing", "model", "data"),
     ("allreduce",),
-    ("replicas", "hooks", "compression"),
+    ("replicas", "deferred", "hooks", "compression"),
     ("bucketing", "local_sgd"),
     ("ddp", "sharding"),
     ("schedule",),

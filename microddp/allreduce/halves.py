@@ -15,6 +15,7 @@ from microddp.allreduce.ring import ring_all_gather, ring_reduce_scatter
 from microddp.allreduce.shared_memory import shared_all_gather, shared_reduce_scatter
 from microddp.comms import Comms
 from microddp.shared import machines_of
+from microddp.timing import Recorder
 
 Future = torch.futures.Future[torch.Tensor]
 
@@ -37,12 +38,25 @@ class Halves:
     at_once: bool = False
 
     def start(
-        self, half: Callable[[torch.Tensor, Comms], object], flat: torch.Tensor, comms: Comms
+        self, half: str, flat: torch.Tensor, comms: Comms, name: str, timeline: Recorder
     ) -> Future:
-        """Begin one of the two; calls are carried out in their order."""
+        """Begin one of the two; calls are carried out in their order.
+
+        Args:
+            half: ``"reduce-scatter"`` or ``"all-gather"``.
+            flat: a tensor that the ranks divide evenly.
+            comms: the ranks.
+            name: for the timeline.
+            timeline: records it, and a wait for it if that is here.
+        """
+        call = self.all_gather if half == "all-gather" else self.reduce_scatter
         if not self.at_once:
-            return on_thread(lambda tensor: half(tensor, comms), flat)
-        half(flat, comms)
+            future = on_thread(lambda tensor: call(tensor, comms), flat)
+            timeline.launched(name, future, nbytes=flat.nbytes)
+            return future
+        waiting = timeline.span(f"wait for {name}", "wait")
+        with waiting, timeline.span(name, "communication", flat.nbytes):
+            call(flat, comms)
         done: Future = torch.futures.Future()
         done.set_result(flat)
         return done

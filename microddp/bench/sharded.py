@@ -21,7 +21,7 @@ from microddp.bench.ddp import Batch, models
 from microddp.bench.memory import bytes_alive
 from microddp.bench.rows import report
 from microddp.comms import Comms
-from microddp.model import parameter_count
+from microddp.model import elements, parameter_count
 from microddp.performance import bytes_kept
 from microddp.report import MIB
 from microddp.schedule import STRATEGIES, Loss, take_step
@@ -108,16 +108,10 @@ def _theirs(name: str, model: nn.Module, comms: Comms) -> tuple[nn.Module, torch
         )
         return ddp, optimizer
     mesh = DeviceMesh.from_group(comms.group, comms.device.type)
-    for block in blocks_of(model):
+    for block in elements(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The elements of a model's lists, which both sides shard one by one."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    return [block for blocks in lists for block in blocks]
 
 
 def _bytes(
@@ -135,7 +129,7 @@ def _bytes(
         during.append(bytes_alive())
 
     step()
-    hooks = [m.register_forward_pre_hook(look) for m in [*blocks_of(model), model]]
+    hooks = [m.register_forward_pre_hook(look) for m in [*elements(model), model]]
     for p in model.parameters():
         hooks.append(p.register_post_accumulate_grad_hook(look))  # type: ignore[no-untyped-call]
     optimizer = step.args[2]  # type: ignore[attr-defined]

@@ -7,7 +7,6 @@ backward, the wait, and the average in ``.grad``. What only some models need com
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from microddp.allreduce import Carrier
 from microddp.bucketing import (
@@ -27,6 +26,7 @@ from microddp.bucketing import (
     plan_in_order,
 )
 from microddp.comms import Comms
+from microddp.hooks import tensors_in
 
 Hook = Callable[[Any, GradientBucket], "torch.futures.Future[torch.Tensor]"]
 
@@ -138,7 +138,7 @@ class Reducer:
         out, the output is copied, so that the end of a backward that reaches none is seen too.
         """
         if self.find_unused:
-            needed = _parameters_behind(_tensors_in(output))
+            needed = _parameters_behind(tensors_in(output))
             self._unused = [i for i, p in enumerate(self.parameters) if id(p) not in needed]
         self.backward = ExpectedBackward(self.buckets, self._calls)
         if not (self.find_unused or self._counting):
@@ -276,15 +276,6 @@ class _Watch(torch.autograd.Function):
         if reducer is not None and (now := reducer.backward) is not None and not now.end_is_told:
             reducer.begin(now)
         return None, grad
-
-
-def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif dataclasses.is_dataclass(leaf):
-            for field in dataclasses.fields(leaf):
-                yield from _tensors_in(getattr(leaf, field.name))
 
 
 def _parameters_behind(outputs: Iterator[torch.Tensor]) -> set[int]:

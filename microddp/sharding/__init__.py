@@ -20,5 +20,5 @@ from microddp.sharding.blocks import Block
 from microddp.sharding.fully_shard import fully_shard, shard_blocks
 from microddp.sharding.gradients import ShardedGradients
 from microddp.sharding.optimizer import ShardedOptimizer, clip_grad_norm
-from microddp.sharding.state import from_torch, load_parts, own_parts, to_torch, whole_state
+from microddp.sharding.state import from_torch, load_parts, own_parts, whole_state
 from microddp.sharding.unit import Unit

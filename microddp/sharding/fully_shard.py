@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from microddp.allreduce import AUTO, halves_of
+from microddp.bucketing import check_dense
 from microddp.comms import Comms, describe
+from microddp.deferred import Initialise, materialise, own_tensors
+from microddp.model import elements
 from microddp.replicas import broadcast_tensors, check_structure
 from microddp.sharding.blocks import Block, block_of
-from microddp.sharding.unit import Unit, check_dense, elements, unit_of
+from microddp.sharding.unit import unit_of, units_of
 
 # Smaller ones cost more to send one by one than it saves to free them.
 LEAST_BYTES = 1 << 18
@@ -25,7 +28,7 @@ def fully_shard(
     *,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
-    initialise: Callable[[nn.Module], object] | None = None,
+    initialise: Initialise | None = None,
     carrier: str = AUTO,
 ) -> Block:
     """Leave each rank a part of a module's parameters, but for the time of their use. A collective.
@@ -79,39 +82,27 @@ def fully_shard(
         raise ValueError(f"rank {comms.rank}: expected a module that is not sharded, got one twice")
     check_dense(module, comms)
     mine = list(dict.fromkeys(_down_to_blocks(module)))
-    _materialise(mine, comms, initialise)
-    names = {id(t): name for name, t in (*module.named_buffers(), *module.named_parameters())}
-    parameters = list(dict.fromkeys(p for m in mine for p in m.parameters(recurse=False)))
-    shared = dict.fromkeys(unit for p in parameters if (unit := unit_of(p)))
-    own = [p for p in parameters if unit_of(p) is None]
-    tensors = [*own, *(b for m in mine for b in m.buffers(recurse=False))]
-    check_structure(nn.Module(), comms, {names[id(t)]: describe(t) for t in tensors})
-    broadcast_tensors(tensors, comms)
-    kinds: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
-    for p in own:
-        kinds.setdefault((p.dtype, p.requires_grad), {})[names[id(p)]] = p
-    halves = halves_of(carrier, comms)
-    units = [
-        Unit(
-            members,
-            comms,
-            halves,
-            parted=True,
-            dtype=param_dtype if dtype.is_floating_point else None,
-            reduce_dtype=reduce_dtype if dtype.is_floating_point else None,
-        )
-        for (dtype, _), members in kinds.items()
-    ]
+    calls = materialise(mine, comms, initialise)
+    shared = {unit: None for m in mine for p in m.parameters(False) if (unit := unit_of(p))}
+    for unit in shared:  # what is written to it here, its block does not keep
+        unit.gather()
+    with torch.no_grad():
+        for call in calls:
+            call()
+    for unit in shared:
+        unit.release()
+    tensors = dict.fromkeys(t for m in mine for t in own_tensors(m) if unit_of(t) is None)
+    names = {t: name for name, t in (*module.named_buffers(), *module.named_parameters())}
+    check_structure(nn.Module(), comms, {names[t]: describe(t) for t in tensors})
+    broadcast_tensors([*tensors], comms)
+    own = {names[t]: t for t in tensors if isinstance(t, nn.Parameter)}
+    dtypes = (param_dtype, reduce_dtype)
+    units = units_of(own, comms, halves_of(carrier, comms), parted=True, dtypes=dtypes)
     for unit in units:
         unit.release()
-    block = Block(
-        module,
-        [*units, *shared],
-        reshard_after_forward=reshard_after_forward,
-        dtype=param_dtype,
-    )
+    block = Block(module, [*units, *shared], reshard_after_forward, param_dtype)
     for unit in block.course.units:  # by their names in this module now
-        unit.names = [names.get(id(p), n) for p, n in zip(unit.parameters, unit.names, strict=True)]
+        unit.names = [names.get(p, n) for p, n in zip(unit.parameters, unit.names, strict=True)]
     return block
 
 
@@ -141,44 +132,3 @@ def _down_to_blocks(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if block_of(child) is None:
             yield from _down_to_blocks(child)
-
-
-def _materialise(
-    modules: list[nn.Module], comms: Comms, initialise: Callable[[nn.Module], object] | None
-) -> None:
-    """Give what is on the ``meta`` device memory and values; what modules share stays shared."""
-    empty = [m for m in modules if any(t.is_meta for t in _own_tensors(m))]
-    hows = [initialise or getattr(type(m), "reset_parameters", None) for m in empty]
-    for m, how in zip(empty, hows, strict=True):
-        if how is None:
-            raise ValueError(
-                f"rank {comms.rank}: expected initialise, since a {type(m).__name__} on the meta "
-                "device has no reset_parameters(), got None"
-            )
-    for m in empty:
-        for places in (m._parameters, m._buffers):
-            for name, tensor in places.items():
-                if tensor is not None and tensor.is_meta:
-                    # By what was made for it, maybe with another block.
-                    places[name] = tensor.__dict__.setdefault(
-                        "_microddp_made", _like(tensor, comms.device)
-                    )
-    for m, how in zip(empty, hows, strict=True):
-        assert how is not None
-        borrowed = [unit for p in m.parameters(recurse=False) if (unit := unit_of(p))]
-        for unit in borrowed:  # what is written to it there, its block does not keep
-            unit.gather()
-        with torch.no_grad():
-            how(m)
-        for unit in borrowed:
-            unit.release()
-
-
-def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    new = torch.empty_like(tensor, device=device)
-    return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-
-
-def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -9,15 +11,14 @@ import torch
 from torch import nn
 
 from microddp.allreduce import AUTO, halves_of
-from microddp.bucketing import bucket_caps, plan_in_order
+from microddp.bucketing import bucket_caps, check_dense, plan_in_order
 from microddp.comms import Comms
-from microddp.hooks import Switchable
+from microddp.model import elements
 from microddp.replicas import broadcast_parameters, check_structure
-from microddp.sharding.unit import Unit, check_dense, elements
-from microddp.timing import Recorder
+from microddp.sharding.unit import Averages, Unit
 
 
-class ShardedGradients(Switchable):
+class ShardedGradients(Averages):
     """Averages a module's gradients so that each rank has its part of the mean only.
 
     A backward brings each gradient into the flat tensor of its
@@ -26,16 +27,16 @@ class ShardedGradients(Switchable):
     after backward, and after the optimizer's step :meth:`gather` or :meth:`gather_in_forward`.
     Bytes that a rank sends in a step: (n-1)/n S of gradients, and as many of parameters.
 
-    An optimizer may be any that treats each value by itself (SGD, Adam, AdamW), since a shard has
-    values of several parameters. A parameter that got no gradient on any rank has a mean of zero.
+    An optimizer may be any that treats each value by itself (SGD, Adam, AdamW). A parameter that
+    got no gradient on any rank has a mean of zero.
 
     Args:
         module: at construction its parameters become those of rank 0, and views of flat tensors.
             Those that require no gradient are left as they are.
         comms: the ranks.
         bucket_cap_mb: size of a unit in MiB, as of a bucket; ``None``: 25, after a first one of 1.
-        keep_gradients: whether the flat tensors of gradients stay (stage 1) or go as soon as a
-            rank has its part (stage 2).
+        keep_gradients: whether the flat tensors of gradients stay until the means are forgotten
+            (stage 1) or go as soon as a rank has its part of them (stage 2).
         carrier: a key of ``microddp.allreduce.HALVES``, or ``"auto"``.
 
     Attributes:
@@ -57,81 +58,64 @@ class ShardedGradients(Switchable):
         keep_gradients: bool = False,
         carrier: str = AUTO,
     ) -> None:
+        super().__init__()
         check_dense(module, comms)
         check_structure(module, comms)
         broadcast_parameters(module, comms)
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         plan = plan_in_order(module, range(len(named))[::-1], bucket_caps(bucket_cap_mb))
-        self.comms, halves = comms, halves_of(carrier, comms)
+        halves = halves_of(carrier, comms)
         self.units = [
             Unit(dict(named[i] for i in members), comms, halves, keep_gradients=keep_gradients)
             for members in plan
         ]
-        self._sent = 0  # of the units: in the same order on every rank
-        self._before: dict[Unit, torch.Tensor] = {}  # means that are to be added to
+        self._expected = deque(self.units)  # not sent yet, in one order on every rank
+        self._came: dict[Unit, set[int]] = {unit: set() for unit in self.units}
         self._stale = False  # whether parameters are to be gathered yet
         self._handles: list[Any] = [
             p.register_post_accumulate_grad_hook(partial(self._ready, unit, i))  # type: ignore[no-untyped-call]
             for unit in self.units
             for i, p in enumerate(unit.parameters)
         ]
-        self._wait_in_forward(module)
+        # Each element of a list waits for what it has, and the module for all else.
+        blocks = elements(module)
+        inside = {m for block in blocks for m in block.modules()}
+        outside = [m for m in module.modules() if m not in inside]
+        for block in blocks:
+            self._wait_in(block, list(block.parameters()))
+        self._wait_in(module, [p for m in outside for p in m.parameters(recurse=False)])
 
     @property
     def shards(self) -> list[nn.Parameter]:
-        """This rank's part of each unit, for an optimizer."""
-        return [unit.shard for unit in self.units]
-
-    def record(self, timeline: Recorder) -> None:
-        """Record gradients, collectives and the wait for them from now on."""
-        for unit in self.units:
-            unit.timeline = timeline
+        """This rank's part of each parameter, for an optimizer; empty where it has none."""
+        return [part for unit in self.units for part in unit.parts]
 
     def _ready(self, unit: Unit, i: int, parameter: torch.Tensor) -> None:
         if not self.armed or parameter.grad is None:
             return
         unit.timeline.mark(unit.names[i])
-        self._come(unit, i)
-        while self._sent < len(self.units) and not self.units[self._sent].missing:
-            self._send()
+        self._came[unit].add(i)
+        if unit not in self._expected:  # it comes in several portions
+            self._expected.append(unit)
+        while self._expected and len(self._came[self._expected[0]]) == len(self._expected[0].names):
+            self._send_next()
 
-    def _send(self) -> None:
-        """Average the next unit, and take the mean of one that was sent before it."""
-        unit = self.units[self._sent]
-        unit.reduce()
-        self._sent += 1
-        done = self._sent - 1 - unit.under_way
-        if done >= 0 and not unit.keep_gradients:  # its memory is needed for the next
-            self._take_mean(self.units[done])
-
-    def _take_mean(self, unit: Unit) -> None:
-        mean = unit.finish()
-        if mean is not None:
-            if unit in self._before:
-                mean += self._before.pop(unit)
-            unit.shard.grad = mean
-
-    def _come(self, unit: Unit, i: int) -> None:
-        if unit.shard.grad is not None:
-            # In stage 1 it lies where gradients come to now.
-            self._before[unit], unit.shard.grad = unit.shard.grad.clone(), None
-        unit.come(i)
+    def _send_next(self) -> None:
+        unit = self._expected.popleft()
+        self._came[unit].clear()
+        self.send(unit)
 
     def finish(self) -> None:
         """Return when this rank has its part of all means. A collective."""
-        for unit in self.units[self._sent :]:
-            for i in sorted(unit.missing):
-                self._come(unit, i)
-            self._send()
-        self._sent = 0
-        for unit in self.units:
-            self._take_mean(unit)
+        while self._expected:
+            self._send_next()
+        self.settle()
+        self._expected.extend(self.units)
 
     def gather(self) -> None:
         """Bring the parameters that other ranks have updated here. A collective."""
-        self._begin_gather()
-        for unit in self.units:
-            unit.arrive()
+        self._stale = True
+        self._arrive(self.units)
 
     def gather_in_forward(self) -> None:
         """Let the next forward bring them: the first layers' first, the others' meanwhile.
@@ -140,34 +124,19 @@ class ShardedGradients(Switchable):
         """
         self._stale = True
 
-    def _begin_gather(self) -> None:
-        self._stale = False
-        for unit in reversed(self.units):  # they are in the order of backward
+    def _arrive(self, units: Sequence[Unit], *_: object) -> None:
+        for unit in reversed(self.units) if self._stale else ():  # in the order of forward
             unit.begin_gather()
-
-    def _wait_in_forward(self, module: nn.Module) -> None:
-        """Have each element of a list wait for what it has, and the module for all else."""
-        blocks = elements(module)
-        inside = {m for block in blocks for m in block.modules()}
-        outside = [m for m in module.modules() if m not in inside]
-        used = [(block, list(block.parameters())) for block in blocks]
-        used.append((module, [p for m in outside for p in m.parameters(recurse=False)]))
-        for part, parameters in used:
-            its = set(parameters)
-            units = [unit for unit in self.units if not its.isdisjoint(unit.parameters)]
-            before = partial(self._before_forward, units)
-            self._handles.append(part.register_forward_pre_hook(before))
-
-    def _before_forward(self, units: list[Unit], module: nn.Module, args: Any) -> None:
-        del module, args
-        if self._stale:
-            self._begin_gather()
+        self._stale = False
         for unit in units:
             unit.arrive()
 
+    def _wait_in(self, part: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        units = [unit for unit in self.units if {*unit.parameters} & {*parameters}]
+        self._handles.append(part.register_forward_pre_hook(partial(self._arrive, units)))
+
     def remove(self) -> None:
         """Bring all parameters here, and take the hooks off the module. A collective."""
-        if self._stale:
-            self.gather()
+        self._arrive(self.units)
         for handle in self._handles:
             handle.remove()

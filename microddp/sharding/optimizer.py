@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from microddp.allreduce import AUTO, Halves, halves_of
+from microddp.allreduce import AUTO, halves_of
 from microddp.comms import Comms
-from microddp.sharding.unit import Unit
+from microddp.sharding.unit import Unit, units_of
 
 
 class ShardedOptimizer:
@@ -21,8 +22,7 @@ class ShardedOptimizer:
     values, and the ranks exchange what they updated. What the optimizer keeps, two moments of each
     value with Adam, is kept of that part only.
 
-    A parameter without a gradient is left alone if its whole group has none; otherwise its gradient
-    is taken for zero.
+    A parameter without a gradient is left alone.
 
     Args:
         optimizer_class: treats each value by itself, as SGD, Adam and AdamW do.
@@ -41,21 +41,19 @@ class ShardedOptimizer:
     def __init__(
         self,
         optimizer_class: type[torch.optim.Optimizer],
-        parameters: Iterable[nn.Parameter] | Iterable[Mapping[str, Any]],
+        parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
         comms: Comms,
         carrier: str = AUTO,
         **options: Any,
     ) -> None:
-        self.units: list[Unit] = []
         halves = halves_of(carrier, comms)
-        given: list[Any] = list(parameters)
-        groups = given if isinstance(given[0], Mapping) else [{"params": given}]
-        sharded: list[dict[str, Any]] = []
-        for group in groups:
-            units = _units(group["params"], comms, halves)
+        self.units: list[Unit] = []
+        self.optimizer = optimizer_class(parameters, **options)
+        for group in self.optimizer.param_groups:
+            named = {str(i): p for i, p in enumerate(group["params"])}
+            units = units_of(named, comms, halves)
+            group["params"] = [part for unit in units for part in unit.parts]
             self.units += units
-            sharded.append({**group, "params": [unit.shard for unit in units]})
-        self.optimizer = optimizer_class(sharded, **options)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -65,40 +63,20 @@ class ShardedOptimizer:
     def zero_grad(self) -> None:
         """Forget all gradients."""
         for unit in self.units:
-            unit.shard.grad = None
-            for parameter in unit.parameters:
+            for parameter in (*unit.parameters, *unit.parts):
                 parameter.grad = None
 
     def step(self) -> None:
         """Update all parameters by gradients that are averages. A collective."""
         for unit in self.units:
-            _take_averages(unit)
+            for i, there, _ in unit.pieces:
+                gradient = unit.parameters[i].grad
+                unit.parts[i].grad = None if gradient is None else gradient.flatten()[there]
         self.optimizer.step()
         for unit in self.units:
             unit.gather()
 
 
-def _units(parameters: Iterable[nn.Parameter], comms: Comms, halves: Halves) -> list[Unit]:
-    """A unit for each kind of parameter, in the order in which the kinds come."""
-    kinds: dict[tuple[torch.dtype, torch.device], dict[str, nn.Parameter]] = {}
-    for i, parameter in enumerate(parameters):
-        kinds.setdefault((parameter.dtype, parameter.device), {})[str(i)] = parameter
-    return [Unit(members, comms, halves) for members in kinds.values()]
-
-
-def _take_averages(unit: Unit) -> None:
-    """Take this rank's part of gradients that are averages already."""
-    if all(parameter.grad is None for parameter in unit.parameters):
-        unit.shard.grad = None
-        return
-    if unit.shard.grad is None:
-        unit.shard.grad = torch.zeros_like(unit.shard)
-    for i, there, here in unit.pieces():
-        grad = unit.parameters[i].grad
-        unit.shard.grad[here] = 0 if grad is None else grad.view(-1)[there]
-
-
-@torch.no_grad()
 def clip_grad_norm(shards: Iterable[nn.Parameter], max_norm: float, comms: Comms) -> torch.Tensor:
     """Scale gradients that are in parts so that the norm of all together is at most ``max_norm``.
 
@@ -107,13 +85,9 @@ def clip_grad_norm(shards: Iterable[nn.Parameter], max_norm: float, comms: Comms
     Returns:
         The norm before, a scalar, the same on every rank.
     """
-    gradients = [shard.grad for shard in shards if shard.grad is not None]
-    squares = torch.zeros((), device=comms.device)
-    for gradient in gradients:
-        squares += gradient.float().square().sum()
+    shards = list(shards)
+    mine = get_total_norm([p.grad.float() for p in shards if p.grad is not None]).to(comms.device)
+    squares = mine.square()
     comms.all_reduce(squares)
-    norm = squares.sqrt()
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1)  # as torch.nn.utils.clip_grad_norm_
-    for gradient in gradients:
-        gradient.mul_(factor)
-    return norm
+    clip_grads_with_norm_(shards, max_norm, squares.sqrt())
+    return squares.sqrt()

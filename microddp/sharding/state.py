@@ -25,80 +25,72 @@ def own_parts(units: Sequence[Unit], optimizer: torch.optim.Optimizer | None = N
 
     Args:
         units: of a module that is sharded, none of them gathered.
-        optimizer: of their shards, or of the module's parameters.
+        optimizer: of their parts.
 
     Returns:
         By the name of a parameter its ``"shape"``; ``"start"``, the place of the first value of
-        this part in it, flattened; ``"parts"``, one-dimensional tensors of as many values each, by
-        ``"parameter"`` and the optimizer's own names; and ``"step"`` and the like in ``"scalars"``.
+        this part in it, flattened; and ``"parts"``, by ``"parameter"`` and the optimizer's own
+        names: one-dimensional tensors of as many values, or single ones, such as ``"step"``.
     """
     state: Mapping[Any, Any] = optimizer.state if optimizer else {}
-    parts: Parts = {}
-    for unit in units:
-        shard = unit.shard.detach()
-        for i, there, here in unit.pieces():
-            values, scalars = {VALUES: shard[here]}, {}
-            whole = unit.shard in state
-            for key, value in state.get(unit.shard if whole else unit.parameters[i], {}).items():
-                if not torch.is_tensor(value) or value.dim() == 0:
-                    scalars[key] = value
-                else:
-                    values[key] = value[here] if whole else value
-            parts[unit.names[i]] = {
-                "shape": tuple(unit.shapes[i]),
-                "start": there.start,
-                "parts": values,
-                "scalars": scalars,
-            }
-    return parts
+    return {
+        unit.names[i]: {
+            "shape": tuple(unit.shapes[i]),
+            "start": there.start,
+            "parts": {VALUES: unit.shard[here], **state.get(unit.parts[i], {})},
+        }
+        for unit in units
+        for i, there, here in unit.pieces
+    }
 
 
 def whole_state(
-    units: Sequence[Unit],
-    comms: Comms,
-    optimizer: torch.optim.Optimizer | None = None,
-    dst: int = 0,
-) -> Parts | None:
-    """The state of all ranks together, on rank ``dst`` in main memory. A collective.
+    units: Sequence[Unit], comms: Comms, module: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state dictionaries that a module and its optimizer would have, were they not sharded.
 
-    A tensor's values are together on no other rank.
+    A collective. Their tensors are in main memory, on rank 0, and together on no other rank.
 
-    Returns:
-        As :func:`own_parts` of a rank that has everything; ``None`` on other ranks.
+    Args:
+        units: of the module.
+        comms: the ranks.
+        module: that is sharded.
+        optimizer: of the units' parts, with one group of parameters.
     """
-    mine = own_parts(units, optimizer)
-    said = comms.all_gather_data(
-        {
-            name: [
-                {key: str(value.dtype) for key, value in entry["parts"].items()},
-                {key: float(value) for key, value in entry["scalars"].items()},
-            ]
-            for name, entry in mine.items()
-        }
-    )
-    whole: Parts = {}
+    mine = {name: entry["parts"] for name, entry in own_parts(units, optimizer).items()}
+    kinds: dict[str, dict[str, Any]] = {}  # of what there is of each parameter, also elsewhere
+    for theirs in comms.all_gather_data(
+        {name: {key: _kind(value) for key, value in own.items()} for name, own in mine.items()}
+    ):
+        kinds |= theirs
+    whole: dict[nn.Parameter, dict[str, torch.Tensor]] = {p: {} for p in module.parameters()}
     for unit in units:
-        kinds: dict[str, str] = {}
-        keys: dict[str, set[str]] = {}  # what there is of each parameter
-        for name, shape in zip(unit.names, unit.shapes, strict=True):
-            scalars: dict[str, torch.Tensor] = {}
-            for theirs in said:
-                of = theirs.get(name, [{}, {}])
-                kinds |= of[0]
-                keys.setdefault(name, set()).update(of[0])
-                scalars |= {key: torch.tensor(value) for key, value in of[1].items()}
-            whole[name] = {"shape": tuple(shape), "start": 0, "parts": {}, "scalars": scalars}
-        for key, kind in kinds.items():
-            dtype = getattr(torch, kind.removeprefix("torch."))
-            part = torch.zeros(unit.part, dtype=dtype, device=comms.device)
-            for i, _, here in unit.pieces():
-                if key in (own := mine[unit.names[i]]["parts"]):
-                    part[here] = own[key]
-            everyone = comms.gather(part, dst)
-            for i, values in enumerate(unit.values(everyone.cpu()) if everyone is not None else ()):
-                if key in keys[unit.names[i]]:
-                    whole[unit.names[i]]["parts"][key] = values.view(unit.shapes[i])
-    return whole if comms.rank == dst else None
+        for name, p, shape in zip(unit.names, unit.parameters, unit.shapes, strict=True):
+            for key, kind in kinds.get(name, {}).items():
+                if not isinstance(kind, str):
+                    whole[p][key] = torch.tensor(kind)
+                    continue
+                nothing = torch.empty(0, dtype=getattr(torch, kind), device=comms.device)
+                together = comms.gather(mine.get(name, {}).get(key, nothing))
+                if together is not None:
+                    whole[p][key] = together.cpu().view(shape)
+    model = module.state_dict()
+    for name, p in module.named_parameters(remove_duplicate=False):
+        model[name] = whole[p].get(VALUES, p.detach())
+    state = {i: {**kept} for i, kept in enumerate(whole.values())}
+    for kept in state.values():
+        kept.pop(VALUES, None)
+    (group,) = optimizer.state_dict()["param_groups"]
+    return model, {
+        "state": {i: kept for i, kept in state.items() if kept},
+        "param_groups": [{**group, "params": [*state]}],
+    }
+
+
+def _kind(value: Any) -> str | float:
+    """The dtype of values, or a single one itself."""
+    several = torch.is_tensor(value) and value.dim() > 0
+    return str(value.dtype).removeprefix("torch.") if several else float(value)
 
 
 @torch.no_grad()
@@ -113,22 +105,23 @@ def load_parts(
         units: of the module; other ranks may have cut it otherwise.
         saved: together they have everything. They are read one after the other, so that each may
             be a file that is mapped and not read (``torch.load(..., mmap=True)``).
-        optimizer: of the units' shards, or of the module's parameters; takes what it keeps.
+        optimizer: of the units' parts; takes what it keeps.
 
     Raises:
         ValueError: a parameter is of another shape, or not all of its values are there.
     """
-    wanted = {
-        unit.names[i]: (unit, i, there, here) for unit in units for i, there, here in unit.pieces()
-    }
-    left = {name: there.stop - there.start for name, (_, _, there, _) in wanted.items()}
+    pieces = [
+        (unit, i, there, unit.shard[here]) for unit in units for i, there, here in unit.pieces
+    ]
+    left = {unit.names[i]: len(mine) for unit, i, _, mine in pieces}
     for parts in saved:
-        for name in wanted.keys() & parts.keys():
-            unit, i, there, here = wanted[name]
-            entry = parts[name]
-            if tuple(entry["shape"]) != tuple(unit.shapes[i]):
+        for unit, i, there, mine in pieces:
+            name, shape = unit.names[i], tuple(unit.shapes[i])
+            if (entry := parts.get(name)) is None:
+                continue
+            if tuple(entry["shape"]) != shape:
                 raise ValueError(
-                    f"rank {unit.comms.rank}: expected {name} of shape {tuple(unit.shapes[i])}, "
+                    f"rank {unit.comms.rank}: expected {name} of shape {shape}, "
                     f"got {tuple(entry['shape'])}"
                 )
             begin = entry["start"]
@@ -137,19 +130,16 @@ def load_parts(
             if last <= first:
                 continue
             left[name] -= last - first
-            target = slice(here.start + first - there.start, here.start + last - there.start)
-            for key, value in entry["parts"].items():
+            kept = optimizer.state[unit.parts[i]] if optimizer else {}
+            for key, saved_value in entry["parts"].items():
+                value = torch.as_tensor(saved_value)
+                if value.dim() == 0 and (shape or key == "step"):
+                    kept[key] = value.clone()
+                    continue
+                new = torch.zeros_like(mine, dtype=value.dtype)
+                target = mine if key == VALUES else kept.setdefault(key, new)
                 source = value.flatten()[first - begin : last - begin]
-                if key == VALUES:
-                    unit.shard[target] = source.to(unit.shard)
-                elif optimizer is not None:
-                    _kept(optimizer, unit, i, key, here, value.dtype)[
-                        first - there.start : last - there.start
-                    ] = source
-            if optimizer is not None and entry["scalars"]:
-                _state_of(optimizer, unit, i).update(
-                    {k: torch.as_tensor(v).clone() for k, v in entry["scalars"].items()}
-                )
+                target[first - there.start : last - there.start] = source
     if missing := [name for name, count in left.items() if count]:
         raise ValueError(
             f"rank {units[0].comms.rank}: expected all values of each parameter, got none, or only "
@@ -157,66 +147,13 @@ def load_parts(
         )
 
 
-def _state_of(optimizer: torch.optim.Optimizer, unit: Unit, i: int) -> dict[str, Any]:
-    ours = any(p is unit.shard for group in optimizer.param_groups for p in group["params"])
-    state: dict[str, Any] = optimizer.state[unit.shard if ours else unit.parameters[i]]
-    return state
-
-
-def _kept(
-    optimizer: torch.optim.Optimizer,
-    unit: Unit,
-    i: int,
-    key: str,
-    here: slice,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """The part of a parameter in what the optimizer keeps, made if it is not there yet."""
-    state = _state_of(optimizer, unit, i)
-    one = state is optimizer.state.get(unit.shard)
-    if key not in state:
-        state[key] = torch.zeros_like(unit.shard if one else unit.shard[here], dtype=dtype)
-    kept: torch.Tensor = state[key][here] if one else state[key]
-    return kept
-
-
-# ---- as PyTorch has it of a module and an optimizer that are not sharded
-
-
-def to_torch(
-    whole: Parts, module: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state dictionaries that a module and an optimizer of its parameters would have.
-
-    Args:
-        whole: of :func:`whole_state`.
-        module: whose names they are, with its buffers.
-        optimizer: that was sharded, with one group of parameters.
-    """
-    names = {id(p): name for name, p in module.named_parameters()}
-    model = dict(module.state_dict())
-    for name, p in module.named_parameters(remove_duplicate=False):
-        if names[id(p)] in whole:
-            model[name] = whole[names[id(p)]]["parts"][VALUES]
-    states = {}
-    for i, name in enumerate(names.values()):
-        entry = whole.get(name, {"parts": {}, "scalars": {}})
-        kept = {k: v for k, v in entry["parts"].items() if k != VALUES} | entry["scalars"]
-        if kept:
-            states[i] = kept
-    (group,) = optimizer.state_dict()["param_groups"]
-    return model, {"state": states, "param_groups": [{**group, "params": [*range(len(names))]}]}
-
-
 def from_torch(module: nn.Module, model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Parts:
     """The whole state out of the state dictionaries of a module and of an optimizer of all."""
-    parts: Parts = {}
-    for i, (name, _) in enumerate(module.named_parameters()):
-        kept = {k: torch.as_tensor(v) for k, v in optimizer["state"].get(i, {}).items()}
-        parts[name] = {
+    return {
+        name: {
             "shape": tuple(model[name].shape),
             "start": 0,
-            "parts": {VALUES: model[name], **{k: v for k, v in kept.items() if v.dim()}},
-            "scalars": {k: v for k, v in kept.items() if not v.dim()},
+            "parts": {VALUES: model[name], **optimizer["state"].get(i, {})},
         }
-    return parts
+        for i, (name, _) in enumerate(module.named_parameters())
+    }

@@ -44,6 +44,12 @@ def weights(module):
     return nn.utils.parameters_to_vector(module.parameters()).detach().clone()
 
 
+def storage_bytes(*tensors):
+    """Of distinct storages."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
 def by_ddp(comms, kind, steps=20, clip=None):
     ddp = TorchDDP(odd(), process_group=comms.group, bucket_cap_mb=SMALL)
     optimizer = OPTIMIZERS[kind](ddp.parameters())

@@ -1,11 +1,14 @@
 """Stage 3 against PyTorch's DDP and its fully_shard: weights, bytes, memory, and odd modules."""
 
+import copy
 import gc
 import warnings
+from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
-from models import OPTIMIZERS, batch, by_ddp, odd, weights
+from models import OPTIMIZERS, batch, by_ddp, odd, storage_bytes, weights
 from ranks import on_ranks
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -126,12 +129,6 @@ def test_bytes_sent(comms):
         assert sum(m.nbytes for m in counter.messages) == size * (n - 1) / n
 
 
-def storage_bytes(*tensors):
-    """Of distinct storages."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
-
-
 @on_ranks(2, 4)
 def test_bytes_kept_at_each_moment(comms):
     n = comms.world_size
@@ -150,7 +147,6 @@ def test_bytes_kept_at_each_moment(comms):
         held.clear()
         model(torch.ones(2, 64)).sum().backward()
         assert storage_bytes(*(unit.whole for unit in units)) == 0
-        assert all(unit.gradients is None for unit in units)
         assert storage_bytes(*(p.grad for p in model.parameters())) == 4 * one / n
         optimizer.step()
         optimizer.zero_grad()
@@ -182,7 +178,6 @@ def test_accumulated_first_and_sent_once(comms):
                     losses.append(loss)
             if losses:
                 sum(losses).backward()
-        sharded.course.begin_forward()
         ends.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     torch.testing.assert_close(*ends)
 
@@ -240,6 +235,47 @@ def test_a_parameter_that_a_rank_did_not_use_counts_as_zero_there(comms):
     torch.testing.assert_close(moved, torch.full((4,), 1 / comms.world_size))
 
 
+@on_ranks(2, 3)
+def test_a_layer_in_the_midst_that_only_one_rank_uses_keeps_the_order(comms):
+    """Its gradients are complete early on one rank, and at the end of backward on others."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(4, 4), Half(), nn.Linear(4, 4)])
+    x = torch.full((2, 4), comms.rank + 1.0)
+
+    def loss():
+        first, half, last = model
+        return last(half(first(x), both=comms.rank == 0)).square().sum()
+
+    loss().backward()
+    none = torch.zeros(())
+    grads = [none.expand_as(p) if p.grad is None else p.grad for p in model.parameters()]
+    right = [comms.all_gather(grad.contiguous()).mean(0) for grad in grads]
+    model.zero_grad()
+    before = [p.detach().clone() for p in model.parameters()]
+    for block in model:
+        fully_shard(block, comms, carrier="ring")
+    sharded = fully_shard(model, comms, carrier="ring")
+    loss().backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    sharded.remove()
+    for p, old, gradient in zip(model.parameters(), before, right, strict=True):
+        torch.testing.assert_close(p.detach(), old - gradient)
+
+
+@on_ranks(2)
+def test_gradients_that_come_in_several_portions(comms):
+    """A layer in two reentrant checkpoints: each has a backward of its own."""
+    ends = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        layer, x = nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
+        run = partial(checkpoint, layer, use_reentrant=True) if again else layer
+        fully_shard(layer, comms, carrier="ring")
+        run(torch.tanh(run(x * (comms.rank + 1)))).square().sum().backward()
+        ends.append(torch.cat([p.grad for p in layer.parameters() if p.grad is not None]))
+    torch.testing.assert_close(*ends)
+
+
 @on_ranks(2)
 def test_modules_that_compute_again_in_backward(comms):
     ends = []
@@ -288,7 +324,7 @@ def test_lower_precision_and_master_weights(comms):
         right = [p - 0.5 * g.float() for p, g in zip(master, total, strict=True)]
         whole = []
         for unit in sharded.course.units:  # the masters, not what is used
-            whole += unit.values(comms.all_gather(unit.shard.detach()).flatten())
+            whole += unit.values(comms.all_gather(unit.shard).flatten())
         for found, expected in zip(whole, right, strict=True):
             tight = reduce_dtype == torch.float32 or comms.world_size == 2
             tolerance = 1e-6 if tight else 1e-3
@@ -325,7 +361,7 @@ def test_a_block_used_twice_in_lower_precision(comms):
         means = {}
         for unit in handle.course.units:
             mine = torch.zeros(unit.part)
-            for i, _, here in unit.pieces():
+            for i, _, here in unit.pieces:
                 mine[here] = unit.parameters[i].grad
             values = unit.values(comms.all_gather(mine).flatten())
             means |= zip(unit.names, values, strict=True)
@@ -448,3 +484,95 @@ def test_refused(comms):
         fully_shard(nn.Linear(3 + comms.rank, 3), comms)
     with pytest.raises(ValueError, match="expected one of auto, ring, shared, backend, got 'x'"):
         fully_shard(nn.Linear(3, 3), comms, carrier="x")
+
+
+class Branches(nn.Module):
+    """Nested blocks with parameters of their own, branches, and several outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.pair = nn.Linear(4, 4), nn.Linear(4, 4), Pair()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        one, other = self.pair(self.left(x) * self.scale, self.right(x))
+        return Outputs(one * self.scale, other)
+
+
+@dataclass
+class Outputs:
+    one: torch.Tensor
+    other: torch.Tensor
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.shift = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x, y):
+        x = self.first(x) + self.shift
+        return x, torch.tanh(self.second(y) - self.shift) * x
+
+
+@on_ranks(2, 3)
+def test_branches_nested_blocks_and_outputs_in_a_dataclass(comms):
+    torch.manual_seed(0)
+    model = Branches()
+    x = torch.full((2, 4), comms.rank + 1.0)
+
+    def step(model, times=1):
+        outputs = model(x)
+        loss = outputs.one.square().sum() + outputs.other.sum()
+        for time in range(times):
+            loss.backward(retain_graph=time + 1 < times)
+
+    reference = copy.deepcopy(model)
+    step(reference)
+    with torch.no_grad():
+        for p in reference.parameters():
+            p -= 2 * comms.all_gather(p.grad).mean(0)
+    for block in (model.left, model.right, model.pair.first, model.pair.second, model.pair):
+        fully_shard(block, comms, carrier="ring")
+    sharded = fully_shard(model, comms, carrier="ring")
+    with torch.no_grad():
+        model(x)  # an evaluation between leaves nothing behind
+    step(model, times=2)
+    assert storage_bytes(*(unit.whole for unit in sharded.course.units)) == 0
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    sharded.remove()
+    torch.testing.assert_close(weights(model), weights(reference))
+
+
+@on_ranks(2)
+def test_few_blocks_are_whole_at_a_time_also_in_checkpoints(comms):
+    """Blocks of a model that recomputes each of them, and that is a block itself."""
+    for reentrant in (False, True):
+        model = Recomputed(reentrant)
+        for layer in model.layers:
+            fully_shard(layer, comms, carrier="ring")
+        sharded = fully_shard(model, comms, carrier="ring")
+        held = []
+
+        def look(*_, units=sharded.course.units, held=held):
+            held.append(sum(not unit.released for unit in units))
+
+        for layer in model.layers:
+            layer.weight.register_hook(look)
+        for _ in range(2):
+            model(torch.ones(2, 8, requires_grad=True)).sum().backward()
+        assert len(held) == 12
+        assert max(held) <= 3, "its own, the next, and what backward has just left"
+
+
+class Recomputed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x

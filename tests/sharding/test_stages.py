@@ -2,13 +2,15 @@
 
 import copy
 import warnings
+from functools import partial
 
 import torch
-from models import OPTIMIZERS, SMALL, batch, by_ddp, odd, weights
+from models import OPTIMIZERS, SMALL, batch, by_ddp, odd, storage_bytes, weights
 from ranks import on_ranks
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
 
 from microddp.comms import MessageCounter
 from microddp.model import gradient_bytes
@@ -188,7 +190,7 @@ def test_a_second_backward_adds_to_the_mean(comms):
         def backward(step, model=model, sharded=sharded):
             mse_loss(model(batch(comms, step)[0]), batch(comms, step)[1]).backward()
             sharded.finish()
-            return [shard.grad.clone() for shard in sharded.shards]
+            return [shard.grad.clone() for shard in sharded.shards if shard.numel()]
 
         first = backward(0)
         both = backward(1)
@@ -197,6 +199,21 @@ def test_a_second_backward_adds_to_the_mean(comms):
         second = backward(1)
         for one, other, together in zip(first, second, both, strict=True):
             torch.testing.assert_close(together, one + other)
+
+
+@on_ranks(2)
+def test_gradients_that_come_in_several_portions(comms):
+    """A layer in two reentrant checkpoints: each has a backward of its own."""
+    ends = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        layer, x = nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
+        run = partial(checkpoint, layer, use_reentrant=True) if again else layer
+        sharded = ShardedGradients(layer, comms, carrier="ring")
+        run(torch.tanh(run(x * (comms.rank + 1)))).square().sum().backward()
+        sharded.finish()
+        ends.append(torch.cat([p.grad for p in sharded.shards if p.numel()]))
+    torch.testing.assert_close(*ends)
 
 
 @on_ranks(2, 4)
@@ -214,10 +231,10 @@ def test_bytes_sent_and_kept(comms):
             optimizer.step()
             sharded.gather()
         assert sum(message.nbytes for message in counter.messages) == size * 2 * (n - 1) / n
-        whole = sum(unit.gradients.nbytes for unit in sharded.units if unit.gradients is not None)
-        assert whole == (size if keep else 0)
+        means = [shard.grad for shard in sharded.shards if shard.numel()]
+        assert sum(mean.nbytes for mean in means) == size / n
+        assert storage_bytes(*means) == (size if keep else size / n)
         assert all(parameter.grad is None for parameter in model.parameters())
-        assert sum(shard.grad.nbytes for shard in sharded.shards) == size / n
         moments = [v for state in optimizer.state.values() for v in state.values() if v.dim()]
         assert sum(moment.nbytes for moment in moments) == 2 * size / n
 

@@ -16,7 +16,6 @@ from microddp.sharding import (
     load_parts,
     own_parts,
     shard_blocks,
-    to_torch,
     whole_state,
 )
 
@@ -76,11 +75,12 @@ def test_the_whole_state_is_that_of_one_process(comms):
             optimizer.step()
             if stage < 3:
                 run.sharded.gather()
-        whole = whole_state(run.units, comms, run.optimizer)
-        assert (whole is None) == (comms.rank > 0)
-        if whole is None:
+        model, state = whole_state(run.units, comms, run.model, run.optimizer)
+        if comms.rank > 0:
+            assert not state["state"] or all(
+                v.dim() == 0 for kept in state["state"].values() for v in kept.values()
+            ), "values are together on rank 0 only"
             continue
-        model, state = to_torch(whole, run.model, run.optimizer)
         right = optimizer.state_dict()
         assert list(model) == list(single.state_dict())
         for name, value in single.state_dict().items():
@@ -100,7 +100,7 @@ def test_parts_of_four_ranks_go_on_on_three_and_in_another_stage(comms):
     four = Run(comms, 3)
     four.steps(0, 1, 2)
     parts = copy.deepcopy(own_parts(four.units, four.optimizer))
-    whole = whole_state(four.units, comms, four.optimizer)
+    whole = whole_state(four.units, comms, four.model, four.optimizer)
     files = gathered(comms, parts)
     three = comms.subgroup([0, 1, 2])
     if three is None:
@@ -117,10 +117,8 @@ def test_parts_of_four_ranks_go_on_on_three_and_in_another_stage(comms):
     torch.testing.assert_close(ends[0], ends[1])
     torch.testing.assert_close(ends[0], ends[2])
     if three.rank == 0:
-        alone = odd_with_noise()
-        model, state = to_torch(whole, alone, adam(alone.parameters()))
-        assert from_torch(alone, model, state)["last.bias"]["parts"].keys() == {
-            *("parameter", "exp_avg", "exp_avg_sq")
+        assert from_torch(odd_with_noise(), *whole)["last.bias"]["parts"].keys() == {
+            *("parameter", "exp_avg", "exp_avg_sq", "step")
         }
 
 
@@ -134,27 +132,16 @@ def odd_with_noise():
 
 def gathered(comms, parts):
     """The parts of all ranks."""
-    return [
-        from_lists(theirs)
-        for theirs in comms.all_gather_data(
-            {
-                name: {
-                    "shape": entry["shape"],
-                    "start": entry["start"],
-                    "parts": {k: v.tolist() for k, v in entry["parts"].items()},
-                    "scalars": {k: float(v) for k, v in entry["scalars"].items()},
-                }
-                for name, entry in parts.items()
-            }
-        )
-    ]
-
-
-def from_lists(parts):
-    for entry in parts.values():
-        entry["parts"] = {k: torch.tensor(v) for k, v in entry["parts"].items()}
-        entry["scalars"] = {k: torch.tensor(v) for k, v in entry["scalars"].items()}
-    return parts
+    said = comms.all_gather_data(
+        {
+            name: {**entry, "parts": {k: v.tolist() for k, v in entry["parts"].items()}}
+            for name, entry in parts.items()
+        }
+    )
+    for theirs in said:
+        for entry in theirs.values():
+            entry["parts"] = {k: torch.tensor(v) for k, v in entry["parts"].items()}
+    return said
 
 
 @on_ranks(2, 3)
@@ -166,17 +153,16 @@ def test_state_without_a_count_of_steps_is_whole_too(comms):
     for name, p in model.named_parameters():
         p.grad = None if name == "1.bias" else torch.full_like(p, 2.0)
     optimizer.step()
-    whole = whole_state(sharded.course.units, comms, optimizer)
-    if whole is None:
+    weights, state = whole_state(sharded.course.units, comms, model, optimizer)
+    if comms.rank > 0:
         return
-    for name, entry in whole.items():
+    for i, (name, whole) in enumerate(weights.items()):
         if name == "1.bias":
-            assert entry["parts"].keys() == {"parameter"}
+            assert i not in state["state"]
         else:
-            assert entry["parts"]["momentum_buffer"].shape == entry["shape"]
-            assert entry["parts"]["momentum_buffer"].eq(2).all(), name
-    _, state = to_torch(whole, model, optimizer)
-    assert state["state"].keys() == {0, 1, 2}
+            assert state["state"][i].keys() == {"momentum_buffer"}
+            assert state["state"][i]["momentum_buffer"].shape == whole.shape
+            assert state["state"][i]["momentum_buffer"].eq(2).all(), name
 
 
 @on_ranks(2)
@@ -190,6 +176,41 @@ def test_parts_that_do_not_fit_are_refused(comms):
     wrong = {**parts, first: {**parts[first], "shape": (1, 2)}}
     with pytest.raises(ValueError, match=rf"expected {first} of shape"):
         load_parts(run.units, [wrong])
+
+
+class Scaled(nn.Module):
+    """Has a parameter without dimensions, whose moments look like a count of steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(7, 3), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.scale * self.layer(x)
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_one_number(comms):
+    for stage in (2, 3):
+        torch.manual_seed(0)
+        run = Run(comms, stage, Scaled())
+        run.steps(0, 1)
+        whole = whole_state(run.units, comms, run.model, run.optimizer)
+        parts = gathered(comms, own_parts(run.units, run.optimizer))
+        run.steps(2)
+        again = Run(comms, 5 - stage, Scaled())
+        load_parts(again.units, parts, again.optimizer)
+        if again.stage < 3:
+            again.sharded.gather()
+        again.steps(2)
+        torch.testing.assert_close(again.weights(), run.weights())
+        alone = comms.subgroup([0])
+        if alone is not None:
+            adam(Scaled().parameters()).load_state_dict(whole[1])
+            single = Run(alone, stage, Scaled())
+            load_parts(single.units, [from_torch(Scaled(), *whole)], single.optimizer)
+            moments = [s["exp_avg"].shape for s in single.optimizer.state.values()]
+            assert sorted(moments) == [(1,), (3,), (21,)]
 
 
 class Own(nn.Module):
