@@ -21,6 +21,7 @@ from microddp.bench.ddp import Batch, models
 from microddp.bench.memory import bytes_alive
 from microddp.bench.rows import report
 from microddp.comms import Comms
+from microddp.hooks import tensors_in
 from microddp.model import elements, parameter_count
 from microddp.performance import bytes_kept
 from microddp.report import MIB
@@ -54,7 +55,7 @@ class Row:
         kept: bytes of parameters, gradients and optimizer on rank 0 after backward.
         predicted: the same, by formula.
         peak: most bytes of those at once, on rank 0: when a block's forward begins, or one of its
-            gradients is there.
+            gradients is there, or that of its input.
         sent: bytes that a rank sends in a step, by formula.
     """
 
@@ -128,9 +129,17 @@ def _bytes(
     def look(*_: object) -> None:
         during.append(bytes_alive())
 
+    def watch(_: nn.Module, inputs: object, output: object) -> None:
+        del output
+        for tensor in tensors_in(inputs):
+            if tensor.requires_grad:
+                tensor.register_hook(look)  # type: ignore[no-untyped-call]
+
     step()
-    hooks = [m.register_forward_pre_hook(look) for m in [*elements(model), model]]
-    for p in model.parameters():
+    blocks = elements(model)
+    hooks = [m.register_forward_pre_hook(look) for m in [*blocks, model]]
+    hooks += [m.register_forward_hook(watch) for m in blocks]
+    for p in model.parameters():  # PyTorch's are called at the end of backward
         hooks.append(p.register_post_accumulate_grad_hook(look))  # type: ignore[no-untyped-call]
     optimizer = step.args[2]  # type: ignore[attr-defined]
     handle = optimizer.register_step_pre_hook(lambda *_: kept.append(bytes_alive()))
