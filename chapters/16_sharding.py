@@ -568,9 +568,9 @@ few.print(f"rank 0 has {here} of {count} values")
 **A module used twice.** When is a layer's gradient complete? A hook on the *module* is called after
 each use, and one on the *parameter* after the last, here before the second of the module's, which
 waits for the gradient of the input. Who averages in the first reduces half a gradient, and frees
-what the other use still needs. (The core reduces a block when backward comes to what forward used
-before it, at its first use. That is at the same place on all ranks, also if one of them has no
-gradient for some of the block's parameters, and waits for none.)
+what the other use still needs. (The core reduces a block when backward has come past its first use,
+to what forward used before. Which of its parameters a rank has used makes no difference: all ranks
+reduce in one order.)
 """
 
 # %%
