@@ -44,10 +44,9 @@ def materialise(
         for places in (m._parameters, m._buffers):
             for name, tensor in places.items():
                 if tensor is not None and tensor.is_meta:
-                    # By what was made for it, maybe by another call.
-                    places[name] = tensor.__dict__.setdefault(
-                        "_microddp_made", _like(tensor, comms.device)
-                    )
+                    if "_microddp_made" not in tensor.__dict__:  # by another call
+                        tensor.__dict__["_microddp_made"] = _like(tensor, comms.device)
+                    places[name] = tensor.__dict__["_microddp_made"]
     return calls
 
 

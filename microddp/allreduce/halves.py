@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from microddp.shared import machines_of
 from microddp.timing import Recorder
 
 Future = torch.futures.Future[torch.Tensor]
+Half = Literal["reduce-scatter", "all-gather"]
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,12 @@ class Halves:
     at_once: bool = False
 
     def start(
-        self, half: str, flat: torch.Tensor, comms: Comms, name: str, timeline: Recorder
+        self, half: Half, flat: torch.Tensor, comms: Comms, name: str, timeline: Recorder
     ) -> Future:
         """Begin one of the two; calls are carried out in their order.
 
         Args:
-            half: ``"reduce-scatter"`` or ``"all-gather"``.
+            half: which.
             flat: a tensor that the ranks divide evenly.
             comms: the ranks.
             name: for the timeline.

@@ -86,12 +86,12 @@ class Course(Averages):
         self.before, self.entered = self.entered, []
         self.inside, self.left = [], []
 
-    def begin_backward(self, units: Sequence[Unit], left: int) -> None:
+    def begin_backward(self, units: Sequence[Unit], left_at: int) -> None:
         """Backward comes to what forward left at an event, and passes what it needed only later."""
         if not self._end_is_told:  # of this backward, or of a nested one
             self._end_is_told = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
-        self._pass([unit for unit in self._begun if unit.first > left])
+        self._pass([unit for unit in self._begun if unit.first > left_at])
         self._begun |= dict.fromkeys(units)
 
     def _pass(self, units: Sequence[Unit]) -> None:
@@ -122,7 +122,7 @@ class Block:
 
     Attributes:
         course: what it has in common with the other blocks of the model.
-        left: number of the event at which forward has left it.
+        left_at: number of the event at which forward has left it.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Block:
         dtype: torch.dtype | None,
     ) -> None:
         self.module, self.units, self.dtype = module, units, dtype
-        self.reshard_after_forward, self.left = reshard_after_forward, 0
+        self.reshard_after_forward, self.left_at = reshard_after_forward, 0
         inner = [block for m in module.modules() if (block := block_of(m))]
         self.course = Course([*inner, self])
         for block in inner:
@@ -166,15 +166,17 @@ class Block:
     def _before_forward(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         # In backward a checkpoint computes again.
         self._gather(None if _in_backward() else self.course.enter(self))
-        cast = partial(_cast, self.dtype)
-        return tree_map_only(torch.Tensor, cast, (args, kwargs)) if self.dtype else (args, kwargs)
+        if self.dtype is not None:
+            args, kwargs = tree_map_only(torch.Tensor, partial(_cast, self.dtype), (args, kwargs))
+        return args, kwargs
 
     def _gather(self, following: Block | None) -> None:
         """Gather this block now; and let the next one come meanwhile."""
-        for block in (self, following) if following else (self,):
-            for unit in block.units:
-                if block is self or not unit.halves.at_once:
-                    unit.begin_gather()
+        for unit in self.units:
+            unit.begin_gather()
+        for unit in following.units if following else ():
+            if not unit.halves.at_once:
+                unit.begin_gather()
         for unit in self.units:
             unit.arrive()
 
@@ -185,21 +187,23 @@ class Block:
             following = course.left[-1] if course.left else None
             course.left.append(self)
             course.inside.remove(self)
-            self.left = course.tick()
+            self.left_at = course.tick()
         leaves = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         for leaf in leaves:
             course.awaited = True
             leaf.register_hook(  # type: ignore[no-untyped-call]
-                partial(self._before_backward, self.left, following)
+                partial(self._before_backward, self.left_at, following)
             )
-        for unit in self.units if self.reshard_after_forward or not leaves else ():
-            if not again and not any(unit in block.units for block in course.inside):
+        if again or (leaves and not self.reshard_after_forward):
+            return
+        for unit in self.units:
+            if not any(unit in block.units for block in course.inside):
                 unit.release()
 
     # ---- backward: gathered, and released where it comes to what was needed earlier
 
-    def _before_backward(self, left: int, following: Block | None, _: torch.Tensor) -> None:
-        self.course.begin_backward(self.units, left)
+    def _before_backward(self, left_at: int, following: Block | None, _: torch.Tensor) -> None:
+        self.course.begin_backward(self.units, left_at)
         self._gather(following)
 
 
@@ -209,7 +213,7 @@ def block_of(module: nn.Module) -> Block | None:
     return block
 
 
-def _cast(dtype: torch.dtype | None, tensor: torch.Tensor) -> torch.Tensor:
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 

@@ -84,13 +84,14 @@ def fully_shard(
     mine = list(dict.fromkeys(_down_to_blocks(module)))
     calls = materialise(mine, comms, initialise)
     shared = {unit: None for m in mine for p in m.parameters(False) if (unit := unit_of(p))}
-    for unit in shared:  # what is written to it here, its block does not keep
-        unit.gather()
-    with torch.no_grad():
-        for call in calls:
-            call()
-    for unit in shared:
-        unit.release()
+    if calls:
+        for unit in shared:  # what is written to it here, its block does not keep
+            unit.gather()
+        with torch.no_grad():
+            for call in calls:
+                call()
+        for unit in shared:
+            unit.release()
     tensors = dict.fromkeys(t for m in mine for t in own_tensors(m) if unit_of(t) is None)
     names = {t: name for name, t in (*module.named_buffers(), *module.named_parameters())}
     check_structure(nn.Module(), comms, {names[t]: describe(t) for t in tensors})

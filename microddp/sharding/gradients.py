@@ -132,7 +132,8 @@ class ShardedGradients(Averages):
             unit.arrive()
 
     def _wait_in(self, part: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        units = [unit for unit in self.units if {*unit.parameters} & {*parameters}]
+        its = set(parameters)
+        units = [unit for unit in self.units if not its.isdisjoint(unit.parameters)]
         self._handles.append(part.register_forward_pre_hook(partial(self._arrive, units)))
 
     def remove(self) -> None:

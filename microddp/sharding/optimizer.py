@@ -89,5 +89,6 @@ def clip_grad_norm(shards: Iterable[nn.Parameter], max_norm: float, comms: Comms
     mine = get_total_norm([p.grad.float() for p in shards if p.grad is not None]).to(comms.device)
     squares = mine.square()
     comms.all_reduce(squares)
-    clip_grads_with_norm_(shards, max_norm, squares.sqrt())
-    return squares.sqrt()
+    norm = squares.sqrt()
+    clip_grads_with_norm_(shards, max_norm, norm)
+    return norm

@@ -77,13 +77,11 @@ def whole_state(
     model = module.state_dict()
     for name, p in module.named_parameters(remove_duplicate=False):
         model[name] = whole[p].get(VALUES, p.detach())
-    state = {i: {**kept} for i, kept in enumerate(whole.values())}
-    for kept in state.values():
-        kept.pop(VALUES, None)
+    kept = [{k: v for k, v in parts.items() if k != VALUES} for parts in whole.values()]
     (group,) = optimizer.state_dict()["param_groups"]
     return model, {
-        "state": {i: kept for i, kept in state.items() if kept},
-        "param_groups": [{**group, "params": [*state]}],
+        "state": {i: state for i, state in enumerate(kept) if state},
+        "param_groups": [{**group, "params": [*range(len(kept))]}],
     }
 
 
@@ -130,14 +128,15 @@ def load_parts(
             if last <= first:
                 continue
             left[name] -= last - first
-            kept = optimizer.state[unit.parts[i]] if optimizer else {}
-            for key, saved_value in entry["parts"].items():
-                value = torch.as_tensor(saved_value)
+            kept = {} if optimizer is None else optimizer.state[unit.parts[i]]
+            for key in [VALUES] if optimizer is None else entry["parts"]:
+                value = torch.as_tensor(entry["parts"][key])
                 if value.dim() == 0 and (shape or key == "step"):
                     kept[key] = value.clone()
                     continue
-                new = torch.zeros_like(mine, dtype=value.dtype)
-                target = mine if key == VALUES else kept.setdefault(key, new)
+                if key != VALUES and key not in kept:
+                    kept[key] = torch.zeros_like(mine, dtype=value.dtype)
+                target = mine if key == VALUES else kept[key]
                 source = value.flatten()[first - begin : last - begin]
                 target[first - there.start : last - there.start] = source
     if missing := [name for name, count in left.items() if count]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from microddp.allreduce import Halves
+from microddp.allreduce import Half, Halves
 from microddp.comms import Comms
 from microddp.hooks import Switchable
 from microddp.timing import NOT_RECORDED, Recorder
@@ -151,7 +151,7 @@ class Unit:
             self._show(self._parts)
             self.whole.untyped_storage().resize_(0)
 
-    def _start(self, half: str, flat: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    def _start(self, half: Half, flat: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         name = f"{half} {self.names[0]} ..."
         self.comms.agree(f"{name} of {len(self.names)} parameters")
         return self.halves.start(half, flat, self.comms, name, self.timeline)

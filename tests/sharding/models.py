@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
 
 SMALL = 0.0005  # MiB: several units, of sizes that no number of ranks divides
 OPTIMIZERS = {
@@ -48,6 +49,19 @@ def storage_bytes(*tensors):
     """Of distinct storages."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
+
+
+def used_twice(comms, recomputed, shard):
+    """A sharded layer after a backward through two uses, and what sharded it.
+
+    Where each use is recomputed in a reentrant checkpoint, it has a backward of its own.
+    """
+    torch.manual_seed(0)
+    layer, x = nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
+    run = partial(checkpoint, layer, use_reentrant=True) if recomputed else layer
+    sharded = shard(layer, comms, carrier="ring")
+    run(torch.tanh(run(x * (comms.rank + 1)))).square().sum().backward()
+    return layer, sharded
 
 
 def by_ddp(comms, kind, steps=20, clip=None):

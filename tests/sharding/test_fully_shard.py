@@ -4,11 +4,10 @@ import copy
 import gc
 import warnings
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 import torch
-from models import OPTIMIZERS, batch, by_ddp, odd, storage_bytes, weights
+from models import OPTIMIZERS, batch, by_ddp, odd, storage_bytes, used_twice, weights
 from ranks import on_ranks
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -264,14 +263,9 @@ def test_a_layer_in_the_midst_that_only_one_rank_uses_keeps_the_order(comms):
 
 @on_ranks(2)
 def test_gradients_that_come_in_several_portions(comms):
-    """A layer in two reentrant checkpoints: each has a backward of its own."""
     ends = []
-    for again in (False, True):
-        torch.manual_seed(0)
-        layer, x = nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
-        run = partial(checkpoint, layer, use_reentrant=True) if again else layer
-        fully_shard(layer, comms, carrier="ring")
-        run(torch.tanh(run(x * (comms.rank + 1)))).square().sum().backward()
+    for recomputed in (False, True):
+        layer, _ = used_twice(comms, recomputed, fully_shard)
         ends.append(torch.cat([p.grad for p in layer.parameters() if p.grad is not None]))
     torch.testing.assert_close(*ends)
 

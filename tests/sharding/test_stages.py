@@ -2,15 +2,13 @@
 
 import copy
 import warnings
-from functools import partial
 
 import torch
-from models import OPTIMIZERS, SMALL, batch, by_ddp, odd, storage_bytes, weights
+from models import OPTIMIZERS, SMALL, batch, by_ddp, odd, storage_bytes, used_twice, weights
 from ranks import on_ranks
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.utils.checkpoint import checkpoint
 
 from microddp.comms import MessageCounter
 from microddp.model import gradient_bytes
@@ -203,14 +201,9 @@ def test_a_second_backward_adds_to_the_mean(comms):
 
 @on_ranks(2)
 def test_gradients_that_come_in_several_portions(comms):
-    """A layer in two reentrant checkpoints: each has a backward of its own."""
     ends = []
-    for again in (False, True):
-        torch.manual_seed(0)
-        layer, x = nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
-        run = partial(checkpoint, layer, use_reentrant=True) if again else layer
-        sharded = ShardedGradients(layer, comms, carrier="ring")
-        run(torch.tanh(run(x * (comms.rank + 1)))).square().sum().backward()
+    for recomputed in (False, True):
+        _, sharded = used_twice(comms, recomputed, ShardedGradients)
         sharded.finish()
         ends.append(torch.cat([p.grad for p in sharded.shards if p.numel()]))
     torch.testing.assert_close(*ends)
