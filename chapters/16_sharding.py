@@ -28,16 +28,11 @@ from microddp import figures
 from microddp.allreduce import ring_all_gather, ring_reduce_scatter
 from microddp.comms import MessageCounter
 from microddp.model import FullMLP, gradient_bytes, parameter_count
+from microddp.parts import clip_grad_norm, load_parts, own_parts
 from microddp.performance import bytes_kept, measure_compute
 from microddp.report import human_bytes, human_seconds, table
 from microddp.schedule import STRATEGIES, take_step
-from microddp.sharding import (
-    clip_grad_norm,
-    fully_shard,
-    load_parts,
-    own_parts,
-    shard_blocks,
-)
+from microddp.sharding import fully_shard, shard_blocks
 from microddp.timing import measure
 
 # %%
@@ -528,7 +523,7 @@ few.print(table(rows, ["published", "", "kept"]))
 
 **The norm of a part.** Clipping scales gradients by the norm of all of them. A rank that has an
 n-th, and takes the norm of that, finds it too small, and each rank another one. The core's
-{func}`~microddp.sharding.optimizer.clip_grad_norm` adds up squares over the ranks:
+{func}`~microddp.parts.clip_grad_norm` adds up squares over the ranks:
 """
 
 # %%
@@ -552,11 +547,11 @@ of itself:
 """
 
 # %%
-mine = own_parts(sharded.course.units)
+mine = own_parts(sharded.course.pieces)
 (alone,) = filter(None, [few.subgroup([each]) for each in range(n)])
 single = shard_blocks(build(), alone)
 try:
-    load_parts(single.course.units, [mine])
+    load_parts(single.course.pieces, alone, [mine])
     assert n == 1
 except ValueError as error:
     few.print(f"{str(error)[:110]} ...")

@@ -25,7 +25,7 @@ def materialise(
             ``reset_parameters()``.
 
     Returns:
-        What is to be called, without gradients, to give it values.
+        What is to be called to give it values.
 
     Raises:
         ValueError: a module cannot initialise itself.
@@ -40,7 +40,7 @@ def materialise(
                 f"rank {comms.rank}: expected initialise, since a {type(m).__name__} on the meta "
                 "device has no reset_parameters(), got None"
             )
-        calls.append(partial(how, m))
+        calls.append(torch.no_grad()(partial(how, m)))
         for places in (m._parameters, m._buffers):
             for name, tensor in places.items():
                 if tensor is not None and tensor.is_meta:

@@ -23,15 +23,8 @@ from microddp.ddp import DDP
 from microddp.hooks import AllReduceHooks, bytes_held
 from microddp.local_sgd import LocalSteps
 from microddp.model import gradient_bytes
-from microddp.sharding import (
-    Block,
-    ShardedGradients,
-    Unit,
-    from_torch,
-    load_parts,
-    shard_blocks,
-    whole_state,
-)
+from microddp.parts import from_torch, load_parts, whole_state
+from microddp.sharding import Averages, Block, ShardedGradients, shard_blocks
 from microddp.timing import NOT_RECORDED, Recorder, TorchDDPWatch
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -426,18 +419,18 @@ class Sharded(Strategy):
             ``"auto"``.
 
     Attributes:
-        units: what is cut into parts.
-        sharded: what cuts it.
+        sharded: what cuts it into parts.
+        parted: what is cut.
     """
 
     averages = overlaps = buckets = True
     replicas = False
-    units: list[Unit]
+    parted: Averages
     sharded: ShardedGradients | Block
 
     def record(self, timeline: Recorder) -> None:
         super().record(timeline)
-        for unit in self.units:
+        for unit in self.parted.units:
             unit.timeline = timeline
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -468,13 +461,13 @@ class Sharded(Strategy):
     def state(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        return whole_state(self.units, self.comms, model, optimizer)
+        return whole_state(self.parted.pieces, self.comms, model, optimizer)
 
     def load(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
         parts = from_torch(model, state["model"], state["optimizer"])
-        load_parts(self.units, [parts], optimizer)
+        load_parts(self.parted.pieces, self.comms, [parts], optimizer)
 
 
 class Zero2(Sharded):
@@ -491,10 +484,9 @@ class Zero2(Sharded):
         carrier: str = AUTO,
     ) -> None:
         super().__init__(model, comms)
-        self.sharded = ShardedGradients(
+        self.sharded = self.parted = ShardedGradients(
             model, comms, bucket_cap_mb, keep_gradients=self.keep_gradients, carrier=carrier
         )
-        self.units = self.sharded.units
 
     def finish(self) -> None:
         self.sharded.finish()
@@ -539,18 +531,18 @@ class Zero3(Sharded):
         del bucket_cap_mb
         super().__init__(model, comms)
         self.sharded = shard_blocks(model, comms, carrier=carrier)
-        self.units = self.sharded.course.units
+        self.parted = self.sharded.course
 
     def sent_bytes(self) -> float:
         stay = {  # from forward to backward
-            unit
-            for block in self.sharded.course.blocks
-            for unit in block.units
-            if not block.reshard_after_forward
+            unit for block in self.sharded.course.blocks for unit in block.units if block.stays
         }
         others = self.comms.world_size - 1
         return float(
-            sum(others * u.part * u.whole.itemsize * (2 + (u not in stay)) for u in self.units)
+            sum(
+                others * unit.part * unit.whole.itemsize * (2 + (unit not in stay))
+                for unit in self.parted.units
+            )
         )
 
 

@@ -17,7 +17,7 @@ FLOORS = (
     ("comms",),
     ("shared", "elastic", "timing", "model", "data"),
     ("allreduce",),
-    ("replicas", "deferred", "hooks", "compression"),
+    ("replicas", "deferred", "parts", "hooks", "compression"),
     ("bucketing", "local_sgd"),
     ("ddp", "sharding"),
     ("schedule",),

@@ -16,9 +16,6 @@ the two halves of an all-reduce. In stage 3 parameters are gathered twice, befor
 backward, and freed in between.
 """
 
-from microddp.sharding.blocks import Block
-from microddp.sharding.fully_shard import fully_shard, shard_blocks
-from microddp.sharding.gradients import ShardedGradients
-from microddp.sharding.optimizer import ShardedOptimizer, clip_grad_norm
-from microddp.sharding.state import from_torch, load_parts, own_parts, whole_state
-from microddp.sharding.unit import Unit
+from microddp.sharding.fully_shard import Block, fully_shard, shard_blocks
+from microddp.sharding.replicated import ShardedGradients, ShardedOptimizer
+from microddp.sharding.unit import Averages

@@ -1,21 +1,31 @@
-"""A module's parameters brought into parts, block by block, also where they never were whole."""
+"""Parameters that are whole only while they are used: stage 3.
+
+The phases of a step: a block is gathered before its forward, and released after it, and gathered
+again before its backward. When backward comes to a block that forward needed earlier, this one's
+is over: it is released, and its gradients are reduce-scattered. Each rank's part of them is handed
+to the parameters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from math import inf
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from microddp.allreduce import AUTO, halves_of
 from microddp.bucketing import check_dense
 from microddp.comms import Comms, describe
 from microddp.deferred import Initialise, materialise, own_tensors
+from microddp.hooks import tensors_in
 from microddp.model import elements
 from microddp.replicas import broadcast_tensors, check_structure
-from microddp.sharding.blocks import Block, block_of
-from microddp.sharding.unit import unit_of, units_of
+from microddp.sharding.unit import Averages, Unit, unit_of, units_of
 
 # Smaller ones cost more to send one by one than it saves to free them.
 LEAST_BYTES = 1 << 18
@@ -84,14 +94,12 @@ def fully_shard(
     mine = list(dict.fromkeys(_down_to_blocks(module)))
     calls = materialise(mine, comms, initialise)
     shared = {unit: None for m in mine for p in m.parameters(False) if (unit := unit_of(p))}
-    if calls:
-        for unit in shared:  # what is written to it here, its block does not keep
-            unit.gather()
-        with torch.no_grad():
-            for call in calls:
-                call()
-        for unit in shared:
-            unit.release()
+    for unit in shared if calls else ():  # what is written to it here, its block does not keep
+        unit.gather()
+    for call in calls:
+        call()
+    for unit in shared:
+        unit.release()
     tensors = dict.fromkeys(t for m in mine for t in own_tensors(m) if unit_of(t) is None)
     names = {t: name for name, t in (*module.named_buffers(), *module.named_parameters())}
     check_structure(nn.Module(), comms, {names[t]: describe(t) for t in tensors})
@@ -101,9 +109,9 @@ def fully_shard(
     units = units_of(own, comms, halves_of(carrier, comms), parted=True, dtypes=dtypes)
     for unit in units:
         unit.release()
-    block = Block(module, [*units, *shared], reshard_after_forward, param_dtype)
-    for unit in block.course.units:  # by their names in this module now
-        unit.names = [names.get(p, n) for p, n in zip(unit.parameters, unit.names, strict=True)]
+    block = Block(module, [*units, *shared], not reshard_after_forward, param_dtype)
+    for member in block.course.members:
+        member.name = names.get(member.parameter, member.name)
     return block
 
 
@@ -125,6 +133,188 @@ def shard_blocks(
         if not inside and sum(p.nbytes for p in block.parameters()) >= least_bytes:
             fully_shard(block, comms, **options)
     return fully_shard(module, comms, reshard_after_forward=False, **options)
+
+
+class Course(Averages):
+    """How the blocks of a model follow each other in a step, and the backward under way.
+
+    Autograd computes backward in the opposite order of forward. So what it has passed when it comes
+    to a block is the same on every rank, whichever parameters a rank has used, and what is sent
+    there is in one order.
+
+    Attributes:
+        blocks: the outermost last.
+        entered: in the order of this forward.
+        before: likewise, of the forward before: what is gathered next.
+        inside: those in which forward is now.
+        left: the one that this forward left last.
+        events: forward came to a block or left it, so often until now.
+        awaited: whether a forward has been whose backward may come.
+    """
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        super().__init__(dict.fromkeys(unit for block in blocks for unit in block.units))
+        self.blocks = blocks
+        self.entered: list[Block] = []
+        self.before: list[Block] = []
+        self.inside: list[Block] = []
+        self.left: Block | None = None
+        self.events, self.awaited = 0, False
+        self._begun: dict[Unit, None] = {}  # backward has come to these, and not passed them
+        self._end_is_told = False
+
+    def enter(self, block: Block) -> Block | None:
+        """Forward comes to a block; the one that followed it last time."""
+        if block is self.blocks[-1] or not self.inside:
+            self._begin_forward()
+        self.entered.append(block)
+        self.inside.append(block)
+        self.events += 1
+        for unit in block.units:
+            unit.first = min(unit.first, self.events)
+        then = self.before[len(self.entered) - 1 :][:2]
+        return then[1] if len(then) == 2 and then[0] is block else None
+
+    def _begin_forward(self) -> None:
+        if self._end_is_told:  # the last backward raised half-way
+            self._begun.clear()
+            self._end_of_backward()
+            for member in self.members:
+                member.hidden = None
+        for unit in self.units:
+            unit.release()
+            unit.first = unit.first if self.awaited else inf
+        self.before, self.entered = self.entered, []
+        self.inside, self.left = [], None
+
+    def begin_backward(self, units: Sequence[Unit], left_at: int) -> None:
+        """Backward comes to what forward left at an event, and passes what it needed only later."""
+        if not self._end_is_told:  # of this backward, or of a nested one
+            self._end_is_told = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+        self._pass([unit for unit in self._begun if unit.first > left_at])
+        self._begun |= dict.fromkeys(units)
+
+    def _pass(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            del self._begun[unit]
+            if unit.trains and self.armed:
+                self.send(unit)
+            unit.release()
+
+    def _end_of_backward(self) -> None:
+        self._pass([*self._begun])
+        self.settle()
+        for unit in self.units:
+            unit.release()
+        self._end_is_told = self.awaited = False
+
+
+class Block:
+    """A module whose parameters are in parts, but for the time of their use.
+
+    :func:`fully_shard` makes it.
+
+    Args:
+        module: whose forward and backward need the units.
+        units: of its own parameters, and those of other blocks that it uses.
+        stays: whether they are whole in between, too.
+        dtype: in which floating point inputs come; default: as they are.
+
+    Attributes:
+        course: what it has in common with the other blocks of the model.
+        left_at: number of the event at which forward has left it.
+    """
+
+    def __init__(
+        self, module: nn.Module, units: Sequence[Unit], stays: bool, dtype: torch.dtype | None
+    ) -> None:
+        self.module, self.units = module, units
+        self.stays, self.dtype, self.left_at = stays, dtype, 0
+        inner = [block for m in module.modules() if (block := block_of(m))]
+        self.course = Course([*inner, self])
+        for block in inner:
+            block.course = self.course
+        self._handles: list[Any] = [
+            module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
+            module.register_forward_hook(self._after_forward),
+        ]
+        module.__dict__["_microddp_block"] = self
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let each backward of the block add to this rank's own gradients, and send none of them.
+
+        They are whole, in the dtype of the gathered parameters, and each rank keeps them until a
+        backward outside of the block.
+        """
+        return self.course.no_sync()
+
+    def remove(self) -> None:
+        """Make all parameters whole, for good. A collective."""
+        for block in self.course.blocks:
+            for handle in block._handles:
+                handle.remove()
+            del block.module.__dict__["_microddp_block"]
+        for unit in self.course.units:
+            unit.gather()
+        for member in self.course.members:  # which may be sharded again
+            del member.parameter.__dict__["_microddp_unit"]
+
+    # ---- forward: gathered, used, released
+
+    def _before_forward(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        # In backward a checkpoint computes again.
+        self._gather(None if _in_backward() else self.course.enter(self))
+        if self.dtype is not None:
+            args, kwargs = tree_map_only(torch.Tensor, self._cast, (args, kwargs))
+        return args, kwargs
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    def _gather(self, following: Block | None) -> None:
+        """Gather this block now; and let the next one come meanwhile."""
+        for unit in self.units:
+            unit.begin_gather()
+        for unit in following.units if following else ():
+            if not unit.halves.at_once:
+                unit.begin_gather()
+        for unit in self.units:
+            unit.arrive()
+
+    def _after_forward(self, _: nn.Module, __: object, output: Any) -> None:
+        course, again, following = self.course, _in_backward(), None
+        if not again:
+            following, course.left = course.left, self
+            course.inside.remove(self)
+            course.events += 1
+            self.left_at = course.events
+        leaves = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        course.awaited |= bool(leaves)
+        for leaf in leaves:
+            leaf.register_hook(  # type: ignore[no-untyped-call]
+                partial(self._before_backward, self.left_at, following)
+            )
+        if again or (leaves and self.stays):
+            return
+        for unit in self.units:
+            if not any(unit in block.units for block in course.inside):
+                unit.release()
+
+    # ---- backward: gathered, and released where it comes to what was needed earlier
+
+    def _before_backward(self, left_at: int, following: Block | None, _: torch.Tensor) -> None:
+        self.course.begin_backward(self.units, left_at)
+        self._gather(following)
+
+
+def block_of(module: nn.Module) -> Block | None:
+    """What a module is sharded by, itself."""
+    return cast(Block | None, module.__dict__.get("_microddp_block"))
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _down_to_blocks(module: nn.Module) -> Iterator[nn.Module]:

@@ -8,9 +8,10 @@ all-gather: the two halves of an all-reduce, with room for an optimizer in betwe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,7 +20,35 @@ from torch.nn.functional import pad
 from microddp.allreduce import Half, Halves
 from microddp.comms import Comms
 from microddp.hooks import Switchable
+from microddp.parts import Piece
 from microddp.timing import NOT_RECORDED, Recorder
+
+Future = torch.futures.Future[torch.Tensor]
+
+
+@dataclass(eq=False)
+class Member(Piece):
+    """A parameter of a unit, and the piece of it that this rank keeps, which may be empty.
+
+    Attributes:
+        parameter: it.
+        place: of its values in the flat tensor.
+        here: of the piece's in this rank's part.
+        whole: a view of the flat tensor.
+        hidden: a gradient of the whole while the parameter is the piece, and the reverse.
+    """
+
+    parameter: nn.Parameter
+    place: slice
+    here: slice
+    whole: torch.Tensor
+    hidden: torch.Tensor | None = None
+
+    def show(self, data: torch.Tensor) -> None:
+        """Let the parameter be the whole or the piece, with the gradient of that."""
+        gradient, self.parameter.grad = self.parameter.grad, None
+        self.parameter.data = data
+        self.parameter.grad, self.hidden = self.hidden, gradient
 
 
 class Unit:
@@ -40,9 +69,8 @@ class Unit:
     Attributes:
         whole: all parameters, which are views of it; without memory while they are released.
         shard: this rank's part.
-        pieces: of the parameters that this rank has something of: its number; which of its values,
-            flattened; and where they are in the part.
-        parts: of each parameter its values in the part, for an optimizer; empty if there are none.
+        members: the parameters.
+        pieces: those that this rank has something of.
         trains: whether there are to be gradients.
         first: of blocks, the number of the event at which forward needed it first.
         timeline: records collectives, and the wait for them.
@@ -58,58 +86,38 @@ class Unit:
         parted: bool = False,
         dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None),
     ) -> None:
-        self.names, self.parameters = list(parameters), list(parameters.values())
         self.comms, self.halves = comms, halves
         self.keep_gradients, self.parted = keep_gradients, parted
-        self.trains = self.parameters[0].requires_grad
-        self.shapes = [p.shape for p in self.parameters]
-        self.sizes = [p.numel() for p in self.parameters]
-        self.part = -(-sum(self.sizes) // comms.world_size)
-        flat = torch.cat([p.detach().flatten() for p in self.parameters])
-        flat = pad(flat, (0, comms.world_size * self.part - len(flat)))
-        whole, reduced = dtypes if flat.is_floating_point() else (None, None)
-        self.whole, self.reduce_dtype = flat.to(whole or flat.dtype), reduced or flat.dtype
+        flat = torch.cat([p.detach().flatten() for p in parameters.values()])
+        self.size, self.part = len(flat), -(-len(flat) // comms.world_size)
+        flat = pad(flat, (0, comms.world_size * self.part - self.size))
+        used, reduced = dtypes if flat.is_floating_point() else (None, None)
+        self.whole, self.reduce_dtype = flat.to(used or flat.dtype), reduced or flat.dtype
         self.shard = self.mine(flat).clone() if parted else self.mine(flat)
-        self.pieces: list[tuple[int, slice, slice]] = []
-        self._parts = [self.shard[:0]] * len(self.names)
+        self.trains = any(p.requires_grad for p in parameters.values())
+        self.members: list[Member] = []
         first, begin = comms.rank * self.part, 0
-        for i, size in enumerate(self.sizes):
-            start, stop = max(first, begin), min(first + self.part, begin + size)
-            if start < stop:
-                here = slice(start - first, stop - first)
-                self.pieces.append((i, slice(start - begin, stop - begin), here))
-                self._parts[i] = self.shard[here]
-            begin += size
-        self.parts = self.parameters
-        if not parted:
-            self.parts = [nn.Parameter(part, self.trains) for part in self._parts]
-        self._views = list(map(torch.Tensor.view, self.values(self.whole), self.shapes))
-        self._hidden: list[torch.Tensor | None] = [None] * len(self.names)
-        self._show(self._views)
-        self.released = False
-        self.first = inf
-        for parameter in self.parameters:
-            parameter.__dict__["_microddp_unit"] = self
-        self._coming: torch.futures.Future[torch.Tensor] | None = None
-        self._reducing: torch.futures.Future[torch.Tensor] | None = None
+        for name, p in parameters.items():
+            end, start = begin + p.numel(), max(first, begin)
+            stop = max(start, min(first + self.part, end))
+            there, here = slice(start - begin, stop - begin), slice(start - first, stop - first)
+            place, own = slice(begin, end), self.shard[here]
+            whole = self.whole[place].view(p.shape)
+            updated = p if parted else nn.Parameter(own, self.trains)
+            self.members.append(Member(name, p.shape, there, own, updated, p, place, here, whole))
+            p.data, begin = whole, end
+            p.__dict__["_microddp_unit"] = self
+        self.pieces = [member for member in self.members if len(member.values)]
+        self.released, self.first = False, inf
+        self._coming: Future | None = None
+        self._reducing: Future | None = None
         self.timeline: Recorder = NOT_RECORDED
 
     # ---- the flat tensor, its parts, and the parameters in it
 
-    def values(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Each parameter's values in a flat tensor, flat themselves."""
-        return torch.split(flat[: sum(self.sizes)], self.sizes)
-
     def mine(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's part of a flat tensor."""
         return flat[self.comms.rank * self.part :][: self.part]
-
-    def _show(self, data: Sequence[torch.Tensor]) -> None:
-        """Let the parameters be these; gradients of the others are hidden until those are back."""
-        for i, parameter in enumerate(self.parameters):
-            gradient, parameter.grad = parameter.grad, None
-            parameter.data = data[i]
-            parameter.grad, self._hidden[i] = self._hidden[i], gradient
 
     # ---- parameters: whole for a while, then in parts again
 
@@ -133,12 +141,13 @@ class Unit:
         """Wait for what is on its way."""
         if self._coming is None:
             return
-        with self.timeline.span(f"wait for {self.names[0]} ...", lane="wait"):
+        with self.timeline.span(f"wait for {self.members[0].name} ...", lane="wait"):
             self._coming.wait()
         self._coming = None
         if self.released:
             self.released = False
-            self._show(self._views)
+            for member in self.members:
+                member.show(member.whole)
 
     def release(self) -> None:
         """Leave this rank's part of each parameter, flat, and give the memory of the whole back.
@@ -148,12 +157,13 @@ class Unit:
         self.arrive()  # though nobody wants it
         if self.parted and not self.released:
             self.released = True
-            self._show(self._parts)
+            for member in self.members:
+                member.show(member.values)
             self.whole.untyped_storage().resize_(0)
 
-    def _start(self, half: Half, flat: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        name = f"{half} {self.names[0]} ..."
-        self.comms.agree(f"{name} of {len(self.names)} parameters")
+    def _start(self, half: Half, flat: torch.Tensor) -> Future:
+        name = f"{half} {self.members[0].name} ..."
+        self.comms.agree(f"{name} of {len(self.members)} parameters")
         return self.halves.start(half, flat, self.comms, name, self.timeline)
 
     # ---- gradients: together, and this rank's part of their mean
@@ -165,47 +175,47 @@ class Unit:
         A collective, in the same order on every rank.
         """
         self.hand_out()  # what came before, of gradients that come in several portions
-        gradients = [p.grad for p in self.parameters]
-        for p in self.parameters:
-            p.grad = None
+        gradients = deque(member.parameter.grad for member in self.members)
+        for member in self.members:
+            member.parameter.grad = None
         self.release()
         flat = torch.empty_like(self.whole, dtype=self.reduce_dtype)
-        flat[sum(self.sizes) :] = 0  # what fills it up
-        for values in self.values(flat):
-            gradient = gradients.pop(0)  # and with the next one its memory goes
+        flat[self.size :] = 0  # what fills it up
+        for member in self.members:
+            gradient = gradients.popleft()  # and with the next one its memory goes
             if gradient is None:
-                values.zero_()
+                flat[member.place] = 0
             else:  # in the precision of the sum
                 gradient = gradient.flatten().to(flat.dtype)
-                torch.mul(gradient, 1 / self.comms.world_size, out=values)
+                torch.mul(gradient, 1 / self.comms.world_size, out=flat[member.place])
         self._reducing = self._start("reduce-scatter", flat)
 
     def hand_out(self) -> None:
         """Add this rank's part of the mean, if that is on its way, to the parts' gradients."""
         if self._reducing is None:
             return
-        with self.timeline.span(f"wait for gradients of {self.names[0]} ...", lane="wait"):
+        with self.timeline.span(f"wait for gradients of {self.members[0].name} ...", lane="wait"):
             mean = self.mine(self._reducing.wait())
         self._reducing = None
-        if not self.keep_gradients:
-            mean = mean.to(self.shard.dtype, copy=True)
-        for i, _, here in self.pieces:
-            before = self.parts[i].grad
-            self.parts[i].grad = mean[here] if before is None else before + mean[here]
-
-    def abandon(self) -> None:
-        """Forget gradients that are whole, of a backward that raised, and what is on its way."""
-        if self._reducing is not None:
-            self._reducing.wait()
-        self._reducing = None
-        self.release()
-        self._hidden = [None] * len(self.names)
+        mean = mean.to(self.shard.dtype, copy=not self.keep_gradients)
+        for member in self.pieces:
+            part, values = member.updated, mean[member.here]
+            part.grad = values if part.grad is None else part.grad + values
 
 
 class Averages(Switchable):
-    """Sends the gradients of units while others are computed, and takes their means in turn."""
+    """Sends the gradients of units while others are computed, and takes their means in turn.
 
-    def __init__(self) -> None:
+    Attributes:
+        units: whose gradients.
+        members: theirs.
+        pieces: likewise.
+    """
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        self.units = list(units)
+        self.members = [member for unit in self.units for member in unit.members]
+        self.pieces = [member for unit in self.units for member in unit.pieces]
         self._on_the_way: deque[Unit] = deque()
 
     def send(self, unit: Unit) -> None:
@@ -234,10 +244,9 @@ def units_of(
     kinds: dict[tuple[object, ...], dict[str, nn.Parameter]] = {}
     for name, p in named.items():
         kinds.setdefault((p.dtype, p.device, p.requires_grad), {})[name] = p
-    return [Unit(members, comms, halves, **options) for members in kinds.values()]
+    return [Unit(alike, comms, halves, **options) for alike in kinds.values()]
 
 
 def unit_of(parameter: torch.Tensor) -> Unit | None:
     """The unit that a parameter is in."""
-    unit: Unit | None = parameter.__dict__.get("_microddp_unit")
-    return unit
+    return cast(Unit | None, parameter.__dict__.get("_microddp_unit"))

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from microddp.comms import MessageCounter
 from microddp.model import Transformer
-from microddp.sharding import clip_grad_norm, fully_shard, shard_blocks
+from microddp.parts import clip_grad_norm
+from microddp.sharding import fully_shard, shard_blocks
 
 
 def sharded_odd(comms, **options):
@@ -318,7 +319,8 @@ def test_lower_precision_and_master_weights(comms):
         right = [p - 0.5 * g.float() for p, g in zip(master, total, strict=True)]
         whole = []
         for unit in sharded.course.units:  # the masters, not what is used
-            whole += unit.values(comms.all_gather(unit.shard).flatten())
+            values = comms.all_gather(unit.shard).flatten()
+            whole += [values[member.place] for member in unit.members]
         for found, expected in zip(whole, right, strict=True):
             tight = reduce_dtype == torch.float32 or comms.world_size == 2
             tolerance = 1e-6 if tight else 1e-3
@@ -355,10 +357,10 @@ def test_a_block_used_twice_in_lower_precision(comms):
         means = {}
         for unit in handle.course.units:
             mine = torch.zeros(unit.part)
-            for i, _, here in unit.pieces:
-                mine[here] = unit.parameters[i].grad
-            values = unit.values(comms.all_gather(mine).flatten())
-            means |= zip(unit.names, values, strict=True)
+            for member in unit.pieces:
+                mine[member.here] = member.parameter.grad
+            values = comms.all_gather(mine).flatten()
+            means |= {member.name: values[member.place] for member in unit.members}
         ends.append(means)
     for name, right in ends[0].items():
         torch.testing.assert_close(ends[1][name], right.flatten(), rtol=0.02, atol=0.02)
@@ -537,6 +539,25 @@ def test_branches_nested_blocks_and_outputs_in_a_dataclass(comms):
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     sharded.remove()
     torch.testing.assert_close(weights(model), weights(reference))
+
+
+@on_ranks(3)
+def test_what_was_made_whole_can_be_sharded_again(comms):
+    """Among fewer ranks, in another precision: nothing of the first time is left."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    fully_shard(model[0], comms)
+    fully_shard(model, comms).remove()
+    pair = comms.subgroup([0, 1])
+    if pair is None:
+        return
+    before = weights(model)
+    fully_shard(model[0], pair, param_dtype=torch.bfloat16)
+    sharded = fully_shard(model, pair, param_dtype=torch.bfloat16)
+    assert all(unit.comms is pair for unit in sharded.course.units)
+    assert model(torch.ones(3, 4)).dtype == torch.bfloat16
+    sharded.remove()
+    torch.testing.assert_close(weights(model)[0], before[0], rtol=0.01, atol=0.01)
 
 
 @on_ranks(2)

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from microddp.comms import MessageCounter
 from microddp.model import gradient_bytes
-from microddp.sharding import ShardedGradients, ShardedOptimizer, clip_grad_norm
+from microddp.parts import clip_grad_norm
+from microddp.sharding import ShardedGradients, ShardedOptimizer
 
 
 def by_stage(comms, kind, steps=20, clip=None, **options):

@@ -9,15 +9,8 @@ from ranks import on_ranks
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from microddp.sharding import (
-    ShardedGradients,
-    from_torch,
-    fully_shard,
-    load_parts,
-    own_parts,
-    shard_blocks,
-    whole_state,
-)
+from microddp.parts import from_torch, load_parts, own_parts, whole_state
+from microddp.sharding import ShardedGradients, fully_shard, shard_blocks
 
 
 def adam(parameters):
@@ -31,12 +24,12 @@ class Run:
         self.comms, self.stage, self.model = comms, stage, model or odd()
         if stage == 3:
             self.sharded = shard_blocks(self.model, comms, least_bytes=1, carrier="ring")
-            self.units, parameters = self.sharded.course.units, list(self.model.parameters())
+            self.pieces, parameters = self.sharded.course.pieces, list(self.model.parameters())
         else:
             self.sharded = ShardedGradients(
                 self.model, comms, 0.0005, keep_gradients=stage == 1, carrier="ring"
             )
-            self.units, parameters = self.sharded.units, self.sharded.shards
+            self.pieces, parameters = self.sharded.pieces, self.sharded.shards
         self.optimizer = adam(parameters)
 
     def steps(self, *numbers):
@@ -75,7 +68,7 @@ def test_the_whole_state_is_that_of_one_process(comms):
             optimizer.step()
             if stage < 3:
                 run.sharded.gather()
-        model, state = whole_state(run.units, comms, run.model, run.optimizer)
+        model, state = whole_state(run.pieces, comms, run.model, run.optimizer)
         if comms.rank > 0:
             kept = [value for state in state["state"].values() for value in state.values()]
             assert all(value.dim() == 0 for value in kept), "values are together on rank 0 only"
@@ -98,8 +91,8 @@ def test_the_whole_state_is_that_of_one_process(comms):
 def test_parts_of_four_ranks_go_on_on_three_and_in_another_stage(comms):
     four = Run(comms, 3)
     four.steps(0, 1, 2)
-    parts = copy.deepcopy(own_parts(four.units, four.optimizer))
-    whole = whole_state(four.units, comms, four.model, four.optimizer)
+    parts = copy.deepcopy(own_parts(four.pieces, four.optimizer))
+    whole = whole_state(four.pieces, comms, four.model, four.optimizer)
     files = gathered(comms, parts)
     three = comms.subgroup([0, 1, 2])
     if three is None:
@@ -108,7 +101,7 @@ def test_parts_of_four_ranks_go_on_on_three_and_in_another_stage(comms):
     for stage in (1, 2, 3):
         torch.manual_seed(5)  # other weights than those that are loaded
         again = Run(three, stage, odd_with_noise())
-        load_parts(again.units, files, again.optimizer)
+        load_parts(again.pieces, three, files, again.optimizer)
         if stage < 3:
             again.sharded.gather()
         again.steps(3, 4)
@@ -152,7 +145,7 @@ def test_state_without_a_count_of_steps_is_whole_too(comms):
     for name, p in model.named_parameters():
         p.grad = None if name == "1.bias" else torch.full_like(p, 2.0)
     optimizer.step()
-    weights, state = whole_state(sharded.course.units, comms, model, optimizer)
+    weights, state = whole_state(sharded.course.pieces, comms, model, optimizer)
     if comms.rank > 0:
         return
     for i, (name, whole) in enumerate(weights.items()):
@@ -168,13 +161,13 @@ def test_state_without_a_count_of_steps_is_whole_too(comms):
 def test_parts_that_do_not_fit_are_refused(comms):
     run = Run(comms, 3)
     run.steps(0)
-    parts = own_parts(run.units)
+    parts = own_parts(run.pieces)
     first = next(iter(parts))
     with pytest.raises(ValueError, match=rf"rank {comms.rank}: expected all values .*{first}"):
-        load_parts(run.units, [{k: v for k, v in parts.items() if k != first}])
+        load_parts(run.pieces, comms, [{k: v for k, v in parts.items() if k != first}])
     wrong = {**parts, first: {**parts[first], "shape": (1, 2)}}
     with pytest.raises(ValueError, match=rf"expected {first} of shape"):
-        load_parts(run.units, [wrong])
+        load_parts(run.pieces, comms, [wrong])
 
 
 class Scaled(nn.Module):
@@ -194,11 +187,11 @@ def test_a_parameter_that_is_one_number(comms):
         torch.manual_seed(0)
         run = Run(comms, stage, Scaled())
         run.steps(0, 1)
-        whole = whole_state(run.units, comms, run.model, run.optimizer)
-        parts = gathered(comms, own_parts(run.units, run.optimizer))
+        whole = whole_state(run.pieces, comms, run.model, run.optimizer)
+        parts = gathered(comms, own_parts(run.pieces, run.optimizer))
         run.steps(2)
         again = Run(comms, 5 - stage, Scaled())
-        load_parts(again.units, parts, again.optimizer)
+        load_parts(again.pieces, comms, parts, again.optimizer)
         if again.stage < 3:
             again.sharded.gather()
         again.steps(2)
@@ -207,7 +200,7 @@ def test_a_parameter_that_is_one_number(comms):
         if alone is not None:
             adam(Scaled().parameters()).load_state_dict(whole[1])
             single = Run(alone, stage, Scaled())
-            load_parts(single.units, [from_torch(Scaled(), *whole)], single.optimizer)
+            load_parts(single.pieces, alone, [from_torch(Scaled(), *whole)], single.optimizer)
             moments = [s["exp_avg"].shape for s in single.optimizer.state.values()]
             assert sorted(moments) == [(1,), (3,), (21,)]
 

@@ -1,9 +1,9 @@
-"""Gradients that are reduce-scattered in buckets during backward: stages 1 and 2."""
+"""Stages 1 and 2: parameters are whole on every rank, what an optimizer keeps is not."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,71 @@ from microddp.bucketing import bucket_caps, check_dense, plan_in_order
 from microddp.comms import Comms
 from microddp.model import elements
 from microddp.replicas import broadcast_parameters, check_structure
-from microddp.sharding.unit import Averages, Unit
+from microddp.sharding.unit import Averages, Member, Unit, unit_of, units_of
+
+
+class ShardedOptimizer:
+    """Any optimizer of single values, on this rank's part of the parameters: ZeRO's stage 1.
+
+    It stands where the optimizer stood. Gradients are averages before its step, by
+    :class:`~microddp.ddp.wrapper.DistributedDataParallel` say; each rank updates an n-th of all
+    values, and the ranks exchange what they updated. What the optimizer keeps, two moments of each
+    value with Adam, is kept of that part only.
+
+    A parameter without a gradient is left alone.
+
+    Args:
+        optimizer_class: treats each value by itself, as SGD, Adam and AdamW do.
+        parameters: or groups of them, as every optimizer takes; equal on all ranks. Those of a
+            group become views of one flat tensor for each dtype.
+        comms: the ranks.
+        carrier: a key of ``microddp.allreduce.HALVES``, or ``"auto"``.
+        options: of the optimizer.
+
+    Attributes:
+        optimizer: of this rank's part.
+
+    Source: Rajbhandari et al., "ZeRO", SC 2020, section 5.1.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        comms: Comms,
+        carrier: str = AUTO,
+        **options: Any,
+    ) -> None:
+        halves = halves_of(carrier, comms)
+        self.units: list[Unit] = []
+        self.optimizer = optimizer_class(parameters, **options)
+        for group in self.optimizer.param_groups:
+            named = {str(i): p for i, p in enumerate(group["params"])}
+            units = units_of(named, comms, halves)
+            group["params"] = [m.updated for unit in units for m in unit.members]
+            self.units += units
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups, for schedules of the learning rate."""
+        return self.optimizer.param_groups
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for unit in self.units:
+            for member in unit.members:
+                member.parameter.grad = member.updated.grad = None
+
+    def step(self) -> None:
+        """Update all parameters by gradients that are averages. A collective."""
+        for unit in self.units:
+            for member in unit.pieces:
+                gradient = member.parameter.grad
+                mine = None if gradient is None else gradient.flatten()[member.there]
+                member.updated.grad = mine
+        self.optimizer.step()
+        for unit in self.units:
+            unit.gather()
 
 
 class ShardedGradients(Averages):
@@ -58,51 +122,50 @@ class ShardedGradients(Averages):
         keep_gradients: bool = False,
         carrier: str = AUTO,
     ) -> None:
-        super().__init__()
         check_dense(module, comms)
         check_structure(module, comms)
         broadcast_parameters(module, comms)
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         plan = plan_in_order(module, range(len(named))[::-1], bucket_caps(bucket_cap_mb))
-        halves = halves_of(carrier, comms)
-        self.units = [
-            Unit(dict(named[i] for i in members), comms, halves, keep_gradients=keep_gradients)
+        alike = (comms, halves_of(carrier, comms))
+        super().__init__(
+            Unit(dict(named[i] for i in members), *alike, keep_gradients=keep_gradients)
             for members in plan
-        ]
+        )
         self._expected = deque(self.units)  # not sent yet, in one order on every rank
-        self._came: dict[Unit, set[int]] = {unit: set() for unit in self.units}
+        self._missing = {unit: set(unit.members) for unit in self.units}
         self._stale = False  # whether parameters are to be gathered yet
         self._handles: list[Any] = [
-            p.register_post_accumulate_grad_hook(partial(self._ready, unit, i))  # type: ignore[no-untyped-call]
+            m.parameter.register_post_accumulate_grad_hook(partial(self._ready, unit, m))  # type: ignore[no-untyped-call]
             for unit in self.units
-            for i, p in enumerate(unit.parameters)
+            for m in unit.members
         ]
         # Each element of a list waits for what it has, and the module for all else.
         blocks = elements(module)
         inside = {m for block in blocks for m in block.modules()}
-        outside = [m for m in module.modules() if m not in inside]
-        for block in blocks:
-            self._wait_in(block, list(block.parameters()))
-        self._wait_in(module, [p for m in outside for p in m.parameters(recurse=False)])
+        outside = [p for m in module.modules() if m not in inside for p in m.parameters(False)]
+        for waits, its in [(module, outside), *((block, block.parameters()) for block in blocks)]:
+            units = list(filter(None, dict.fromkeys(map(unit_of, its))))
+            self._handles.append(waits.register_forward_pre_hook(partial(self._arrive, units)))
 
     @property
     def shards(self) -> list[nn.Parameter]:
         """This rank's part of each parameter, for an optimizer; empty where it has none."""
-        return [part for unit in self.units for part in unit.parts]
+        return [member.updated for member in self.members]
 
-    def _ready(self, unit: Unit, i: int, parameter: torch.Tensor) -> None:
+    def _ready(self, unit: Unit, member: Member, parameter: torch.Tensor) -> None:
         if not self.armed or parameter.grad is None:
             return
-        unit.timeline.mark(unit.names[i])
-        self._came[unit].add(i)
+        unit.timeline.mark(member.name)
+        self._missing[unit].discard(member)
         if unit not in self._expected:  # it comes in several portions
             self._expected.append(unit)
-        while self._expected and len(self._came[self._expected[0]]) == len(self._expected[0].names):
+        while self._expected and not self._missing[self._expected[0]]:
             self._send_next()
 
     def _send_next(self) -> None:
         unit = self._expected.popleft()
-        self._came[unit].clear()
+        self._missing[unit].update(unit.members)
         self.send(unit)
 
     def finish(self) -> None:
@@ -130,11 +193,6 @@ class ShardedGradients(Averages):
         self._stale = False
         for unit in units:
             unit.arrive()
-
-    def _wait_in(self, part: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        its = set(parameters)
-        units = [unit for unit in self.units if not its.isdisjoint(unit.parameters)]
-        self._handles.append(part.register_forward_pre_hook(partial(self._arrive, units)))
 
     def remove(self) -> None:
         """Bring all parameters here, and take the hooks off the module. A collective."""
