@@ -107,8 +107,6 @@ def fully_shard(
     own = {names[t]: t for t in tensors if isinstance(t, nn.Parameter)}
     dtypes = (param_dtype, reduce_dtype)
     units = units_of(own, comms, halves_of(carrier, comms), parted=True, dtypes=dtypes)
-    for unit in units:
-        unit.release()
     block = Block(module, [*units, *shared], not reshard_after_forward, param_dtype)
     for member in block.course.members:
         member.name = names.get(member.parameter, member.name)
@@ -159,9 +157,8 @@ class Course(Averages):
         self.before: list[Block] = []
         self.inside: list[Block] = []
         self.left: Block | None = None
-        self.events, self.awaited = 0, False
+        self.events, self.awaited, self._end_is_told = 0, False, False
         self._begun: dict[Unit, None] = {}  # backward has come to these, and not passed them
-        self._end_is_told = False
 
     def enter(self, block: Block) -> Block | None:
         """Forward comes to a block; the one that followed it last time."""
@@ -250,15 +247,17 @@ class Block:
         return self.course.no_sync()
 
     def remove(self) -> None:
-        """Make all parameters whole, for good. A collective."""
+        """Make all parameters whole, for good, in their own dtype. A collective."""
         for block in self.course.blocks:
             for handle in block._handles:
                 handle.remove()
             del block.module.__dict__["_microddp_block"]
         for unit in self.course.units:
-            unit.gather()
-        for member in self.course.members:  # which may be sharded again
-            del member.parameter.__dict__["_microddp_unit"]
+            unit.release()
+            flat = unit.comms.all_gather(unit.shard).flatten()  # which may be of higher precision
+            for member in unit.members:
+                member.show(flat[member.place].view(member.shape))
+                del member.parameter.__dict__["_microddp_unit"]
 
     # ---- forward: gathered, used, released
 

@@ -54,16 +54,14 @@ class Member(Piece):
 class Unit:
     """Parameters in one flat tensor, this rank's part of it, and the gradients on their way there.
 
-    At first the parameters are whole, and :meth:`release` leaves this rank's part of each.
-
     Args:
         parameters: by name; dense, of one dtype and device, equal on all ranks.
         comms: the ranks.
         halves: reduce-scatter and all-gather.
         keep_gradients: whether the flat tensor of gradients lives as long as this rank's part of
             the mean (stage 1), or that has memory of its own (stages 2 and 3).
-        parted: whether the parameters are to be released (stage 3). The part has memory of its own
-            then, and ``whole`` may have another dtype.
+        parted: whether the parameters are whole only from :meth:`gather` to :meth:`release` (stage
+            3). The part has memory of its own then, and ``whole`` may have another dtype.
         dtypes: of ``whole``, and in which gradients are added up; default: the parameters'.
 
     Attributes:
@@ -112,6 +110,7 @@ class Unit:
         self._coming: Future | None = None
         self._reducing: Future | None = None
         self.timeline: Recorder = NOT_RECORDED
+        self.release()
 
     # ---- the flat tensor, its parts, and the parameters in it
 
