@@ -27,9 +27,6 @@ from microddp.model import elements
 from microddp.replicas import broadcast_tensors, check_structure
 from microddp.sharding.unit import Averages, Unit, unit_of, units_of
 
-# Smaller ones cost more to send one by one than it saves to free them.
-LEAST_BYTES = 1 << 18
-
 
 def fully_shard(
     module: nn.Module,
@@ -114,22 +111,25 @@ def fully_shard(
 
 
 def shard_blocks(
-    module: nn.Module, comms: Comms, least_bytes: int = LEAST_BYTES, **options: Any
+    module: nn.Module, comms: Comms, least_bytes: int = 1 << 18, **options: Any
 ) -> Block:
     """Shard each large element of a module's lists, then the module, which keeps the rest.
 
     What is in no block stays whole from forward to backward, as with PyTorch.
 
     Args:
-        module: with an ``nn.ModuleList`` or ``nn.Sequential`` of what is to be a block.
+        module: with an ``nn.ModuleList`` or ``nn.Sequential`` of what is to be a block. Of lists in
+            a block the elements are none.
         comms: the ranks.
-        least_bytes: of the parameters of a block.
+        least_bytes: of the parameters of a block. Smaller ones cost more to send one by one than it
+            saves to free them.
         options: of :func:`fully_shard`.
     """
+    inside: set[nn.Module] = set()
     for block in elements(module):
-        inside = any(block_of(m) for m in block.modules())
-        if not inside and sum(p.nbytes for p in block.parameters()) >= least_bytes:
+        if block not in inside and sum(p.nbytes for p in block.parameters()) >= least_bytes:
             fully_shard(block, comms, **options)
+            inside.update(block.modules())
     return fully_shard(module, comms, reshard_after_forward=False, **options)
 
 

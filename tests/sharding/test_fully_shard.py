@@ -541,6 +541,18 @@ def test_branches_nested_blocks_and_outputs_in_a_dataclass(comms):
     torch.testing.assert_close(weights(model), weights(reference))
 
 
+@on_ranks(2)
+def test_lists_in_a_block_are_part_of_it(comms):
+    def block():
+        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+
+    model = nn.ModuleDict({"body": nn.Sequential(block(), block()), "head": nn.Linear(64, 2)})
+    sharded = shard_blocks(model, comms, least_bytes=1)
+    body = model["body"]
+    assert [one.module for one in sharded.course.blocks] == [body[0], body[1], model]
+    assert [len(unit.members) for unit in sharded.units] == [2], "the head's"
+
+
 @on_ranks(3)
 def test_what_was_made_whole_can_be_sharded_again(comms):
     """Among fewer ranks, in another precision: nothing of the first time is left."""
