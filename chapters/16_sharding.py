@@ -643,6 +643,7 @@ def outcomes(*kinds):
     return [last_words(*both) for both in said]
 
 
+# %% tags=["plumbing"]
 def on_all_cores():
     """A host in a box has its own; these jobs are on none, and the other ranks wait for them."""
     os.sched_setaffinity(0, range(os.cpu_count()))
