@@ -145,7 +145,7 @@ def load_parts(
                     f"got {tuple(entry['shape'])}"
                 )
             kept = {} if optimizer is None else optimizer.state[piece.updated]
-            keys = [VALUES] if optimizer is None else [*entry["parts"]]
+            keys = [VALUES] if optimizer is None else entry["parts"]
             left[piece.name] -= _take(piece, entry, keys, kept)
     if missing := [name for name, count in left.items() if count]:
         raise ValueError(

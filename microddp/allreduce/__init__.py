@@ -39,7 +39,7 @@ from microddp.allreduce.cost import (
     estimate_communication_time,
     fit_alpha_beta,
 )
-from microddp.allreduce.halves import HALVES, Half, Halves, halves_of
+from microddp.allreduce.halves import HALVES, Future, Half, Halves, halves_of
 from microddp.allreduce.hierarchical import Hierarchy, hierarchical_all_reduce
 from microddp.allreduce.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from microddp.allreduce.shared_memory import (

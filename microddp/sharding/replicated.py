@@ -15,7 +15,7 @@ from microddp.bucketing import bucket_caps, check_dense, plan_in_order
 from microddp.comms import Comms
 from microddp.model import elements
 from microddp.replicas import broadcast_parameters, check_structure
-from microddp.sharding.unit import Averages, Member, Unit, unit_of, units_of
+from microddp.sharding.unit import Averages, Member, Unit, units_of
 
 
 class ShardedOptimizer:
@@ -75,8 +75,7 @@ class ShardedOptimizer:
         for unit in self.units:
             for member in unit.pieces:
                 gradient = member.parameter.grad
-                mine = None if gradient is None else gradient.flatten()[member.there]
-                member.updated.grad = mine
+                member.updated.grad = None if gradient is None else gradient.flatten()[member.there]
         self.optimizer.step()
         for unit in self.units:
             unit.gather()
@@ -141,11 +140,12 @@ class ShardedGradients(Averages):
             for m in unit.members
         ]
         # Each element of a list waits for what it has, and the module for all else.
+        unit_of = {m.parameter: unit for unit in self.units for m in unit.members}
         blocks = elements(module)
         inside = {m for block in blocks for m in block.modules()}
         outside = [p for m in module.modules() if m not in inside for p in m.parameters(False)]
         for waits, its in [(module, outside), *((block, block.parameters()) for block in blocks)]:
-            units = list(filter(None, dict.fromkeys(map(unit_of, its))))
+            units = list(filter(None, dict.fromkeys(map(unit_of.get, its))))
             self._handles.append(waits.register_forward_pre_hook(partial(self._arrive, units)))
 
     @property

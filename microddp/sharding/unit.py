@@ -17,13 +17,11 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from microddp.allreduce import Half, Halves
+from microddp.allreduce import Future, Half, Halves
 from microddp.comms import Comms
 from microddp.hooks import Switchable
 from microddp.parts import Piece
 from microddp.timing import NOT_RECORDED, Recorder
-
-Future = torch.futures.Future[torch.Tensor]
 
 
 @dataclass(eq=False)
@@ -104,7 +102,8 @@ class Unit:
             updated = p if parted else nn.Parameter(own, self.trains)
             self.members.append(Member(name, p.shape, there, own, updated, p, place, here, whole))
             p.data, begin = whole, end
-            p.__dict__["_microddp_unit"] = self
+            if parted:
+                p.__dict__["_microddp_unit"] = self
         self.pieces = [member for member in self.members if len(member.values)]
         self.released, self.first = False, inf
         self._coming: Future | None = None
@@ -247,5 +246,5 @@ def units_of(
 
 
 def unit_of(parameter: torch.Tensor) -> Unit | None:
-    """The unit that a parameter is in."""
+    """The unit that a parameter is in parts by."""
     return cast(Unit | None, parameter.__dict__.get("_microddp_unit"))

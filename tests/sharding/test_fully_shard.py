@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from microddp.comms import MessageCounter
 from microddp.model import Transformer
 from microddp.parts import clip_grad_norm
-from microddp.sharding import fully_shard, shard_blocks
+from microddp.sharding import ShardedGradients, fully_shard, shard_blocks
 
 
 def sharded_odd(comms, **options):
@@ -558,6 +558,7 @@ def test_what_was_made_whole_can_be_sharded_again(comms):
     """Among fewer ranks, in another precision: nothing of the first time is left."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    ShardedGradients(model, comms).remove()
     fully_shard(model[0], comms)
     fully_shard(model, comms).remove()
     pair = comms.subgroup([0, 1])
@@ -566,6 +567,7 @@ def test_what_was_made_whole_can_be_sharded_again(comms):
     before = weights(model)
     fully_shard(model[0], pair, param_dtype=torch.bfloat16)
     sharded = fully_shard(model, pair, param_dtype=torch.bfloat16)
+    assert all(unit.parted for unit in sharded.course.units)
     assert all(unit.comms is pair for unit in sharded.course.units)
     assert model(torch.ones(3, 4)).dtype == torch.bfloat16
     sharded.remove()
