@@ -558,9 +558,9 @@ def test_what_was_made_whole_can_be_sharded_again(comms):
     """Among fewer ranks, in another precision: nothing of the first time is left."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    ShardedGradients(model, comms).remove()
     fully_shard(model[0], comms)
     fully_shard(model, comms).remove()
+    ShardedGradients(model, comms).remove()
     pair = comms.subgroup([0, 1])
     if pair is None:
         return
