@@ -1,15 +1,22 @@
 """Where members meet: a small server that knows who is there, and says who trains together.
 
-A program of its own, run by its path as ``meeting.py SOCKET LEAST PARENT`` with a listening socket,
-so that it starts without PyTorch, and lives on while the member that started it is stopped. It ends
-with that member.
+A program of its own, run by its path as ``meeting.py SOCKET LEAST PARENT`` with a listening socket
+and the job's secret as standard input, so that it starts without PyTorch, and lives on while the
+member that started it is stopped. It ends with that member.
 
-A member keeps one connection, and each line on it is JSON. It says who it is, and which generation
-it was in last (0: none): ``{"name": ..., "number": 3, "members": [...]}``. Whenever it wants to be
-in the next one, it says ``{"come": {...}}`` with what the others are to know of it. To all who have
-come the answer is ``{"number": 4, "members": [[name, {...}], ...]}`` in rank order: those who were
-in the generation before keep theirs. Meanwhile, who trains is told ``{"waiting": true}``. A
-``{"done": true}`` from a member is passed to all who wait.
+A member keeps one connection, and each line on it is JSON. First both ends prove that they know
+the secret, without saying it; what one has seen proves nothing on another connection::
+
+    server  {"challenge": C}
+    member  {"name": NAME, "nonce": N, "proof": proof(secret, "member", C, N, NAME)}
+    server  {"proof": proof(secret, "meeting", C, N, NAME)}
+
+Then the member says which generation it was in last (0: none): ``{"number": 3, "members": [...]}``.
+Whenever it wants to be in the next one, it says ``{"come": {...}}`` with what the others are to
+know of it. To all who have come the answer is ``{"number": 4, "members": [[name, {...}], ...]}`` in
+rank order: those who were in the generation before keep theirs. Meanwhile, who trains is told
+``{"waiting": true}``. A ``{"done": true}`` from a member is passed to all who wait. Whoever proves
+nothing, or says anything else, is closed, and named in a line of standard error.
 
 Who is connected is alive, at least its machine says so. A killed process is disconnected by the
 kernel at once; a stopped one, or one behind a cut line, stays connected and does not come.
@@ -19,12 +26,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import json
 import os
+import re
+import secrets
+import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +44,90 @@ BEGIN = 1.0
 HUNG = 2.0  # seconds for which those who came wait for a member that is connected
 TICK = 0.02
 
+LINE_BYTES = 1 << 18  # of one message: a generation of a thousand members
+# Seconds for a proof: a member in the midst of a long step does not answer at once. So many
+# connections may be without one at a time; of more, the oldest are closed.
+PROOF_SECONDS, UNPROVEN = 30.0, 64
+
+
+# ---- what a line may be
+
+Form = Mapping[str, Callable[[Any], object]]
+
+
+def _text(pattern: str) -> Callable[[Any], object]:
+    whole = re.compile(pattern, re.ASCII)
+    return lambda value: isinstance(value, str) and whole.fullmatch(value)
+
+
+def _number(least: int, most: int) -> Callable[[Any], object]:
+    return lambda value: type(value) is int and least <= value <= most
+
+
+def _list(each: Callable[[Any], object]) -> Callable[[Any], object]:
+    return lambda value: isinstance(value, list) and all(map(each, value))
+
+
+def _is_member(value: Any) -> object:
+    return isinstance(value, list) and len(value) == 2 and NAME(value[0]) and fits(value[1], PLACE)
+
+
+def _is_true(value: Any) -> bool:
+    return value is True
+
+
+NAME, _HEX = _text(r"[\w.-]{1,300}"), _text("[0-9a-f]{64}")
+_COUNT = _number(0, 2**53)
+PLACE: Form = {
+    "steps": _number(-1, 2**53),
+    "address": _text(r"[\w.:%]{1,100}"),
+    "port": _number(1, 2**16 - 1),
+    "machine": NAME,
+}
+# From members, in this order: a proof, what it has seen, then one of the last two, again and again.
+PROOF: Form = {"name": NAME, "nonce": _HEX, "proof": _HEX}
+SEEN: Form = {"number": _COUNT, "members": _list(NAME)}
+COME: Form = {"come": lambda value: fits(value, PLACE)}
+DONE: Form = {"done": _is_true}
+# From the server, which may say DONE, too.
+CHALLENGE: Form = {"challenge": _HEX}
+ADMITTED: Form = {"proof": _HEX}
+REFUSED: Form = {"refused": _is_true}
+WAITING: Form = {"waiting": _is_true}
+GENERATION: Form = {"number": _COUNT, "members": _list(_is_member)}
+
+
+def fits(value: Any, form: Form) -> bool:
+    """Whether a value is a dictionary of exactly these keys, with values that may be theirs."""
+    return (
+        isinstance(value, dict)
+        and value.keys() == form.keys()
+        and all(may_be(value[key]) for key, may_be in form.items())
+    )
+
+
+def read(line: bytes, *forms: Form) -> dict[str, Any]:
+    """The message of a line.
+
+    Raises:
+        ValueError: it is none of these forms; it names them, and what came.
+    """
+    with contextlib.suppress(ValueError, RecursionError):  # no JSON, or lists in lists in lists
+        message = json.loads(line)
+        if any(fits(message, form) for form in forms):
+            return message  # type: ignore[no-any-return]
+    expected = " or ".join("{" + ", ".join(form) + "}" for form in forms)
+    came = f"{line[:40]!r}, {len(line)} bytes" if line else "the end"
+    raise ValueError(f"expected {expected}, got {came}")
+
+
+def proof(secret: bytes, *parts: str) -> str:
+    """What only those can say of these texts who know the secret. HMAC-SHA256, in hexadecimal."""
+    return hmac.new(secret, json.dumps(["microddp", *parts]).encode(), "sha256").hexdigest()
+
+
+# ---- who meets
+
 
 @dataclass
 class Meeting:
@@ -40,8 +135,10 @@ class Meeting:
 
     Attributes:
         least: members of a generation.
+        secret: of the job.
         number: of the last generation, 0 before the first.
         members: that were in it, by rank.
+        unproven: connections that have not proved yet that they belong, the oldest first.
         connected: who is there.
         come: what those who want to be in the next generation say of themselves.
         done: whether the job is over.
@@ -49,8 +146,10 @@ class Meeting:
     """
 
     least: int
+    secret: bytes
     number: int = 0
     members: list[str] = field(default_factory=list)
+    unproven: dict[asyncio.StreamWriter, None] = field(default_factory=dict)
     connected: dict[str, asyncio.StreamWriter] = field(default_factory=dict)
     come: dict[str, Any] = field(default_factory=dict)
     done: bool = False
@@ -58,32 +157,67 @@ class Meeting:
     changed: float = field(default_factory=time.monotonic)
 
     async def receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve a member until it is gone."""
+        """Serve a connection until it is gone, or closed for what it says."""
         name = ""
-        with contextlib.suppress(OSError, ValueError):
+        try:
+            name = await self.prove(reader, writer)
+            self.know(name, read(await reader.readline(), SEEN), writer)
             while line := await reader.readline():
-                message = json.loads(line)
-                if "name" in message:
-                    name = message["name"]
-                    self.know(name, message["number"], message["members"], writer)
-                elif "done" in message:
+                message = read(line, COME, DONE)
+                if self.connected.get(name) is not writer:
+                    raise ValueError("expected one connection of a member, got a second one")
+                if "done" in message:
                     self.done = True
                 else:
                     self.come[name] = message["come"]
                     self.changed = time.monotonic()
                 self.call()
-        if self.connected.get(name) is writer:
-            del self.connected[name]
-            self.come.pop(name, None)
-        writer.close()
+        except ValueError as error:  # of readline's, too: a line that is too long
+            address = writer.get_extra_info("peername") or ("who has gone",)
+            who = name or ":".join(map(str, address[:2]))
+            print(f"The meeting has closed {who}: {error}", file=sys.stderr, flush=True)
+        except OSError:
+            pass  # it is gone
+        finally:
+            if self.connected.get(name) is writer:
+                del self.connected[name]
+                self.come.pop(name, None)
+            writer.close()
 
-    def know(
-        self, name: str, number: int, members: list[str], writer: asyncio.StreamWriter
-    ) -> None:
+    async def prove(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
+        """Prove both ends to each other; the member's name.
+
+        Raises:
+            OSError: it was gone before it said anything.
+            ValueError: it has proved nothing.
+        """
+        self.unproven[writer] = None
+        if len(self.unproven) > UNPROVEN:
+            next(iter(self.unproven)).transport.abort()
+        challenge = secrets.token_hex(32)
+        try:
+            tell(writer, {"challenge": challenge})
+            async with asyncio.timeout(PROOF_SECONDS):
+                if not (line := await reader.readline()):
+                    raise ConnectionResetError
+            message = read(line, PROOF)
+        except TimeoutError:
+            raise ValueError(f"expected a proof within {PROOF_SECONDS:g} s, got none") from None
+        finally:
+            del self.unproven[writer]
+        texts = challenge, message["nonce"], message["name"]
+        if not hmac.compare_digest(proof(self.secret, "member", *texts), message["proof"]):
+            tell(writer, {"refused": True})
+            raise ValueError(f"expected the job's secret, got another one from {message['name']}")
+        tell(writer, {"proof": proof(self.secret, "meeting", *texts)})
+        return str(message["name"])
+
+    def know(self, name: str, seen: Mapping[str, Any], writer: asyncio.StreamWriter) -> None:
         """Take note of a member, and of the generation that it has seen."""
         self.connected[name] = writer
-        if number > self.number:  # the server before this one is gone
-            self.number, self.members = number, members
+        if seen["number"] > self.number:  # the server before this one is gone
+            self.number, self.members = seen["number"], seen["members"]
+        self.call()
 
     def call(self) -> None:
         """Tell those who train that they are to come: some wait, or the others went on without."""
@@ -127,21 +261,26 @@ class Meeting:
     def send(self, message: dict[str, Any], names: Iterable[str]) -> None:
         """Send a line to some members; one that is gone will be noticed by its reader."""
         for name in names:
-            self.connected[name].write(json.dumps(message).encode() + b"\n")
+            tell(self.connected[name], message)
 
 
-async def serve(listening: socket.socket, least: int, parent: int) -> None:
+def tell(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
+    """Send a line, sooner or later."""
+    writer.write(json.dumps(message).encode() + b"\n")
+
+
+async def serve(meeting: Meeting, listening: socket.socket, parent: int) -> None:
     """Be the server until the process that started this one is gone."""
-    meeting = Meeting(least)
-    server = await asyncio.start_server(meeting.receive, sock=listening)
-    async with server:
-        while os.getppid() == parent:
-            await asyncio.sleep(TICK)
-            meeting.close()
+    # Never closed: since Python 3.12 a server that is waits for all its connections to end.
+    await asyncio.start_server(meeting.receive, sock=listening, limit=LINE_BYTES)
+    while os.getppid() == parent:
+        await asyncio.sleep(TICK)
+        meeting.close()
     os._exit(0)  # at once: to be cancelled, each connection's task would print a traceback
 
 
 if __name__ == "__main__":
-    handle, *numbers = map(int, sys.argv[1:])
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve(socket.socket(fileno=handle), *numbers))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is its parent's to end, or to go on
+    handle, least, parent = map(int, sys.argv[1:])
+    meeting = Meeting(least, sys.stdin.buffer.read())
+    asyncio.run(serve(meeting, socket.socket(fileno=handle), parent))

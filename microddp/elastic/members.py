@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import secrets
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +21,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from microddp.comms import Comms
 from microddp.comms.job import end_of_gloo, form_group, patience
 from microddp.elastic import meeting
+from microddp.elastic.line import Line
+from microddp.elastic.secret import find_secret, home
 
 TIMEOUT = 10.0  # seconds, unless MICRODDP_TIMEOUT says more: how long a hung rank goes unnoticed
 PATIENCE = 300.0  # seconds to find the meeting, and enough members there
@@ -53,10 +55,11 @@ class Members:
     A process that is killed, hung or unreachable is left behind by the others, and one that comes
     later is taken in when the others next :meth:`meet`. Close it at the end.
 
-    The meeting is a server of a few lines, ``meeting.py``. Whoever finds none at the address, and
-    has that address, starts it, and it ends with that process; then another one on that machine
-    does. So a job lives as long as one member there, or one that is started there within
-    ``PATIENCE`` seconds.
+    The meeting is a small server, ``meeting.py``. Whoever finds none at the address, and has that
+    address, starts it, and it ends with that process; then another one on that machine does. So a
+    job lives as long as one member there, or one that is started there within ``PATIENCE`` seconds.
+    It takes in nobody who does not know the job's secret: ``MICRODDP_SECRET``, or what
+    :func:`~microddp.elastic.secret.find_secret` finds in a file of this user's.
 
     Args:
         address: as ``"10.0.0.1:29400"``, the same for all.
@@ -65,7 +68,7 @@ class Members:
             ``MICRODDP_TIMEOUT``, or 10.
 
     Raises:
-        ValueError: the address, the number or the time-out cannot be.
+        ValueError: the address, the number or the time-out cannot be, or there is no secret.
 
     Source: in the spirit of torchft's lighthouse, and of the rendezvous of torchrun.
     """
@@ -78,10 +81,11 @@ class Members:
             )
         self.host, self.port, self.least = host, int(port), least
         self.timeout = patience(timeout, TIMEOUT)
-        self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self.machine = re.sub(r"[^\w.-]", "_", socket.gethostname(), flags=re.ASCII)
+        self.name = f"{self.machine}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._secret = find_secret()
         self._last: tuple[int, list[str]] = (0, [])
-        self._line: socket.socket | None = None
-        self._received = b""
+        self._line: Line | None = None
         self._server: subprocess.Popen[bytes] | None = None
         self._waiting = False
         self._looked = 0.0
@@ -98,26 +102,30 @@ class Members:
 
         Raises:
             RuntimeError: there was no meeting, or too few came, for ``PATIENCE`` seconds.
+            ValueError: who answers at the address does not share this job's secret, and never did.
         """
         deadline = time.monotonic() + PATIENCE
+        problem = ""
         while time.monotonic() < deadline:
             self._leave()
-            # For the others, should this process become rank 0: where they make their group.
-            with socket.create_server(("", 0)) as listening:
-                answer = self._come(steps, listening.getsockname()[1], deadline)
-                if answer is None:
-                    return None
-                number, members = answer["number"], answer["members"]
-                self._last, self._waiting = (number, [name for name, _ in members]), False
-                try:
-                    self._comms = comms = self._form_group(number, members, listening)
-                except RuntimeError:  # one was lost meanwhile
-                    time.sleep(PAUSE)
-                    continue
-            return Generation(number, comms, tuple(told["steps"] for _, told in members))
+            try:
+                line = self._reach()
+                # For the others, should this process become rank 0: where they make their group.
+                with socket.create_server((line.address, 0), family=line.family) as listening:
+                    answer = self._come(line, steps, listening.getsockname()[1], deadline)
+                    if "done" in answer:
+                        return None
+                    number, members = answer["number"], answer["members"]
+                    self._last = number, [name for name, _ in members]
+                    self._comms = self._form_group(number, members, listening)
+                steps_of_all = tuple(told["steps"] for _, told in members)
+                return Generation(number, self._comms, steps_of_all)
+            except (OSError, RuntimeError) as error:  # the latter: one was lost meanwhile
+                problem = str(error)
+                time.sleep(PAUSE)
         raise RuntimeError(
             f"{self.name}: expected at least {self.least} members at {self.host}:{self.port} "
-            f"within {PATIENCE:g} s"
+            f"within {PATIENCE:g} s; the last try: {problem}"
         )
 
     def others_wait(self) -> bool:
@@ -129,8 +137,9 @@ class Members:
             self._looked = time.monotonic()
             with suppress(OSError):
                 self._connect(limit=PAUSE)
-        for message in self._messages(wait=0.0):
-            self._waiting |= "waiting" in message
+                self._messages(wait=PAUSE)  # it speaks first
+        with suppress(OSError):
+            self._waiting |= any("waiting" in message for message in self._messages(wait=0.0))
         return self._waiting
 
     @property
@@ -147,13 +156,13 @@ class Members:
     def done(self) -> None:
         """Say that the job is over, so that who waits to join ends."""
         with suppress(OSError):
-            self._send({"done": True})
+            if self._line and self._line.proven:
+                self._line.send({"done": True})
 
     def close(self) -> None:
         """Leave the group and the meeting."""
         self._leave()
-        if self._line is not None:
-            self._line.close()
+        self._hang_up()
         if self._server is not None:
             time.sleep(PAUSE)  # it may have something to pass on
             self._server.kill()
@@ -175,32 +184,37 @@ class Members:
             end_of_gloo(self._comms)
             self._comms = None
 
-    def _come(self, steps: int, port: int, deadline: float) -> dict[str, Any] | None:
+    def _reach(self) -> Line:
+        """The connection to the meeting, when both ends have proved that they belong."""
+        line = self._line or self._connect(limit=self.timeout)
+        deadline = time.monotonic() + self.timeout
+        while not line.proven:
+            if time.monotonic() > deadline:
+                self._hang_up()
+                raise TimeoutError(f"what answers there proves nothing in {self.timeout:g} s")
+            self._messages(wait=self.timeout)
+        return line
+
+    def _come(self, line: Line, steps: int, port: int, deadline: float) -> dict[str, Any]:
         """Say that this process wants to be in the next generation, until it is told of it."""
-        while time.monotonic() < deadline:
-            with suppress(OSError):
-                line = self._line or self._connect(limit=self.timeout)
-                address = line.getsockname()[0]
-                told = {"steps": steps, "address": address, "port": port}
-                self._send({"come": {**told, "machine": socket.gethostname()}})
-                while self._line and time.monotonic() < deadline:
-                    for message in self._messages(wait=1.0):
-                        if "done" in message:
-                            return None
-                        if "number" in message:
-                            return message
-            time.sleep(PAUSE)
-        raise RuntimeError(
-            f"{self.name}: expected at least {self.least} members at {self.host}:{self.port} "
-            f"within {PATIENCE:g} s"
-        )
+        told = {"steps": steps, "address": line.address, "port": port, "machine": self.machine}
+        line.send({"come": told})
+        answer: dict[str, Any] = {}
+        while not answer:
+            if time.monotonic() > deadline:
+                raise TimeoutError("too few have come")
+            for message in self._messages(wait=1.0):
+                self._waiting = "waiting" in message
+                if not self._waiting:
+                    answer = message
+        return answer
 
     def _form_group(
         self, number: int, members: Sequence[tuple[str, dict[str, Any]]], listening: socket.socket
     ) -> Comms:
         rank = [name for name, _ in members].index(self.name)
         first = members[0][1]
-        here = [i for i, (_, told) in enumerate(members) if told["machine"] == socket.gethostname()]
+        here = [i for i, (_, told) in enumerate(members) if told["machine"] == self.machine]
         store = TCPStore(
             first["address"],
             first["port"],
@@ -219,52 +233,56 @@ class Members:
             timeout=self.timeout,
         )
 
-    def _connect(self, limit: float) -> socket.socket:
+    def _connect(self, limit: float) -> Line:
         """Find the meeting, or start it where its address is this machine's and nobody has it."""
         if self._server is None or self._server.poll() is not None:
             self._start_server()
-        line = socket.create_connection((self.host, self.port), timeout=limit)
-        self._line, self._received = line, b""
         number, members = self._last
-        self._send({"name": self.name, "number": number, "members": members})
-        return line
+        seen = {"number": number, "members": members}
+        self._line = Line((self.host, self.port), self._secret, self.name, seen, limit)
+        return self._line
 
     def _start_server(self) -> None:
         try:
-            socket.create_server((self.host, 0)).close()  # is it ours?
-            listening = socket.create_server(("", self.port))
-        except OSError:
+            listening = socket.create_server((self.host, self.port))
+        except OSError:  # it is another machine's, or somebody has it
             return
         arguments = listening.fileno(), self.least, os.getpid()
         with listening:
             self._server = subprocess.Popen(
                 [sys.executable, "-I", meeting.__file__, *map(str, arguments)],
                 pass_fds=[listening.fileno()],
+                stdin=subprocess.PIPE,  # where nobody can look
             )
+        assert self._server.stdin is not None
+        with suppress(BrokenPipeError), self._server.stdin as secret:
+            secret.write(self._secret)
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _messages(self, wait: float) -> list[dict[str, Any]]:
+        """What the meeting says within so many seconds.
+
+        Raises:
+            OSError: there is no connection any more.
+            ValueError: who answers does not share this job's secret, and never did.
+        """
         if self._line is None:
-            raise OSError("not connected")
+            raise ConnectionError("there is no connection")
         try:
-            self._line.sendall(json.dumps(message).encode() + b"\n")
+            return self._line.messages(wait)
         except OSError:
-            self._line = None
+            self._hang_up()
             raise
+        except ValueError as error:
+            self._hang_up()
+            where = f"{self.name}: expected this job's meeting at {self.host}:{self.port}"
+            if self._last[0]:  # it was there, and may come back
+                raise ConnectionError(f"{where}: {error}") from error
+            raise ValueError(
+                f"{where}: {error}. All members need the same secret: set MICRODDP_SECRET for each "
+                f"of them, or give each user the same file {home()}"
+            ) from error
 
-    def _messages(self, wait: float) -> Iterator[dict[str, Any]]:
-        """What the server says within so many seconds, up to the first."""
-        if self._line is None:
-            return
-        try:
-            self._line.settimeout(wait)
-            data = self._line.recv(1 << 16)
-        except (BlockingIOError, TimeoutError):
-            return
-        except OSError:
-            data = b""
-        if not data:
+    def _hang_up(self) -> None:
+        if self._line is not None:
             self._line.close()
             self._line = None
-            return
-        *lines, self._received = (self._received + data).split(b"\n")
-        yield from map(json.loads, lines)

@@ -26,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
     except ValueError as error:
         problem = str(error)
+        if config is not None:  # a member's: it is no rank of torchrun's that the others hear of
+            sys.exit(f"microddp.train: error: {problem}")
     with init() as comms:
         try:
             comms.fail_together(problem, "options that can be used", ValueError)

@@ -1,0 +1,111 @@
+"""A member's connection to the meeting: both ends prove that they belong, then they talk."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from microddp.elastic.meeting import (
+    ADMITTED,
+    CHALLENGE,
+    DONE,
+    GENERATION,
+    LINE_BYTES,
+    REFUSED,
+    WAITING,
+    proof,
+    read,
+)
+
+SEND_SECONDS = 5.0  # for a line of bytes, which the kernel takes at once unless nobody reads
+
+
+class Line:
+    """A connection, which proves itself as its messages are asked for.
+
+    Args:
+        address: of the meeting, host and port.
+        secret: of the job.
+        name: of this member.
+        seen: what to say of itself when both ends are proved.
+        limit: seconds to connect.
+
+    Attributes:
+        proven: whether both ends have proved that they know the secret.
+        address: of this end, as the other one sees it.
+
+    Raises:
+        OSError: nobody answers there.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        secret: bytes,
+        name: str,
+        seen: Mapping[str, Any],
+        limit: float,
+    ) -> None:
+        self.proven = False
+        self._secret, self._name, self._seen = secret, name, seen
+        self._nonce, self._expected = secrets.token_hex(32), ""
+        self._received = b""
+        self._socket = socket.create_connection(address, timeout=limit)
+        self.address: str = self._socket.getsockname()[0]
+        self.family = self._socket.family
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a line.
+
+        Raises:
+            OSError: the connection is lost.
+        """
+        self._socket.settimeout(SEND_SECONDS)
+        self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def messages(self, wait: float) -> list[dict[str, Any]]:
+        """What the meeting has said, after so many seconds at most; not what proves it.
+
+        Raises:
+            OSError: the connection is lost.
+            ValueError: what answers is not this job's meeting, does not take this process for a
+                member, or says what no meeting says.
+        """
+        self._socket.settimeout(wait)
+        try:
+            data = self._socket.recv(LINE_BYTES)
+        except (BlockingIOError, TimeoutError):
+            return []
+        if not data:
+            raise ConnectionResetError("the meeting has closed the connection")
+        *lines, self._received = (self._received + data).split(b"\n")
+        if len(self._received) > LINE_BYTES:
+            raise ValueError(f"expected lines of at most {LINE_BYTES} bytes, got a longer one")
+        said = []
+        for line in lines:
+            if self.proven:
+                said.append(read(line, GENERATION, WAITING, DONE))
+            else:
+                self._prove(line)
+        return said
+
+    def _prove(self, line: bytes) -> None:
+        message = read(line, *((ADMITTED, REFUSED) if self._expected else (CHALLENGE,)))
+        if "challenge" in message:
+            texts = message["challenge"], self._nonce, self._name
+            self._expected = proof(self._secret, "meeting", *texts)
+            mine = proof(self._secret, "member", *texts)
+            self.send({"name": self._name, "nonce": self._nonce, "proof": mine})
+        elif "refused" in message or not hmac.compare_digest(message["proof"], self._expected):
+            raise ValueError("what answers there has another secret")
+        else:
+            self.proven = True
+            self.send(self._seen)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
