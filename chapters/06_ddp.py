@@ -235,9 +235,10 @@ Batch normalisation keeps a running mean and variance of what it has seen, in bu
 flows into them, so nothing averages them.
 
 **Predict.** Without help, each rank has the statistics of its own shards. With
-`broadcast_buffers=True`, the default, a forward pass starts from rank 0's. But the pass then
+`forward_sync_buffers=True`, the default, a forward pass starts from rank 0's. But the pass then
 adds each rank's own batch, so the ranks agree at the start of a pass and not after it. And what
-they agree on has seen no samples but rank 0's.
+they agree on has seen no samples but rank 0's. (Before PyTorch 2.13 the argument was
+`broadcast_buffers`. With `False` that one skips the copy at construction, too.)
 """
 
 
@@ -259,15 +260,15 @@ def new_cnn():
 # %%
 alone = statistics(train(new_cnn(), batches(0, 1)))
 rows = []
-for broadcast in (False, True):
-    cnn = train(DDP(new_cnn(), comms, broadcast_buffers=broadcast), batches(rank, n))
+for sync in (False, True):
+    cnn = train(DDP(new_cnn(), comms, forward_sync_buffers=sync), batches(rank, n))
     trained = comms.all_gather(statistics(cnn))
     cnn.eval()(digits.test.tensors[0].double())
     evaluated = comms.all_gather(statistics(cnn))
-    rows.append((broadcast, apart(trained), apart(evaluated), distance(evaluated[0], alone)))
+    rows.append((sync, apart(trained), apart(evaluated), distance(evaluated[0], alone)))
 
 # %% tags=["plumbing"]
-headers = ["broadcast_buffers", "trained", "evaluated", "rank 0 and one device"]
+headers = ["forward_sync_buffers", "trained", "evaluated", "rank 0 and one device"]
 comms.print("relative distance of statistics: between ranks, and of rank 0 to one device")
 comms.print(table(rows, headers, floats=".1e"))
 assert rows[1][2] == 0.0
@@ -731,8 +732,14 @@ lie on one side of 1 does the run tell two steps apart.
 The two constructors, compared:
 """
 
+
 # %%
-ours_takes, theirs_takes = (set(inspect.signature(kind).parameters) for kind in (DDP, TorchDDP))
+def arguments_of(kind):
+    parameters = inspect.signature(kind).parameters.values()
+    return {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
+
+
+ours_takes, theirs_takes = arguments_of(DDP), arguments_of(TorchDDP)
 for whose, only in ("PyTorch's", theirs_takes - ours_takes), ("ours", ours_takes - theirs_takes):
     comms.print(fill(f"only {whose}: {', '.join(sorted(only))}", 90))
 
@@ -740,15 +747,17 @@ for whose, only in ("PyTorch's", theirs_takes - ours_takes), ("ours", ours_takes
 """
 What PyTorch's arguments are for:
 
-- `device_ids` moves inputs to the device, which here is the loop's work. `output_device` and `dim`
-  are left from the time when one process scattered inputs to several.
+- `init_sync=False` skips the constructor's checks and broadcasts.
 - `mixed_precision` keeps parameters in `float32` and computes in less, as autocast does, and can
   send gradients in less, which takes a hook here.
 - `delay_all_reduce_named_params` and `param_to_hook_all_reduce` average some gradients later, after
   the others. `device_mesh` serves models that are split as well as copied.
 - `bucket_cap_mb_list`, `batched_grad_copy` and `skip_all_reduce_unused_params` tune special cases.
-  `forward_sync_buffers` is `broadcast_buffers` for forward only, `init_sync=False` skips the
-  constructor's checks and broadcasts, and `check_reduction` does nothing any more.
+
+Ours refuses them, and says what to use instead. It takes `device_ids` and `output_device`, so that
+scripts run as they are, but moves no inputs to the device: that is the loop's work here. `dim` is
+left from the time when one process scattered inputs to several, and `check_reduction` does nothing
+any more.
 
 Two things have no argument. `torch.compile` cuts its graphs at PyTorch's buckets, so that
 communication overlaps with compiled code, and does not know ours. And PyTorch's wrapper logs what

@@ -541,9 +541,11 @@ assert torch.allclose(norms.square().sum().sqrt(), norm)
 # %% [markdown]
 """
 **A checkpoint of one rank's part.** `if rank == 0: save(model.state_dict())` was right with DDP.
-Now it saves an n-th. With the core every rank saves its part (`own_parts`), and `load_parts` puts
-together what it is given, for any number of ranks. Here each rank begins alone, with one part, that
-of itself:
+Now it saves an n-th: flat parts, under the names of whole parameters. Whole tensors, which any
+model can load, are one call on every rank: `sharded.whole_state_dict()` brings them to rank 0,
+which needs room for all. Or every rank saves its part (`own_parts`), and `load_parts` puts together
+what it is given, for any number of ranks. Here each rank begins alone, with one part, that of
+itself:
 """
 
 # %%
@@ -556,7 +558,9 @@ try:
 except ValueError as error:
     few.print(f"{str(error)[:110]} ...")
 here = sum(entry["parts"]["parameter"].numel() for entry in mine.values())
-few.print(f"rank 0 has {here} of {count} values")
+whole = sum(values.numel() for values in sharded.whole_state_dict().values())
+few.print(f"rank 0 has {here} of {count} values, and whole_state_dict() brings it {whole}")
+assert rank or whole == count
 
 # %% [markdown]
 """

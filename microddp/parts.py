@@ -66,7 +66,10 @@ def own_parts(pieces: Sequence[Piece], optimizer: torch.optim.Optimizer | None =
 
 
 def whole_state(
-    pieces: Sequence[Piece], comms: Comms, module: nn.Module, optimizer: torch.optim.Optimizer
+    pieces: Sequence[Piece],
+    comms: Comms,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The state dictionaries that a module and its optimizer would have, were they not sharded.
 
@@ -76,7 +79,8 @@ def whole_state(
         pieces: of the module.
         comms: the ranks.
         module: that is sharded.
-        optimizer: of the pieces, with one group of parameters.
+        optimizer: of the pieces, with one group of parameters. Without one the second dictionary
+            is empty.
     """
     mine = own_parts(pieces, optimizer)
     kinds: dict[str, Any] = {}  # of what there is of each parameter, also elsewhere
@@ -101,6 +105,8 @@ def whole_state(
     model = module.state_dict()
     for name, p in module.named_parameters(remove_duplicate=False):
         model[name] = whole[names[p]].get(VALUES, p.detach())
+    if optimizer is None:
+        return model, {}
     states = [{k: v for k, v in values.items() if k != VALUES} for values in whole.values()]
     (group,) = optimizer.state_dict()["param_groups"]
     return model, {

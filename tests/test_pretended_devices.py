@@ -315,6 +315,23 @@ def test_a_model_on_two_gpus_is_broadcast():
     job(2, parts_on_two_gpus, gpus=2)
 
 
+def one_line_of_nanogpt():
+    comms = microddp.init()
+    model = torch.nn.Linear(3, 3).to(comms.device)
+    ddp_local_rank = comms.rank
+    model = microddp.DDP(model, device_ids=[ddp_local_rank])
+    model(torch.ones(2, 3, device=comms.device)).sum().backward()
+    with pytest.raises(ValueError, match="expected device_ids of one device"):
+        microddp.DDP(model.module, device_ids=[0, 1])
+    with pytest.raises((ValueError, RuntimeError)):
+        microddp.DDP(model.module, device_ids=["cpu"])
+    comms.close()
+
+
+def test_a_script_may_name_its_device():
+    replay(job(2, one_line_of_nanogpt, gpus=2))
+
+
 def train(folder):
     """With losses that are scaled, and on from a checkpoint that was written on the GPU."""
     usual = "--model mlp --width 32 --precision fp16 --accumulate 2 --batch-size 480 --checkpoint"

@@ -36,7 +36,7 @@ WORDS = {
     "06_ddp": {
         "Gradient accumulation, right and wrong": ("no_sync", "gradient accumulation"),
         "Parameters that get no gradient": ("find_unused_parameters", "unused parameters"),
-        "Buffers: whose statistics?": ("broadcast_buffers", "buffers"),
+        "Buffers: whose statistics?": ("forward_sync_buffers", "broadcast_buffers", "buffers"),
         "Where it breaks: uneven inputs": ("join", "uneven inputs"),
         "Something else instead of an all-reduce": ("communication hook", "comm hook"),
     },

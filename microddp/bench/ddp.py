@@ -13,13 +13,14 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity
 from tqdm import tqdm
 
 from microddp.bench.rows import report
 from microddp.comms import Comms
 from microddp.ddp import DDP
 from microddp.model import FullMLP, ModelConfig, SimpleCNN, Transformer, token_loss
+from microddp.performance import quiet_profile
 from microddp.report import MIB
 from microddp.schedule import STRATEGIES, Loss, take_step
 from microddp.timing import Timing, measure
@@ -139,7 +140,7 @@ def steps_of(
 
 def collectives(step: Callable[[], object]) -> tuple[int, int]:
     """The number of all-reduces of a step, and the bytes of 32-bit values they reduce."""
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+    with quiet_profile([ProfilerActivity.CPU], record_shapes=True) as recorded:
         step()
     reduced = [
         event

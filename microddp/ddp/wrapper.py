@@ -11,8 +11,9 @@ The steps of one iteration, in the order of the calls:
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinCon
 
 from microddp.allreduce import BACKEND, Carrier
 from microddp.comms import Comms
+from microddp.ddp.arguments import check_devices, check_refused, which_buffers
 from microddp.ddp.reducer import Hook, Reducer
 from microddp.replicas import broadcast_tensors, check_replicas, check_structure
 
@@ -47,7 +49,7 @@ class _Shadow(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Make all replicas those of a rank that trained to the end."""
         src = self.ddp._highest(self.ddp.comms.rank if is_last_joiner else -1)
-        self.ddp._broadcast_module(src)
+        self.ddp._broadcast_module(src, with_buffers=self.ddp.forward_sync_buffers)
         self.ddp._join_config = _JoinConfig(
             enable=False, throw_on_early_termination=False, is_first_joinable=False
         )
@@ -59,7 +61,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     Put it around the module, and leave the rest of the program as it is: after ``backward()``
     every ``.grad`` is the mean over the ranks. Arguments mean what they mean to
     ``torch.nn.parallel.DistributedDataParallel``; only ``gradient_as_bucket_view`` is on unless
-    switched off.
+    switched off. Those that PyTorch's has and that are not listed are refused, with what to use
+    instead.
 
     Args:
         module: the same architecture on every rank, on this rank's device. At construction its
@@ -67,7 +70,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         comms: the ranks that train together; default: all.
         process_group: the same as a group of ``torch.distributed``.
         bucket_cap_mb: size of a bucket in MiB; default 25, after a first one of 1.
-        broadcast_buffers: copy rank 0's buffers to all ranks before a forward pass.
+        forward_sync_buffers: copy rank 0's buffers to all ranks before a forward pass; default: do.
+        broadcast_buffers: its name before PyTorch 2.13, deprecated there. ``False`` leaves each
+            rank its own buffers at construction, too.
         find_unused_parameters: let a forward pass leave parameters out. Those that no rank used
             keep their gradient; those that this rank did not use get the average.
         gradient_as_bucket_view: keep gradients in the buckets, which saves the time and the memory
@@ -81,10 +86,18 @@ class DistributedDataParallel(nn.Module, Joinable):
             bucket, as measured at construction. ``"shared"`` keeps the buckets in memory that the
             ranks of a machine share. All but the backend's run on a thread of their own. On a GPU
             ``"auto"``, ``"shared"`` and ``"hierarchical"`` stay with the backend, and warn.
+        device_ids: of one device at most, and only if the module is on a GPU. It changes nothing:
+            the module computes where it is, and inputs have to be there.
+        output_device: likewise.
+        dim: changes nothing, as with PyTorch in one process for each device.
+        check_reduction: likewise, and warns.
 
     Raises:
+        TypeError: the second argument is no ``Comms``, or PyTorch's DDP has an argument, and this
+            one has not.
         ValueError: both ``comms`` and ``process_group``; on every rank: parameters on several kinds
-            of devices, a bucket cap that is not positive, or an unknown ``all_reduce``.
+            of devices, ``device_ids`` that cannot be, a bucket cap that is not positive, or an
+            unknown ``all_reduce``.
         RuntimeError: on every rank: no parameter requires a gradient, or one is not initialised;
             the ranks' parameters or buffers differ in number, name, shape or dtype, or, where
             that is asked for, in value; their options differ; or they cannot use the
@@ -101,32 +114,50 @@ class DistributedDataParallel(nn.Module, Joinable):
         *,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
-        broadcast_buffers: bool = True,
+        forward_sync_buffers: bool | None = None,
+        broadcast_buffers: bool | None = None,
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
         verify_replicas: bool = False,
         all_reduce: str = BACKEND,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,  # noqa: ARG002 - PyTorch's
+        check_reduction: bool = False,
+        **refused: Any,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
+        if not isinstance(comms, Comms | None):
+            raise TypeError(
+                f"expected a Comms as the second argument of DDP, got {comms!r}; PyTorch's "
+                "device_ids has to be named"
+            )
         if comms is not None and process_group is not None:
             raise ValueError(f"rank {comms.rank}: expected comms or process_group, got both")
         parameters = list(module.parameters())
         device = parameters[0].device if parameters else torch.get_default_device()
         self.comms = comms = comms or Comms.of_group(process_group, device)
         kinds = sorted({p.device.type for p in parameters})
+        at_first, before_forward = which_buffers(broadcast_buffers, forward_sync_buffers)
         options = {
             "bucket_cap_mb": bucket_cap_mb,
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
-            "broadcast_buffers": broadcast_buffers,
+            "buffers": [at_first, before_forward],
             "all_reduce": all_reduce,
             "devices": kinds,
+            "device_ids": len(device_ids or ()),
+            "refused": sorted(refused),
         }
         check_structure(module, comms, options)
         # After that, what is wrong is wrong on every rank, and every rank says so.
         who = f"rank {comms.rank}: expected"
+        check_refused(refused, who)
+        check_devices(device_ids, output_device, parameters, who)
+        if check_reduction:
+            warnings.warn("check_reduction is deprecated, and does nothing", FutureWarning, 2)
         if not any(p.requires_grad for p in parameters):
             raise RuntimeError(f"{who} a module with parameters that require gradients, got none")
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
@@ -137,23 +168,23 @@ class DistributedDataParallel(nn.Module, Joinable):
             raise ValueError(f"{who} bucket_cap_mb above 0, got {bucket_cap_mb}")
         self.module = module
         self.bucket_cap_mb = bucket_cap_mb
-        self.broadcast_buffers = broadcast_buffers
+        self.forward_sync_buffers = before_forward
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.all_reduce = all_reduce
         self.require_backward_grad_sync = True
-        self._has_buffers = broadcast_buffers and any(True for _ in module.buffers())
+        self._has_buffers = before_forward and any(True for _ in module.buffers())
         self._sync_buffers_next = True
         self._divide_by_all = True
         if verify_replicas:
             check_replicas(module, self.comms)
         else:
-            self._broadcast_module(src=0)
+            self._broadcast_module(src=0, with_buffers=at_first)
         self._make_reducer()
 
-    def _broadcast_module(self, src: int) -> None:
-        buffers = self.module.buffers() if self.broadcast_buffers else ()
+    def _broadcast_module(self, src: int, with_buffers: bool) -> None:
+        buffers = self.module.buffers() if with_buffers else ()
         broadcast_tensors([*self.module.parameters(), *buffers], self.comms, src)
 
     def _make_reducer(self) -> None:

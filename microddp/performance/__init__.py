@@ -25,7 +25,7 @@ from microddp.performance.prediction import (
     predict_plan,
     predict_step,
 )
-from microddp.performance.profiler import ProfileSummary, profile_steps
+from microddp.performance.profiler import ProfileSummary, profile_steps, quiet_profile
 from microddp.performance.roofline import Rates, WorkCounter, find_bottleneck, measure_rates
 from microddp.performance.scaling import Scaling, ScalingPoint, measure_scaling
 from microddp.performance.stragglers import (

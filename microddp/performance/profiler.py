@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -170,12 +170,10 @@ def profile_steps(
     """
     if steps < 1:
         raise ValueError(f"rank {comms.rank}: expected at least one step, got {steps}")
-    # Before the profiler is first used: kineto tells of its start and stop at levels up to 6.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU]
     if comms.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
+    with quiet_profile(activities) as profiler:
         for _ in range(warmup):
             step()
         comms.barrier()
@@ -194,6 +192,16 @@ def profile_steps(
         tuple(_from_json(data) for data in comms.all_gather_data(asdict(mine))),
         of="kernel time" if comms.backend == "nccl" else "wall time",
     )
+
+
+def quiet_profile(activities: Iterable[ProfilerActivity], **options: Any) -> profile:
+    """PyTorch's profiler without the lines ``USDT: ... profiler_start`` on the screen.
+
+    Kineto, which it is made of, prints them at log levels up to 6, and reads the level when it is
+    used first. A level that the user has set stays.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    return profile(activities=activities, **options)
 
 
 def _from_json(data: dict[str, Any]) -> RankProfile:

@@ -24,6 +24,7 @@ from microddp.comms import Comms, describe
 from microddp.deferred import Initialise, materialise, own_tensors
 from microddp.hooks import tensors_in
 from microddp.model import elements
+from microddp.parts import whole_state
 from microddp.replicas import broadcast_tensors, check_structure
 from microddp.sharding.unit import Averages, Unit, unit_of, units_of
 
@@ -50,6 +51,10 @@ def fully_shard(
     While a block computes, the next one is gathered, in the order of the step before.
     Bytes that a rank sends in a step: (n-1)/n S of parameters, twice if they are freed after
     forward, and as many of gradients.
+
+    So ``module.state_dict()`` has this rank's parts, flat, under the names of the whole parameters:
+    what no unsharded model can load. :meth:`Block.whole_state_dict` has whole tensors, and
+    :func:`~microddp.parts.own_parts` says what each part is of.
 
     Buffers stay whole, and each rank's own. A parameter of a block that was run, and that got no
     gradient on any rank, has a mean of zero. Parameters that modules share belong to the block that
@@ -245,6 +250,17 @@ class Block:
         backward outside of the block.
         """
         return self.course.no_sync()
+
+    def whole_state_dict(self) -> dict[str, Any]:
+        """What ``module.state_dict()`` would be, were the model not sharded. A collective.
+
+        Returns:
+            On rank 0 whole tensors, in main memory, in the dtype of the parts. Elsewhere it is
+            empty: no other rank needs room for all of the model.
+        """
+        comms = self.course.units[0].comms
+        state, _ = whole_state(self.course.pieces, comms, self.module)
+        return state if comms.rank == 0 else {}
 
     def remove(self) -> None:
         """Make all parameters whole, for good, in their own dtype. A collective."""

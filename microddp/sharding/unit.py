@@ -196,7 +196,9 @@ class Unit:
             mean = self.mine(self._reducing.wait())
         self._reducing = None
         mean = mean.to(self.shard.dtype, copy=not self.keep_gradients)
-        for member in self.pieces:
+        # In parts, a parameter that this rank has nothing of gets a gradient of no values: a loop
+        # over all gradients finds one.
+        for member in self.members if self.parted else self.pieces:
             part, values = member.updated, mean[member.here]
             part.grad = values if part.grad is None else part.grad + values
 

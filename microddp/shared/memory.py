@@ -15,6 +15,7 @@ import mmap
 import os
 import secrets
 import sys
+import tempfile
 import weakref
 from typing import Any, Self
 
@@ -63,6 +64,13 @@ class Memory:
         return cls(file, living, [os.getpid(), file, living, name], first)
 
     @classmethod
+    def alone(cls, first: int) -> Self:
+        """Make memory of a process that shares it with nobody, where the machine has no other."""
+        with tempfile.TemporaryFile() as file:
+            file.truncate(first)
+            return cls(os.dup(file.fileno()), os.dup(file.fileno()), [os.getpid()], first)
+
+    @classmethod
     def open(cls, told: list[Any], first: int) -> Self | None:
         """Map another process's memory; ``None`` if it is not of this machine, or not to be had."""
         process, *numbers, name = told
@@ -106,12 +114,15 @@ class Memory:
 
     def _shrink(self, address: int, nbytes: int) -> None:
         """Give the memory of a part back, for all who have it mapped."""
+        place = self.places.pop(address)
         if os.getpid() != self.told[0]:
             return  # a child of the owner's lets go of its copy
+        if sys.platform != "linux":
+            return  # which alone can do so before the end of the file
         keep_size, punch_hole = 1, 2
         libc = ctypes.CDLL(None)
         libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
-        libc.fallocate(self._file, keep_size | punch_hole, self.places.pop(address), nbytes)
+        libc.fallocate(self._file, keep_size | punch_hole, place, nbytes)
 
 
 def _close(*files: int) -> None:

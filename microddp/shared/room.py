@@ -81,7 +81,8 @@ class Room:
         comms.fail_together(
             apart if len(machines) > 1 else "", "ranks of one machine that may share memory"
         )
-        self.memories: list[Memory] = [memory for memory in memories if memory]
+        # A rank alone meets nobody, and needs no memory that others could open.
+        self.memories = [memory or Memory.alone(FIRST_BYTES) for memory in memories]
         self.rank, self.size = comms.rank, comms.world_size
         self.timeout = comms.timeout
         self.step = 0
@@ -151,14 +152,13 @@ class Room:
         Raises:
             RuntimeError: a rank has ended or given up, or the time-out passed.
         """
-        post, wait = semaphores.post, semaphores.wait
         # A thread beside the one that computes leaves the core to it.
         mine = threading.current_thread() is threading.main_thread()
         tries = self._tries if mine else 0
         for address in self._theirs:
-            post(address)
+            semaphores.post(address)
         for peer, address in self._from:
-            if not wait(address, tries, SLICE):
+            if not semaphores.wait(address, tries, SLICE):
                 self._wait_for(peer, address)
         self.step += 1
 

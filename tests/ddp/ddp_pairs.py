@@ -1,6 +1,7 @@
 """Our DDP beside PyTorch's: the same processes, modules and data, and every bit must be equal."""
 
 import copy
+import inspect
 import warnings
 from contextlib import contextmanager
 
@@ -14,6 +15,11 @@ from microddp.replicas import check_replicas
 
 WIDTH = 16
 SMALL = 0.0005  # MiB: a bucket of one or two layers here
+# What turns the broadcast before forward off: PyTorch's new name for it, and the old one.
+HAS_FORWARD_SYNC = "forward_sync_buffers" in inspect.signature(TorchDDP).parameters
+NO_BROADCAST = ({"broadcast_buffers": False}, {"forward_sync_buffers": False})[
+    : 1 + HAS_FORWARD_SYNC
+]
 VIEWS = ({"gradient_as_bucket_view": False}, {"gradient_as_bucket_view": True})
 
 
@@ -30,10 +36,13 @@ class Pair:
         torch.manual_seed(comms.rank)
         module = make()
         twin = copy.deepcopy(module)
-        if process_group is None:
-            self.ours = DDP(module, comms, all_reduce=all_reduce, **options)
-        else:
-            self.ours = DDP(module, process_group=process_group, **options)
+        with warnings.catch_warnings():
+            if "broadcast_buffers" in options:
+                warnings.filterwarnings("ignore", "broadcast_buffers is deprecated", FutureWarning)
+            if process_group is None:
+                self.ours = DDP(module, comms, all_reduce=all_reduce, **options)
+            else:
+                self.ours = DDP(module, process_group=process_group, **options)
         with errors_from_warnings_of_ours_only():
             self.theirs = TorchDDP(twin, process_group=process_group, **options)
         self.optimizers = [sgd(self.ours), sgd(self.theirs)]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from ddp_pairs import (
     MODELS,
+    NO_BROADCAST,
     SMALL,
     VIEWS,
     Branches,
@@ -212,11 +213,11 @@ def test_every_sequence_of_forward_and_backward_is_equal(comms):
         retaining_the_graph,
         gradients_of_two_losses,
     )
-    options = ({}, {"broadcast_buffers": False}, {"bucket_cap_mb": SMALL})
+    options = ({}, *NO_BROADCAST, {"bucket_cap_mb": SMALL})
     for sequence in sequences:
         for view in VIEWS:
             for more in options:
-                if sequence is two_forwards_one_backward and "broadcast_buffers" not in more:
+                if sequence is two_forwards_one_backward and more not in NO_BROADCAST:
                     continue  # PyTorch's own changes the buffers that the first graph needs
                 pair = Pair(comms, Branches, **view, **more)
                 pair.train(sequence(comms), what=(sequence.__name__, view, more))
@@ -235,7 +236,7 @@ def test_two_forwards_and_one_backward_work_with_buffers_too(comms):
 @on_ranks(2, 3)
 def test_only_broadcasting_makes_buffers_equal(comms):
     for broadcast in (True, False):
-        ddp = DDP(Branches(), comms, broadcast_buffers=broadcast)
+        ddp = DDP(Branches(), comms, forward_sync_buffers=broadcast)
         for step in range(3):
             sum(ddp(data(comms.rank, step)[0])).sum().backward()
         ddp.module.eval()

@@ -83,8 +83,11 @@ def test_construction_makes_replicas_equal_or_insists_that_they_are(comms):
     DDP(module, comms, verify_replicas=True)
     other = Branches()
     other.norm.running_mean.fill_(comms.rank)
-    DDP(other, comms, broadcast_buffers=False)
+    with pytest.warns(FutureWarning, match="use forward_sync_buffers, which still copies"):
+        DDP(other, comms, broadcast_buffers=False)
     assert other.norm.running_mean.eq(comms.rank).all()
+    DDP(other, comms, forward_sync_buffers=False)
+    assert other.norm.running_mean.eq(0).all(), "at construction all are made equal"
 
 
 @on_ranks(1, 2)

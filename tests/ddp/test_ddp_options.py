@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_pairs import (
+    NO_BROADCAST,
     SMALL,
     VIEWS,
     WIDTH,
@@ -314,7 +315,7 @@ def test_uneven_inputs_are_equal(comms):
         {"bucket_cap_mb": SMALL, "gradient_as_bucket_view": True},
         {"find_unused_parameters": True},
         {"static_graph": True},
-        {"broadcast_buffers": False},
+        *NO_BROADCAST,
     )
     for kind in ("one more each", "one less each", "none at first", "none at last", "even"):
         for initial in (True, False):

@@ -605,3 +605,44 @@ class Recomputed(nn.Module):
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=self.reentrant)
         return x
+
+
+@on_ranks(2, 3)
+def test_a_weight_that_the_enclosing_module_uses_after_its_block(comms):
+    """The block may not release it: the module around it is not through."""
+
+    def tied():
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(5, 5, bias=False) for _ in range(2)))
+        model[1].weight = model[0].weight
+        return model
+
+    x, alone = torch.linspace(-1, 1, 15).view(3, 5), tied()
+    for free in (True, False):
+        model = tied()
+        fully_shard(model[0], comms, carrier="ring")
+        sharded = fully_shard(model, comms, free, carrier="ring")
+        for step in (alone, model):
+            step(x).square().sum().backward()
+            torch.optim.SGD(step.parameters(), lr=0.1).step()
+            step.zero_grad()
+        sharded.remove()
+        torch.testing.assert_close(weights(model), weights(alone))
+        alone = tied()
+
+
+@on_ranks(2, 3)
+def test_every_parameter_has_a_gradient_if_only_an_empty_one(comms):
+    model, _ = sharded_odd(comms, carrier="ring")
+    optimizer = torch.optim.AdamW(model.parameters())
+    empty = 0
+    for step in range(2):
+        mse_loss(model(batch(comms, step)[0]), batch(comms, step)[1]).backward()
+        for p in model.parameters():
+            assert (p.grad is not None) == p.requires_grad
+            if p.grad is not None:
+                assert (p.grad.shape, p.grad.dtype) == (p.shape, p.dtype)
+                empty += not p.numel()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert sum(comms.all_gather_data(empty)), "a rank has nothing of some parameter"

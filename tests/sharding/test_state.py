@@ -69,6 +69,10 @@ def test_the_whole_state_is_that_of_one_process(comms):
             if stage < 3:
                 run.sharded.gather()
         model, state = whole_state(run.pieces, comms, run.model, run.optimizer)
+        if stage == 3:
+            by_name = run.sharded.whole_state_dict()
+            assert comms.rank == 0 or by_name == {}
+            assert all(torch.equal(by_name[name], model[name]) for name in by_name)
         if comms.rank > 0:
             kept = [value for state in state["state"].values() for value in state.values()]
             assert all(value.dim() == 0 for value in kept), "values are together on rank 0 only"
