@@ -17,9 +17,8 @@ WIDTH = 16
 SMALL = 0.0005  # MiB: a bucket of one or two layers here
 # What turns the broadcast before forward off: PyTorch's new name for it, and the old one.
 HAS_FORWARD_SYNC = "forward_sync_buffers" in inspect.signature(TorchDDP).parameters
-NO_BROADCAST = ({"broadcast_buffers": False}, {"forward_sync_buffers": False})[
-    : 1 + HAS_FORWARD_SYNC
-]
+OFF = ({"broadcast_buffers": False}, {"forward_sync_buffers": False})
+NO_BROADCAST = OFF if HAS_FORWARD_SYNC else OFF[:1]
 VIEWS = ({"gradient_as_bucket_view": False}, {"gradient_as_bucket_view": True})
 
 

@@ -1,10 +1,10 @@
-"""Scripts that were written for PyTorch's DDP: each of its arguments is taken, or refused in words."""
+"""Scripts written for PyTorch's DDP: each of its arguments is taken, or refused in words."""
 
 import inspect
 
 import pytest
 import torch
-from ddp_pairs import HAS_FORWARD_SYNC, Branches, Pair, mlp, plain_step
+from ddp_pairs import HAS_FORWARD_SYNC, Branches, Pair, accumulating, mlp
 from ranks import on_ranks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -63,7 +63,7 @@ def test_both_names_for_the_broadcast_of_buffers_mean_what_they_do_in_pytorch(co
             options = {"broadcast_buffers": old, "forward_sync_buffers": new}
             pair = Pair(comms, Branches, **options)
             pair.check(options)
-            pair.train(plain_step(comms), steps=2, what=options, alike=False)
+            pair.train(accumulating(comms, 1), steps=2, what=options, alike=False)
 
 
 def test_the_old_name_warns_and_means_both():

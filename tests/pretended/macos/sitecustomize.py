@@ -1,11 +1,11 @@
 """Pretend that this process, and what it starts, runs on macOS: a folder for ``PYTHONPATH``.
 
-The project, and nothing else, is told that this is macOS, finds nothing below ``/proc``, ``/sys`` and
-``/dev/shm``, and misses what only Linux has: functions of ``os``, ``resource`` and ``socket``, and of
-the C library, and the package pyroute2. Python's own modules, PyTorch and psutil run as they are.
+The project, and nothing else, is told that this is macOS, and finds nothing below ``/proc``,
+``/sys`` and ``/dev/shm``. All miss what only Linux has: functions of ``os``, ``resource`` and
+``socket``, and of the C library, and the package pyroute2. Else Python's own modules, PyTorch and
+psutil run as they are.
 
-What is not pretended: how macOS starts processes (Python here would spawn where it forks), schedules
-and signals them, and its files and sockets.
+What is not pretended: how macOS starts, schedules and signals processes, its files and sockets.
 """
 
 import builtins
@@ -32,8 +32,8 @@ C_MISSING = ("prctl", "sem_timedwait", "unshare", "setns", "fallocate", "mount")
 
 
 def of_the_project(file: str) -> bool:
-    """Whether a file is the project's, or a chapter's copy, but not of the tests or of a package."""
-    if file.startswith("<frozen") or file.startswith(TESTS) or "site-packages" in file:
+    """Whether a file is the project's, or a copy of a chapter; no test's, and no package's."""
+    if file.startswith(("<frozen", TESTS)) or "site-packages" in file:
         return False
     return file.startswith((ROOT, "<string>")) or Path(file).parent.name == "chapters"
 
