@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import cycle
 from pathlib import Path
+from textwrap import fill
 
 import torch
 from torch.nn.functional import mse_loss
@@ -32,7 +33,7 @@ from microddp.allreduce import (
 )
 from microddp.model import FullMLP, gradient_bytes
 from microddp.report import human_bytes, human_seconds, table
-from microddp.shared import machines_of, room_of
+from microddp.shared import machines_of, room_of, why_apart
 from microddp.timing import Timing, measure
 
 # %%
@@ -61,7 +62,8 @@ groups = [senders.subgroup(ranks) for ranks in machines]
 (inside,) = filter(None, groups)  # the ranks of this machine
 me, n = inside.rank, inside.world_size
 if n == 1:
-    senders.print("One rank shares its memory with nobody: add --nproc-per-node=2.")
+    why = why_apart(senders) or "it is alone on its machine: add --nproc-per-node=2"
+    senders.print(fill(f"Left out: a rank that shares its memory with others. {why}.", 90))
 
 # %% [markdown]
 """

@@ -671,6 +671,8 @@ if sys.platform == "linux":
     few.print(f"DDP:     {ddp_said}\nstage 3: {sharded_said}")
     assert "allocate memory" in ddp_said
     assert sharded_said == "trained 3 steps"
+else:
+    few.print("Left out: this system holds no process to a limit on its memory.")
 
 # %% [markdown]
 r"""

@@ -1,6 +1,7 @@
 """For all tests: no GPU, figures without a screen, and an environment without a job's variables."""
 
 import os
+import secrets
 
 import pytest
 from hypothesis import settings
@@ -26,6 +27,7 @@ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
     os.environ.pop(name, None)
 for name in [name for name in os.environ if name.startswith("MICRODDP_")]:
     del os.environ[name]
+os.environ["MICRODDP_SECRET"] = secrets.token_hex(32)  # none is made in the home of who runs them
 
 
 class ClassesStayTogether(LoadScopeScheduling):

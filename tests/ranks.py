@@ -9,6 +9,7 @@ import faulthandler
 import functools
 import multiprocessing
 import os
+import socket
 import tempfile
 import time
 import traceback
@@ -136,6 +137,12 @@ def _start_server() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.path.dirname(__file__), prepend=os.pathsep)
         forkserver.ensure_running()
+
+
+def free_address() -> str:
+    """An address of this machine at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return f"127.0.0.1:{listening.getsockname()[1]}"
 
 
 def gpus(count: int) -> dict[str, str]:

@@ -25,7 +25,10 @@ SHORTER = {
         "repeat=4)": "repeat=1)",
         "range(2):  # in turns": "range(1):  # in turns",
     },
-    "09": {"STEPS = 12": "STEPS = 5"},
+    "09": {
+        "STEPS = 12": "STEPS = 5",
+        "sum(split[-5:]) < 0.8 * sum(split[:5])": "split[-1] < split[0]",
+    },
     "10": {
         "96 - 96 % n, 12": "96 - 96 % n, 3",
         "FullMLP(512)": "FullMLP(64)",

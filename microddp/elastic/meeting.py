@@ -117,7 +117,8 @@ def read(line: bytes, *forms: Form) -> dict[str, Any]:
         if any(fits(message, form) for form in forms):
             return message  # type: ignore[no-any-return]
     expected = " or ".join("{" + ", ".join(form) + "}" for form in forms)
-    came = f"{line[:40]!r}, {len(line)} bytes" if line else "the end"
+    line = line.rstrip(b"\r\n")
+    came = f"{line[:40]!r}, {len(line)} bytes" if line else "an empty line or the end"
     raise ValueError(f"expected {expected}, got {came}")
 
 
@@ -193,18 +194,23 @@ class Meeting:
         """
         self.unproven[writer] = None
         if len(self.unproven) > UNPROVEN:
-            next(iter(self.unproven)).transport.abort()
+            oldest = next(iter(self.unproven))
+            del self.unproven[oldest]
+            oldest.transport.abort()
         challenge = secrets.token_hex(32)
         try:
             tell(writer, {"challenge": challenge})
             async with asyncio.timeout(PROOF_SECONDS):
-                if not (line := await reader.readline()):
-                    raise ConnectionResetError
+                line = await reader.readline()
+            if writer not in self.unproven:
+                raise ValueError(f"expected a proof, got {UNPROVEN} more connections without one")
+            if not line:
+                raise ConnectionResetError
             message = read(line, PROOF)
         except TimeoutError:
             raise ValueError(f"expected a proof within {PROOF_SECONDS:g} s, got none") from None
         finally:
-            del self.unproven[writer]
+            self.unproven.pop(writer, None)
         texts = challenge, message["nonce"], message["name"]
         if not hmac.compare_digest(proof(self.secret, "member", *texts), message["proof"]):
             tell(writer, {"refused": True})

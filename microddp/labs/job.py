@@ -84,6 +84,8 @@ def _tasks(
 ) -> Iterator[list[Task]]:
     """What each rank has to do; while the block runs, its host and the job's store are there."""
     stage = outcome.stage
+    if hindrance := lab.hindrance(stage):
+        raise RuntimeError(hindrance)
     with ExitStack() as stack:
         if stage.link:
             cluster = Cluster([Link.parse(stage.link)] * stage.ranks)

@@ -61,6 +61,7 @@ class Lab:
         functions: what is to be written: ``"step"``, or ``"Counter.add"`` for a method.
         hints: the first gives the least away.
         patience: seconds for a check; if none of the ranks says anything for so long, they hang.
+        hindrance: why a stage cannot be had on this machine; empty: nothing is known to be wrong.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Lab:
         functions: Sequence[str],
         hints: Sequence[str],
         patience: float = 5.0,
+        hindrance: Callable[[Stage], str] = lambda _: "",
     ) -> None:
         self.name = name
         self.title = title
@@ -78,6 +80,7 @@ class Lab:
         self.functions = functions
         self.hints = hints
         self.patience = patience
+        self.hindrance = hindrance
         self.checks: list[Check] = []
 
     @property

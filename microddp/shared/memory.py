@@ -125,6 +125,15 @@ class Memory:
         libc.fallocate(self._file, keep_size | punch_hole, place, nbytes)
 
 
+def memory_refused() -> str:
+    """Why processes of this machine cannot share such memory; empty if they can."""
+    try:
+        Memory.create(mmap.PAGESIZE)
+    except OSError as error:
+        return f"processes cannot share memory here: {error}"
+    return ""
+
+
 def _close(*files: int) -> None:
     for file in files:
         os.close(file)

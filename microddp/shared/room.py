@@ -235,6 +235,14 @@ def machines_of(comms: Comms) -> list[list[int]]:
     return _acquaint(comms)[1]
 
 
+def why_apart(comms: Comms) -> str:
+    """What keeps ranks from having memory that others of their machine can map; empty: nothing.
+
+    The first call of a group is a collective.
+    """
+    return _acquaint(comms)[2].removeprefix("; ")
+
+
 @by_comms
 def _acquaint(comms: Comms) -> tuple[list[Memory | None], list[list[int]], str]:
     """Let each rank map the memory of each other, where it can. A collective.

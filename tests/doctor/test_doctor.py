@@ -63,6 +63,7 @@ def doctor(*arguments, status=0, cwd=None, **environment):
 def test_a_run_says_what_the_machine_has_and_that_all_is_well(tmp_path):
     report = tmp_path / "report.md"
     private = {"SECRET_OF_MINE": "secret value", "GLOO_SOCKET_IFNAME": "lo"}
+    private["MICRODDP_SECRET"] = "a secret value of a job"
     printed = doctor("--only", *CHECKS, "--report", report, **private)
     text = report.read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
@@ -70,6 +71,7 @@ def test_a_run_says_what_the_machine_has_and_that_all_is_well(tmp_path):
         assert f"{torch.__version__}, built for" in said
         assert f"{cpu_cores()} of {os.cpu_count()} cores for this process" in said
         assert "secret value" not in said
+        assert "MICRODDP_SECRET=is set" in said
         assert "GLOO_SOCKET_IFNAME=lo" in said
         assert "set GLOO_SOCKET_IFNAME" not in said, "a warning to who has set it"
         ways = "naive, direct, ring, doubling, shared, hierarchical and torch.distributed"

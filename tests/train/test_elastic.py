@@ -4,21 +4,21 @@ import contextlib
 import io
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
-from ranks import run
+from ranks import free_address, on_ranks, run
 from test_train import distances, flat, small
 
-from microddp.elastic import Members, members
+from microddp.elastic import Generation, Members, members
 from microddp.train import train
-from microddp.train.elastic import train_elastically
+from microddp.train.elastic import ElasticTrainer, OthersWait, train_elastically
 
 CONFIG = small(epochs=4)  # of 5 steps
 STEPS = 20
@@ -40,11 +40,6 @@ def outcome(result):
 @pytest.fixture(scope="module")
 def right():
     return run(whole, 1)[0]
-
-
-def free_address():
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return f"127.0.0.1:{listening.getsockname()[1]}"
 
 
 def member(address, folder, least, faults):
@@ -136,6 +131,23 @@ def test_who_comes_later_is_taken_in_and_gets_the_state_of_another(right, tmp_pa
     results = check(run(late_member, 3, *arguments, join=False, environment=LIMIT), right)
     assert {len(names) for *_, names in results} == {3}
     assert any("3 ranks" in said for _, _, said, _ in results)  # by whoever is rank 0 then
+
+
+@on_ranks(2)
+def test_all_go_on_from_the_rank_that_is_furthest(comms):
+    """Which is the last one here: rank 0 is new, as after a loss of all that were before it."""
+    waits = SimpleNamespace(others_wait=lambda: True, name="a member")
+    with contextlib.redirect_stdout(io.StringIO()):
+        first = ElasticTrainer(CONFIG, Generation(1, comms, (-1, -1)), waits, None, None)
+        with pytest.raises(OthersWait):
+            first.run()
+        state = first.state()
+        generation = Generation(2, comms, (-1, state["step"]))
+        assert generation.source == 1
+        mine = state if comms.rank == 1 else None
+        second = ElasticTrainer(CONFIG, generation, waits, mine, None)
+    assert second.step == state["step"] == 1
+    assert torch.equal(flat(second.model.parameters()), flat(first.model.parameters()))
 
 
 def raised(address, folder, least, faults):

@@ -9,7 +9,7 @@ import torch
 
 from microddp.labs.bench import Bench
 from microddp.labs.lab import Lab
-from microddp.shared import room_of
+from microddp.shared import memory_refused, room_of
 
 LAB = Lab(
     "lab15_shared_sum",
@@ -26,6 +26,7 @@ LAB = Lab(
         "takes it. No third meeting is needed: the next call writes `total` only after its own "
         "first meeting, when all have taken this sum.",
     ],
+    hindrance=lambda stage: memory_refused() if stage.ranks > 1 else "",
 )
 MOST = 1000  # values
 NAP = 0.02  # seconds that a late rank is late

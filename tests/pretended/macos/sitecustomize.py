@@ -10,6 +10,7 @@ What is not pretended: how macOS starts, schedules and signals processes, its fi
 
 import builtins
 import ctypes
+import importlib
 import io
 import os
 import resource
@@ -98,6 +99,7 @@ def install() -> None:
     """Begin to pretend, for good."""
 
     sys.__class__ = PretendedSys
+    importlib._bootstrap._new_module = ModuleType  # else every module is made of sys's type
     for name in [name for name in vars(os) if name.startswith(("sched_", "SCHED_"))]:
         delattr(os, name)
     for module, names in MISSING.items():
@@ -107,7 +109,7 @@ def install() -> None:
     for module, name in (
         *((builtins, "open"), (io, "open")),
         *((os, each) for each in ("open", "listdir", "scandir", "stat", "lstat", "readlink")),
-        (os, "access"),
+        *((os, each) for each in ("access", "statvfs")),
     ):
         hide_files(module, name)
     ctypes.CDLL = PretendedLibrary

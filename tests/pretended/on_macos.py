@@ -1,0 +1,47 @@
+"""What runs on the pretended macOS, many jobs to a process: ``python on_macos.py chapters 00 02``.
+
+Ranks are forked from a process that has imported what they need under the pretence, too.
+"""
+
+import shutil
+import sys
+import tempfile
+from multiprocessing import forkserver
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = map(str, (TESTS, TESTS / "docs"))  # as pytest has them
+
+from ranks import run  # noqa: E402
+from shorter import CHAPTERS  # noqa: E402
+from test_chapters import what_a_rank_prints  # noqa: E402
+
+from microddp.labs.__main__ import main  # noqa: E402
+from microddp.labs.catalogue import find  # noqa: E402
+
+
+def chapters(*numbers: str) -> None:
+    """Run chapters, shortened, on two ranks each; what rank 0 prints."""
+    for number in numbers:
+        with tempfile.TemporaryDirectory() as folder:
+            environment = {"MICRODDP_TIMEOUT": "60", "MICRODDP_FIGURES": folder}
+            environment["TORCHELASTIC_RUN_ID"] = Path(folder).name  # torchrun's, read by chapter 13
+            first, other = run(
+                what_a_rank_prints, 2, number, join=False, timeout=200, environment=environment
+            )
+            drawn = len(list(Path(folder).glob("*.png")))
+        assert other == "", "only one rank prints"
+        print(f"== chapter {number}, {drawn} figures: {CHAPTERS[number].stem}\n{first}", flush=True)
+
+
+def labs(*numbers: str) -> None:
+    """Check the right solution of labs, as the command does."""
+    with tempfile.TemporaryDirectory() as folder:
+        for number in numbers:
+            shutil.copy(find(number).solution, folder)
+            assert main(["check", number, "--dir", folder]) == 0
+
+
+if __name__ == "__main__":
+    {"chapters": chapters, "labs": labs}[sys.argv[1]](*sys.argv[2:])
+    forkserver._forkserver._stop()
