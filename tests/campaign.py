@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import dataclasses
 import itertools
+import json
 import multiprocessing
 import os
 import random
@@ -39,7 +40,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import microddp
 from microddp.comms import Pending
-from microddp.elastic import Members, members
+from microddp.elastic import Members, meeting, members
 from microddp.hosts import Cluster, Link
 from microddp.train import TrainingConfig, TrainingResult, train
 from microddp.train.elastic import train_elastically
@@ -61,10 +62,11 @@ TO_A_RANK = ("SIGKILL", "SIGSTOP", "os._exit", "exception", "out of memory")
 MOMENTS = ("forward", "backward", "collective", "checkpoint", "between steps")
 TWO, TORCHRUN, FULL = "SIGKILL of two", "SIGKILL of torchrun", "full disk"
 MEETING, ITS_HOST = "SIGKILL of the meeting", "SIGKILL of its host"
+STRANGERS = "strangers at the meeting"
 CUT, CUT_SHORT, CUT_LONG = "link cut", "link cut for 0.5 s", "link cut for 6 s"
 IN_BETWEEN = {
     "restart": (TWO, TORCHRUN, FULL),
-    "elastic": (TWO, MEETING, ITS_HOST, FULL),
+    "elastic": (TWO, MEETING, ITS_HOST, STRANGERS, FULL),
     "on hosts": (CUT, CUT_SHORT, CUT_LONG),
 }
 
@@ -211,6 +213,28 @@ class Injector:
                     file.write(bytes(1 << 12))
         elif kind == MEETING:
             self.meeting._server.kill()
+        elif kind == STRANGERS:
+            self.silent = besiege((self.meeting.host, self.meeting.port))
+
+
+def besiege(address: tuple[str, int]) -> list[socket.socket]:
+    """What can be done to a meeting without its secret; and connections that stay, and say nothing.
+
+    Of these there are more than it lets wait for a proof.
+    """
+    silent = [socket.create_connection(address) for _ in range(2 * meeting.UNPROVEN)]
+    place = {"steps": 10**6, "address": address[0], "port": address[1], "machine": "a stranger's"}
+    for message in (
+        {"done": True},
+        {"come": place},
+        {"name": "x", "nonce": "", "proof": ""},
+        [],
+        {},
+    ):
+        for line in (json.dumps(message).encode(), os.urandom(64)):
+            with socket.create_connection(address) as stranger:
+                stranger.sendall(line + b"\n")
+    return silent
 
 
 def be_a_rank(fault: Fault, folder: Path) -> None:
@@ -480,6 +504,7 @@ def main() -> int:
     parser.add_argument("--no-hosts", action="store_true", help="where they are not allowed")
     parser.add_argument("--short", action="store_true", help="leave out what takes long")
     options = parser.parse_args()
+    os.environ.setdefault("MICRODDP_SECRET", secrets.token_hex(32))
     print(f"--seed {options.seed}", flush=True)
     outcomes = campaign(
         draw(options.faults, hosts=not options.no_hosts, short=options.short, seed=options.seed)

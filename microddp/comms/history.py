@@ -10,6 +10,13 @@ from pathlib import Path
 
 from microddp.comms.record import SLOT_BYTES, SLOTS, Entry, rank_file
 
+HEADER = {
+    **dict.fromkeys(("rank", "world_size", "pid"), int),
+    **dict.fromkeys(("host", "job", "script"), str),
+    "started": float,
+    "answers": bool,
+}
+
 
 @dataclass(frozen=True)
 class History:
@@ -53,7 +60,12 @@ def read_record(path: Path) -> History:
             calls.append(Entry.read(slot.partition(b"\n")[0].decode(errors="replace")))
     try:
         header = json.loads(head.partition(b"\n")[0])
+        # Others may be able to write to the folder, and a process is to be signalled by its number.
+        if {name: type(value) for name, value in header.items()} != HEADER:
+            raise ValueError(
+                f"its first line has other fields, or of other types, than {[*HEADER]}"
+            )
         calls.sort(key=lambda call: call.serial)
         return History(**header, calls=calls, folder=path.parent)
-    except (TypeError, ValueError) as error:
+    except (AttributeError, RecursionError, ValueError) as error:
         raise ValueError(f"expected the record of a rank, got {path}: {error}") from None

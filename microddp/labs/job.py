@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -101,7 +102,7 @@ def _tasks(
                 "LOCAL_RANK": "0",
             }
         else:
-            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            store = _store_of_this_machine()
             hosts = [None] * stage.ranks
             shared = {
                 "MASTER_ADDR": "127.0.0.1",
@@ -128,6 +129,18 @@ def _tasks(
             )
             for rank in range(stage.ranks)
         ]
+
+
+def _store_of_this_machine() -> TCPStore:
+    """A job's store, which nobody reaches from elsewhere: left to itself it listens everywhere."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = listening.getsockname()
+        return TCPStore(
+            *address,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
 
 
 @contextmanager

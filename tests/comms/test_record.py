@@ -1,5 +1,6 @@
 """The record of calls: what is in it, that it outlives its process, and what a rank tells."""
 
+import json
 import os
 import signal
 import subprocess
@@ -137,7 +138,12 @@ def test_many_threads_have_each_their_call_in_a_slot(tmp_path):
 
 def test_what_is_no_record_is_refused(tmp_path):
     file = tmp_path / "rank0.record"
-    for content in (b"", b"junk\n", b'{"rank": 0}\n'):
+    right = {"rank": 0, "world_size": 1, "pid": 7, "host": "h", "started": 1.0, "job": ""}
+    right |= {"script": "s", "answers": True}
+    file.write_text(json.dumps(right) + "\n")
+    assert read_record(file).pid == 7
+    wrong = [json.dumps(right | {name: None}).encode() + b"\n" for name in right]
+    for content in (b"", b"junk\n", b"[1]\n", b'{"rank": 0}\n', b"[" * 4000, *wrong):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=r"expected the record of a rank, got .*rank0.record"):
             read_record(file)
