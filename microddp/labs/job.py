@@ -134,9 +134,10 @@ def _tasks(
 def _store_of_this_machine() -> TCPStore:
     """A job's store, which nobody reaches from elsewhere: left to itself it listens everywhere."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        address = listening.getsockname()
+        host, port = listening.getsockname()
         return TCPStore(
-            *address,
+            host,
+            port,
             is_master=True,
             wait_for_workers=False,
             master_listen_fd=listening.detach(),
