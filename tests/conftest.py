@@ -44,7 +44,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ClassesSt
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first, so that no worker is left with it at the end."""
-    items.sort(key=lambda item: item.path.stem not in ("test_campaign", "test_pretended_devices"))
+    long = ("test_campaign", "test_pretended_devices", "test_pretended_macos")
+    items.sort(key=lambda item: item.path.stem not in long)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

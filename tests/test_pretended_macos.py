@@ -20,7 +20,9 @@ PRETENCE = {
 }
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 NUMBERS = sorted(CHAPTERS)
-HALVES = [NUMBERS[::2], NUMBERS[1::2]]  # each chapter takes seconds, and to begin a few more
+PARTS = [NUMBERS[i::4] for i in range(4)]  # each begins for seconds, and some chapters take 20
+
+pytestmark = pytest.mark.timeout(400)  # several jobs each, one after the other
 
 
 @pytest.fixture
@@ -34,7 +36,7 @@ def macos(tmp_path):
             env={**os.environ, **PRETENCE, **environment},
             capture_output=True,
             text=True,
-            timeout=220,
+            timeout=380,
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
@@ -68,7 +70,7 @@ def test_the_pretence(macos, tmp_path):
     assert macos(script) == "['darwin', True, False, False] True 2.0\n"
 
 
-@pytest.mark.parametrize("numbers", HALVES, ids="-".join)
+@pytest.mark.parametrize("numbers", PARTS, ids="-".join)
 def test_chapters(macos, numbers):
     said = re.split("^== chapter ", macos(HERE / "on_macos.py", "chapters", *numbers), flags=re.M)
     by_number = {text[:2]: text for text in said if text}

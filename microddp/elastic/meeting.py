@@ -47,7 +47,7 @@ TICK = 0.02
 LINE_BYTES = 1 << 18  # of one message: a generation of a thousand members
 # Seconds for a proof: a member in the midst of a long step does not answer at once. So many
 # connections may be without one at a time; of more, the oldest are closed.
-PROOF_SECONDS, UNPROVEN = 30.0, 64
+PROOF_SECONDS, UNPROVEN = 30.0, 128
 
 
 # ---- what a line may be
