@@ -17,6 +17,7 @@ from microddp.elastic.meeting import (
     LINE_BYTES,
     REFUSED,
     WAITING,
+    Seal,
     proof,
     read,
 )
@@ -35,8 +36,8 @@ class Line:
         limit: seconds to connect.
 
     Attributes:
-        proven: whether both ends have proved that they know the secret.
-        address: of this end, as the other one sees it.
+        address: of this end.
+        family: of the address.
 
     Raises:
         OSError: nobody answers there.
@@ -50,22 +51,30 @@ class Line:
         seen: Mapping[str, Any],
         limit: float,
     ) -> None:
-        self.proven = False
         self._secret, self._name, self._seen = secret, name, seen
         self._nonce, self._expected = secrets.token_hex(32), ""
         self._received = b""
+        self._theirs: Seal | None = None
         self._socket = socket.create_connection(address, timeout=limit)
         self.address: str = self._socket.getsockname()[0]
         self.family = self._socket.family
 
+    @property
+    def proven(self) -> bool:
+        """Whether both ends have proved that they know the secret."""
+        return self._theirs is not None
+
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a line.
+        """Send a message, once both ends are proved.
 
         Raises:
             OSError: the connection is lost.
         """
+        self._send(self._ours.put(message))
+
+    def _send(self, line: bytes) -> None:
         self._socket.settimeout(SEND_SECONDS)
-        self._socket.sendall(json.dumps(message).encode() + b"\n")
+        self._socket.sendall(line)
 
     def messages(self, wait: float) -> list[dict[str, Any]]:
         """What the meeting has said, after so many seconds at most; not what proves it.
@@ -87,8 +96,8 @@ class Line:
             raise ValueError(f"expected lines of at most {LINE_BYTES} bytes, got a longer one")
         said = []
         for line in lines:
-            if self.proven:
-                said.append(read(line, GENERATION, WAITING, DONE))
+            if self._theirs:
+                said.append(self._theirs.take(line, GENERATION, WAITING, DONE))
             else:
                 self._prove(line)
         return said
@@ -98,12 +107,14 @@ class Line:
         if "challenge" in message:
             texts = message["challenge"], self._nonce, self._name
             self._expected = proof(self._secret, "meeting", *texts)
+            self._seals = [Seal(self._secret, end, *texts) for end in ("member", "meeting")]
             mine = proof(self._secret, "member", *texts)
-            self.send({"name": self._name, "nonce": self._nonce, "proof": mine})
+            message = {"name": self._name, "nonce": self._nonce, "proof": mine}
+            self._send(json.dumps(message).encode() + b"\n")
         elif "refused" in message or not hmac.compare_digest(message["proof"], self._expected):
             raise ValueError("what answers there has another secret")
         else:
-            self.proven = True
+            self._ours, self._theirs = self._seals
             self.send(self._seen)
 
     def close(self) -> None:

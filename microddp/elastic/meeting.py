@@ -5,18 +5,20 @@ and the job's secret as standard input, so that it starts without PyTorch, and l
 member that started it is stopped. It ends with that member.
 
 A member keeps one connection, and each line on it is JSON. First both ends prove that they know
-the secret, without saying it; what one has seen proves nothing on another connection::
+the secret, without saying it::
 
     server  {"challenge": C}
     member  {"name": NAME, "nonce": N, "proof": proof(secret, "member", C, N, NAME)}
     server  {"proof": proof(secret, "meeting", C, N, NAME)}
 
-Then the member says which generation it was in last (0: none): ``{"number": 3, "members": [...]}``.
+From there on each line begins with a seal, which only the two ends of this connection can make: so
+nobody in between, who may have passed the proofs on, can add, change, repeat or leave out a line.
+The member says which generation it was in last (0: none): ``{"number": 3, "members": [...]}``.
 Whenever it wants to be in the next one, it says ``{"come": {...}}`` with what the others are to
 know of it. To all who have come the answer is ``{"number": 4, "members": [[name, {...}], ...]}`` in
 rank order: those who were in the generation before keep theirs. Meanwhile, who trains is told
-``{"waiting": true}``. A ``{"done": true}`` from a member is passed to all who wait. Whoever proves
-nothing, or says anything else, is closed, and named in a line of standard error.
+``{"waiting": true}``. A ``{"done": true}`` from a member is passed to all who wait. Whoever says
+anything else is closed, and named in a line of standard error.
 
 Who is connected is alive, at least its machine says so. A killed process is disconnected by the
 kernel at once; a stopped one, or one behind a cut line, stays connected and does not come.
@@ -29,6 +31,7 @@ import contextlib
 import hmac
 import json
 import os
+import random
 import re
 import secrets
 import signal
@@ -45,9 +48,12 @@ HUNG = 2.0  # seconds for which those who came wait for a member that is connect
 TICK = 0.02
 
 LINE_BYTES = 1 << 18  # of one message: a generation of a thousand members
+PROOF_BYTES = 1 << 10
 # Seconds for a proof: a member in the midst of a long step does not answer at once. So many
-# connections may be without one at a time; of more, the oldest are closed.
-PROOF_SECONDS, UNPROVEN = 30.0, 128
+# connections may be without one at a time; of more, any is closed: who floods the meeting cannot
+# know which, and a member tries again.
+PROOF_SECONDS, UNPROVEN = 30.0, 256
+NAMED = 100  # strangers, of whom no more are named: a log that nobody reads must not fill up
 
 
 # ---- what a line may be
@@ -127,7 +133,76 @@ def proof(secret: bytes, *parts: str) -> str:
     return hmac.new(secret, json.dumps(["microddp", *parts]).encode(), "sha256").hexdigest()
 
 
+class Seal:
+    """What one end of a connection puts before its lines, and the other end expects there.
+
+    Args:
+        secret: of the job.
+        texts: of this connection and direction, no two alike.
+    """
+
+    def __init__(self, secret: bytes, *texts: str) -> None:
+        self._key, self._count = proof(secret, "seal", *texts).encode(), 0
+
+    def _next(self, text: bytes) -> bytes:
+        self._count += 1
+        return hmac.new(self._key, b"%d %b" % (self._count, text), "sha256").hexdigest().encode()
+
+    def put(self, message: Mapping[str, Any]) -> bytes:
+        """A message as a line."""
+        text = json.dumps(message).encode()
+        return self._next(text) + b" " + text + b"\n"
+
+    def take(self, line: bytes, *forms: Form) -> dict[str, Any]:
+        """The message of a line.
+
+        Raises:
+            ValueError: its seal is not the one that is due, or it is of none of these forms.
+        """
+        seal, _, text = line.rstrip(b"\r\n").partition(b" ")
+        if not hmac.compare_digest(seal, self._next(text)):
+            raise ValueError(f"expected a line with its seal, got {line[:40]!r}, {len(line)} bytes")
+        return read(text, *forms)
+
+
 # ---- who meets
+
+
+class Member:
+    """The meeting's end of a connection that is proved.
+
+    Args:
+        name: of the member.
+        reader: what comes.
+        writer: what goes.
+        secret: of the job.
+        texts: what both ends have proved by: challenge, nonce and name.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        secret: bytes,
+        *texts: str,
+    ) -> None:
+        self.name, self._reader, self._writer = name, reader, writer
+        self._theirs = Seal(secret, "member", *texts)
+        self._ours = Seal(secret, "meeting", *texts)
+
+    async def hear(self, *forms: Form) -> dict[str, Any] | None:
+        """Its next message; ``None``: it is gone.
+
+        Raises:
+            ValueError: as :meth:`Seal.take`, or a line that is too long.
+        """
+        line = await self._reader.readline()
+        return self._theirs.take(line, *forms) if line else None
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Send it a message, sooner or later; if it is gone its reader will notice."""
+        self._writer.write(self._ours.put(message))
 
 
 @dataclass
@@ -139,7 +214,8 @@ class Meeting:
         secret: of the job.
         number: of the last generation, 0 before the first.
         members: that were in it, by rank.
-        unproven: connections that have not proved yet that they belong, the oldest first.
+        unproven: connections that have not proved yet that they belong.
+        named: how many lines have told of strangers.
         connected: who is there.
         come: what those who want to be in the next generation say of themselves.
         done: whether the job is over.
@@ -150,8 +226,9 @@ class Meeting:
     secret: bytes
     number: int = 0
     members: list[str] = field(default_factory=list)
-    unproven: dict[asyncio.StreamWriter, None] = field(default_factory=dict)
-    connected: dict[str, asyncio.StreamWriter] = field(default_factory=dict)
+    unproven: set[asyncio.StreamWriter] = field(default_factory=set)
+    named: int = 0
+    connected: dict[str, Member] = field(default_factory=dict)
     come: dict[str, Any] = field(default_factory=dict)
     done: bool = False
     began: float = field(default_factory=time.monotonic)
@@ -159,68 +236,78 @@ class Meeting:
 
     async def receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a connection until it is gone, or closed for what it says."""
-        name = ""
+        member = None
         try:
-            name = await self.prove(reader, writer)
-            self.know(name, read(await reader.readline(), SEEN), writer)
-            while line := await reader.readline():
-                message = read(line, COME, DONE)
-                if self.connected.get(name) is not writer:
+            async with asyncio.timeout(PROOF_SECONDS):
+                member = await self.prove(reader, writer)
+                seen = await member.hear(SEEN)
+            if seen is not None:
+                self.know(member, seen)
+            while message := await member.hear(COME, DONE):
+                if self.connected.get(member.name) is not member:
                     raise ValueError("expected one connection of a member, got a second one")
                 if "done" in message:
                     self.done = True
                 else:
-                    self.come[name] = message["come"]
+                    self.come[member.name] = message["come"]
                     self.changed = time.monotonic()
                 self.call()
+        except TimeoutError:
+            self.tell_of(writer, member, f"expected a proof within {PROOF_SECONDS:g} s, got none")
         except ValueError as error:  # of readline's, too: a line that is too long
-            address = writer.get_extra_info("peername") or ("who has gone",)
-            who = name or ":".join(map(str, address[:2]))
-            print(f"The meeting has closed {who}: {error}", file=sys.stderr, flush=True)
+            self.tell_of(writer, member, str(error))
         except OSError:
             pass  # it is gone
         finally:
-            if self.connected.get(name) is writer:
-                del self.connected[name]
-                self.come.pop(name, None)
+            if member and self.connected.get(member.name) is member:
+                del self.connected[member.name]
+                self.come.pop(member.name, None)
             writer.close()
 
-    async def prove(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
-        """Prove both ends to each other; the member's name.
+    async def prove(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Member:
+        """Prove both ends to each other.
 
         Raises:
             OSError: it was gone before it said anything.
             ValueError: it has proved nothing.
         """
-        self.unproven[writer] = None
+        self.unproven.add(writer)
         if len(self.unproven) > UNPROVEN:
-            oldest = next(iter(self.unproven))
-            del self.unproven[oldest]
-            oldest.transport.abort()
+            chosen = random.choice([*self.unproven])
+            self.unproven.remove(chosen)
+            chosen.transport.abort()
         challenge = secrets.token_hex(32)
         try:
-            tell(writer, {"challenge": challenge})
-            async with asyncio.timeout(PROOF_SECONDS):
-                line = await reader.readline()
+            writer.write(json.dumps({"challenge": challenge}).encode() + b"\n")
+            line = await reader.readline()
             if writer not in self.unproven:
-                raise ValueError(f"expected a proof, got {UNPROVEN} more connections without one")
-            if not line:
-                raise ConnectionResetError
-            message = read(line, PROOF)
-        except TimeoutError:
-            raise ValueError(f"expected a proof within {PROOF_SECONDS:g} s, got none") from None
+                raise ValueError(f"expected a proof, got {UNPROVEN} other connections without one")
         finally:
-            self.unproven.pop(writer, None)
+            self.unproven.discard(writer)
+        if not line:
+            raise ConnectionResetError
+        message = read(line[:PROOF_BYTES], PROOF)
         texts = challenge, message["nonce"], message["name"]
         if not hmac.compare_digest(proof(self.secret, "member", *texts), message["proof"]):
-            tell(writer, {"refused": True})
+            writer.write(b'{"refused": true}\n')
             raise ValueError(f"expected the job's secret, got another one from {message['name']}")
-        tell(writer, {"proof": proof(self.secret, "meeting", *texts)})
-        return str(message["name"])
+        mine = proof(self.secret, "meeting", *texts)
+        writer.write(json.dumps({"proof": mine}).encode() + b"\n")
+        return Member(message["name"], reader, writer, self.secret, *texts)
 
-    def know(self, name: str, seen: Mapping[str, Any], writer: asyncio.StreamWriter) -> None:
+    def tell_of(self, writer: asyncio.StreamWriter, member: Member | None, problem: str) -> None:
+        """Name who has been closed, up to a number."""
+        self.named += 1
+        if self.named <= NAMED:
+            address = writer.get_extra_info("peername") or ("who has gone",)
+            who = member.name if member else ":".join(map(str, address[:2]))
+            last = "; no more are named" if self.named == NAMED else ""
+            print(f"The meeting has closed {who}: {problem}{last}", file=sys.stderr, flush=True)
+
+    def know(self, member: Member, seen: Mapping[str, Any]) -> None:
         """Take note of a member, and of the generation that it has seen."""
-        self.connected[name] = writer
+        self.connected[member.name] = member
+        self.come.pop(member.name, None)  # by a connection before, with another port
         if seen["number"] > self.number:  # the server before this one is gone
             self.number, self.members = seen["number"], seen["members"]
         self.call()
@@ -264,15 +351,10 @@ class Meeting:
         # alone cannot know that: the others may be in a long step.
         return len(missing) < len(self.members) and now > self.changed + HUNG
 
-    def send(self, message: dict[str, Any], names: Iterable[str]) -> None:
-        """Send a line to some members; one that is gone will be noticed by its reader."""
+    def send(self, message: Mapping[str, Any], names: Iterable[str]) -> None:
+        """Send a message to some members."""
         for name in names:
-            tell(self.connected[name], message)
-
-
-def tell(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
-    """Send a line, sooner or later."""
-    writer.write(json.dumps(message).encode() + b"\n")
+            self.connected[name].tell(message)
 
 
 async def serve(meeting: Meeting, listening: socket.socket, parent: int) -> None:

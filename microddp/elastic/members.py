@@ -22,7 +22,7 @@ from microddp.comms import Comms
 from microddp.comms.job import end_of_gloo, form_group, patience
 from microddp.elastic import meeting
 from microddp.elastic.line import Line
-from microddp.elastic.secret import find_secret, home
+from microddp.elastic.secret import find_secret
 
 TIMEOUT = 10.0  # seconds, unless MICRODDP_TIMEOUT says more: how long a hung rank goes unnoticed
 PATIENCE = 300.0  # seconds to find the meeting, and enough members there
@@ -84,6 +84,7 @@ class Members:
         self.machine = re.sub(r"[^\w.-]", "_", socket.gethostname(), flags=re.ASCII)
         self.name = f"{self.machine}-{os.getpid()}-{secrets.token_hex(3)}"
         self._secret = find_secret()
+        self._believed = False  # the meeting has been here, and proved
         self._last: tuple[int, list[str]] = (0, [])
         self._line: Line | None = None
         self._server: subprocess.Popen[bytes] | None = None
@@ -121,6 +122,8 @@ class Members:
                 steps_of_all = tuple(told["steps"] for _, told in members)
                 return Generation(number, self._comms, steps_of_all)
             except (OSError, RuntimeError) as error:  # the latter: one was lost meanwhile
+                if isinstance(error, OSError):
+                    self._hang_up()
                 problem = str(error)
                 time.sleep(PAUSE)
         raise RuntimeError(
@@ -131,13 +134,12 @@ class Members:
     def others_wait(self) -> bool:
         """Whether somebody waits to be taken in, or the meeting no longer knows this generation.
 
-        Costs microseconds, and looks after the connection.
+        Costs microseconds, but for some hundredths of a second to find the meeting again.
         """
         if self._line is None and time.monotonic() > self._looked + 10 * PAUSE:
             self._looked = time.monotonic()
             with suppress(OSError):
-                self._connect(limit=PAUSE)
-                self._messages(wait=PAUSE)  # it speaks first
+                self._prove(self._connect(limit=PAUSE), 3 * PAUSE)
         with suppress(OSError):
             self._waiting |= any("waiting" in message for message in self._messages(wait=0.0))
         return self._waiting
@@ -156,8 +158,7 @@ class Members:
     def done(self) -> None:
         """Say that the job is over, so that who waits to join ends."""
         with suppress(OSError):
-            if self._line and self._line.proven:
-                self._line.send({"done": True})
+            self._reach().send({"done": True})
 
     def close(self) -> None:
         """Leave the group and the meeting."""
@@ -187,13 +188,17 @@ class Members:
     def _reach(self) -> Line:
         """The connection to the meeting, when both ends have proved that they belong."""
         line = self._line or self._connect(limit=self.timeout)
-        deadline = time.monotonic() + self.timeout
-        while not line.proven:
-            if time.monotonic() > deadline:
-                self._hang_up()
-                raise TimeoutError(f"what answers there proves nothing in {self.timeout:g} s")
-            self._messages(wait=self.timeout)
+        self._prove(line, self.timeout)
+        if not line.proven:
+            raise TimeoutError(f"what answers there proves nothing in {self.timeout:g} s")
+        self._believed = True
         return line
+
+    def _prove(self, line: Line, seconds: float) -> None:
+        """Wait so long for the proofs of both ends."""
+        deadline = time.monotonic() + seconds
+        while not line.proven and (left := deadline - time.monotonic()) > 0:
+            self._messages(wait=left)
 
     def _come(self, line: Line, steps: int, port: int, deadline: float) -> dict[str, Any]:
         """Say that this process wants to be in the next generation, until it is told of it."""
@@ -275,11 +280,11 @@ class Members:
         except ValueError as error:
             self._hang_up()
             where = f"{self.name}: expected this job's meeting at {self.host}:{self.port}"
-            if self._last[0]:  # it was there, and may come back
+            if self._believed:  # it was there, and may come back
                 raise ConnectionError(f"{where}: {error}") from error
             raise ValueError(
                 f"{where}: {error}. All members need the same secret: set MICRODDP_SECRET for each "
-                f"of them, or give each user the same file {home()}"
+                f"of them, or give each user the same file ~/.config/microddp/secret"
             ) from error
 
     def _hang_up(self) -> None:

@@ -9,7 +9,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-LEAST_CHARACTERS = 16  # of which nobody tries all
+LEAST_CHARACTERS = 16  # if they are random, nobody tries all
 
 
 def find_secret() -> bytes:
@@ -22,6 +22,7 @@ def find_secret() -> bytes:
         ValueError: the secret is too short, or the file cannot be had, or others can read it.
     """
     if (text := os.environ.get("MICRODDP_SECRET")) is not None:
+        text = text.strip()
         if len(text) < LEAST_CHARACTERS:
             raise ValueError(
                 f"expected MICRODDP_SECRET to have {LEAST_CHARACTERS} characters or more, got "

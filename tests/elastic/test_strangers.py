@@ -42,15 +42,17 @@ class Server:
         self.process.stdin.write(SECRET.decode())
         self.process.stdin.close()
         self.said = []
-        self.ear = threading.Thread(target=lambda: self.said.extend(self.process.stderr))
+        self.ear = threading.Thread(
+            target=lambda: self.said.extend(self.process.stderr), daemon=True
+        )
         self.ear.start()
         self.lines = []
         self.members = [self.line("first"), self.line("second")]
         assert self.generation(*self.members) == (1, ["first", "second"])
 
-    def line(self, name, secret=SECRET, number=0, members=()):
+    def line(self, name, number=0, members=(), address=None):
         seen = {"number": number, "members": list(members)}
-        line = Line(self.address, secret, name, seen, limit=5)
+        line = Line(address or self.address, SECRET, name, seen, limit=5)
         self.lines.append(line)
         while not line.proven:
             line.messages(5)
@@ -113,10 +115,15 @@ def real_lines():
         with listening.accept()[0] as server:
             server.sendall(CHALLENGE)
             line.messages(1)
-            for message in (seen, {"come": PLACE}, {"done": True}):
+            first = server.recv(1 << 16)
+            texts = "0" * 64, json.loads(first)["nonce"], "first"
+            mine = {"proof": meeting.proof(SECRET, "meeting", *texts)}
+            server.sendall(json.dumps(mine).encode() + b"\n")
+            line.messages(1)  # and says which generation it has seen
+            for message in ({"come": PLACE}, {"done": True}):
                 line.send(message)
             line.close()
-            return heard_by(server).splitlines()
+            return [first.strip(), *heard_by(server).splitlines()]
 
 
 REAL = real_lines()
@@ -223,12 +230,83 @@ def test_a_member_has_one_connection(server):
 
 def test_connections_that_say_nothing_are_closed_when_there_are_many(server):
     silent = [server.stranger() for _ in range(meeting.UNPROVEN + 5)]
-    for stranger in silent[:5]:
-        heard_by(stranger)  # returns: it is closed
+    end, closed = time.monotonic() + 10, set()
+    for stranger in silent:
+        stranger.setblocking(False)
+    while len(closed) < 5 and time.monotonic() < end:
+        for stranger in silent:
+            with contextlib.suppress(BlockingIOError):
+                try:
+                    data = stranger.recv(1 << 16)
+                except ConnectionResetError:
+                    data = b""
+                if not data:
+                    closed.add(stranger)
+    assert len(closed) == 5
     third = server.line("third")
     assert server.generation(*server.members, third) == (2, ["first", "second", "third"])
     for stranger in silent:
         stranger.close()
+
+
+def test_not_more_strangers_are_named_than_a_log_can_take(server):
+    for _ in range(meeting.NAMED + 20):
+        with server.stranger() as stranger:
+            stranger.sendall(b"[]\n")
+            heard_by(stranger)
+    assert server.generation(*server.members) == (2, ["first", "second"])
+    assert len(server.said) == meeting.NAMED
+    assert server.said[-1].endswith("; no more are named\n")
+
+
+class Relay:
+    """A stranger to whom a member connects, and who passes on what both ends say."""
+
+    def __init__(self, server):
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.address, self.meeting = self.listening.getsockname(), server.stranger()
+        threading.Thread(target=self.pass_on, daemon=True).start()
+
+    def pass_on(self):
+        self.member, _ = self.listening.accept()
+        self.meeting.settimeout(None)
+        ends = ((self.member, self.meeting), (self.meeting, self.member))
+        for one, other in ends:
+            threading.Thread(target=self.forward, args=(one, other), daemon=True).start()
+
+    def forward(self, one, other):
+        with contextlib.suppress(OSError):
+            while data := one.recv(1 << 16):
+                other.sendall(data)
+            other.shutdown(socket.SHUT_WR)
+
+    def close(self):
+        for each in (self.listening, self.member, self.meeting):
+            each.close()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b'{"done": true}', b"0" * 64 + b' {"done": true}', REAL[-1]],
+    ids=["without a seal", "with another one", "replayed"],
+)
+def test_who_has_passed_the_proofs_on_can_add_no_line(server, line):
+    relay = Relay(server)
+    third = server.line("third", address=relay.address)
+    relay.meeting.sendall(line + b"\n")
+    assert is_closed(third)
+    assert "The meeting has closed third: expected a line with its seal" in "".join(server.said)
+    assert server.generation(*server.members) == (2, ["first", "second"])
+    relay.close()
+
+
+def test_a_member_takes_no_line_that_was_added(server):
+    relay = Relay(server)
+    third = server.line("third", address=relay.address)
+    relay.member.sendall(b'{"done": true}\n')
+    with pytest.raises(ValueError, match="expected a line with its seal, got"):
+        third.messages(5)
+    relay.close()
 
 
 # ---- a stranger where the meeting should be
