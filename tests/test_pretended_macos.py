@@ -76,7 +76,7 @@ def test_chapters(macos, numbers):
     by_number = {text[:2]: text for text in said if text}
     assert sorted(by_number) == numbers
     for number, text in by_number.items():
-        assert "gloo, 2 ranks on 2 cores" in text or "1 rank" in text, text
+        assert "gloo, 2 ranks on " in text or "gloo, 1 rank on " in text, text
         assert number in ("13", "14") or "0 figures" not in text
     # A chapter that leaves something out says so.
     for number, words in (
