@@ -54,10 +54,11 @@ def asked_by_the_project(depth: int) -> bool:
 class PretendedSys(ModuleType):
     """``sys``, which says to the project that this is macOS."""
 
-    @property
-    def platform(self) -> str:
-        asks = sys._getframe(1).f_code.co_filename
-        return "darwin" if of_the_project(asks) else "linux"
+    # Not a property: Python 3.14 remembers a module's own value where it has asked for it once.
+    def __getattribute__(self, name: str) -> object:
+        if name == "platform" and of_the_project(sys._getframe(1).f_code.co_filename):
+            return "darwin"
+        return super().__getattribute__(name)
 
 
 def is_hidden(path: object) -> bool:
