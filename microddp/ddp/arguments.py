@@ -48,7 +48,6 @@ def check_devices(
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(f"{who} device_ids of one device or None, got {device_ids}")
     devices = {p.device for p in parameters}
-    given = [*(device_ids or ()), *(() if output_device is None else (output_device,))]
     if len(devices) > 1 or {device.type for device in devices} == {"cpu"}:
         if device_ids or output_device:
             raise ValueError(
@@ -57,7 +56,7 @@ def check_devices(
                 f"{sorted(map(str, devices))}"
             )
         return
-    for device in given:
+    for device in (*(device_ids or ()), *([] if output_device is None else [output_device])):
         _get_device_index(device, optional=True)
 
 

@@ -52,7 +52,7 @@ class Line:
         limit: float,
     ) -> None:
         self._secret, self._name, self._seen = secret, name, seen
-        self._nonce, self._expected = secrets.token_hex(32), ""
+        self._texts: tuple[str, ...] = ()  # by which both ends prove, once there is a challenge
         self._received = b""
         self._theirs: Seal | None = None
         self._socket = socket.create_connection(address, timeout=limit)
@@ -77,7 +77,7 @@ class Line:
         self._socket.sendall(line)
 
     def messages(self, wait: float) -> list[dict[str, Any]]:
-        """What the meeting has said, after so many seconds at most; not what proves it.
+        """Return what the meeting has said, after so many seconds at most; proofs are left out.
 
         Raises:
             OSError: the connection is lost.
@@ -103,19 +103,20 @@ class Line:
         return said
 
     def _prove(self, line: bytes) -> None:
-        message = read(line, *((ADMITTED, REFUSED) if self._expected else (CHALLENGE,)))
-        if "challenge" in message:
-            texts = message["challenge"], self._nonce, self._name
-            self._expected = proof(self._secret, "meeting", *texts)
-            self._seals = [Seal(self._secret, end, *texts) for end in ("member", "meeting")]
-            mine = proof(self._secret, "member", *texts)
-            message = {"name": self._name, "nonce": self._nonce, "proof": mine}
+        if not self._texts:
+            challenge, nonce = read(line, CHALLENGE)["challenge"], secrets.token_hex(32)
+            self._texts = challenge, nonce, self._name
+            mine = proof(self._secret, "member", *self._texts)
+            message = {"name": self._name, "nonce": nonce, "proof": mine}
             self._send(json.dumps(message).encode() + b"\n")
-        elif "refused" in message or not hmac.compare_digest(message["proof"], self._expected):
+            return
+        message = read(line, ADMITTED, REFUSED)
+        expected = proof(self._secret, "meeting", *self._texts)
+        if "refused" in message or not hmac.compare_digest(message["proof"], expected):
             raise ValueError("what answers there has another secret")
-        else:
-            self._ours, self._theirs = self._seals
-            self.send(self._seen)
+        self._ours = Seal(self._secret, "member", *self._texts)
+        self._theirs = Seal(self._secret, "meeting", *self._texts)
+        self.send(self._seen)
 
     def close(self) -> None:
         """Close the connection."""

@@ -129,12 +129,12 @@ def read(line: bytes, *forms: Form) -> dict[str, Any]:
 
 
 def proof(secret: bytes, *parts: str) -> str:
-    """What only those can say of these texts who know the secret. HMAC-SHA256, in hexadecimal."""
+    """The HMAC-SHA256 of these texts under the secret, in hexadecimal."""
     return hmac.new(secret, json.dumps(["microddp", *parts]).encode(), "sha256").hexdigest()
 
 
 class Seal:
-    """What one end of a connection puts before its lines, and the other end expects there.
+    """The marks that one end of a connection puts before its lines, and the other end checks.
 
     Args:
         secret: of the job.

@@ -41,7 +41,7 @@ def find_secret() -> bytes:
 
 
 def home() -> Path:
-    """Where a user's secret is: ``~/.config/microddp/secret``, or below ``XDG_CONFIG_HOME``."""
+    """The file of a user's secret: ``~/.config/microddp/secret``, or below ``XDG_CONFIG_HOME``."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config", "microddp", "secret")
 
 

@@ -53,7 +53,7 @@ def fully_shard(
     forward, and as many of gradients.
 
     So ``module.state_dict()`` has this rank's parts, flat, under the names of the whole parameters:
-    what no unsharded model can load. :meth:`Block.whole_state_dict` has whole tensors, and
+    no unsharded model can load them. :meth:`Block.whole_state_dict` has whole tensors, and
     :func:`~microddp.parts.own_parts` says what each part is of.
 
     Buffers stay whole, and each rank's own. A parameter of a block that was run, and that got no
@@ -252,7 +252,7 @@ class Block:
         return self.course.no_sync()
 
     def whole_state_dict(self) -> dict[str, Any]:
-        """What ``module.state_dict()`` would be, were the model not sharded. A collective.
+        """Gather the state dictionary that the model would have without sharding. A collective.
 
         Returns:
             On rank 0 whole tensors, in main memory, in the dtype of the parts. Elsewhere it is

@@ -98,7 +98,6 @@ class NotInstalled:
 
 def install() -> None:
     """Begin to pretend, for good."""
-
     sys.__class__ = PretendedSys
     importlib._bootstrap._new_module = ModuleType  # else every module is made of sys's type
     for name in [name for name in vars(os) if name.startswith(("sched_", "SCHED_"))]:
