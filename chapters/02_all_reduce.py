@@ -21,7 +21,6 @@ import microddp
 from microddp import figures
 from microddp.allreduce import (
     ALGORITHMS,
-    IN_MEMORY,
     all_reduce_cost,
     bus_bandwidth,
     fit_alpha_beta,
@@ -299,7 +298,7 @@ all-reduce, here for four operations:
 """
 
 # %%
-WAYS = {name: way for name, way in ALGORITHMS.items() if name not in IN_MEMORY}
+WAYS = ALGORITHMS
 for op in ("sum", "max", "min", "product"):
     for name, all_reduce in WAYS.items():
         tensor = torch.arange(size, dtype=torch.float64, device=comms.device) % 3 + rank

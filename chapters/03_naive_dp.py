@@ -265,7 +265,7 @@ and then the optimizer. How gradients are averaged is an object, the *strategy*;
 nothing until its `finish`, which averages one by one. `compute_gradients` is the same for all of
 them. (Parts of a batch, `no_sync`, `autocast` and the scaler are for later chapters.)
 
-```{literalinclude} ../../microddp/schedule.py
+```{literalinclude} ../../microddp/step.py
 :pyobject: compute_gradients
 ```
 

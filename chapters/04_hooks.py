@@ -28,6 +28,7 @@ from microddp.hooks import (
     HookTracker,
     demonstrate_hook_order,
 )
+from microddp.hosts import relink
 from microddp.model import FullMLP, SimpleCNN, Transformer, gradient_bytes
 from microddp.performance import compare_strategies
 from microddp.replicas import check_replicas
@@ -388,10 +389,10 @@ backward longer, and hooks gain little or nothing. Here are the steps again, on 
 # %%
 usual = few.box and few.box.links[0].option
 if usual:
-    few.relink("30gbit")
+    relink(few, "30gbit")
     carried = {"naive": median_step(naive), "hooks": median_step(hooked)}
     fast = compare_strategies(names, wide, few, batch, cross_entropy, repeat=4)
-    few.relink(usual)
+    relink(few, usual)
 
 # %% tags=["plumbing"]
 if usual:

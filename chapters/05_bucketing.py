@@ -23,18 +23,19 @@ from torch.nn.functional import cross_entropy, mse_loss
 import microddp
 from microddp import figures
 from microddp.allreduce import fit_alpha_beta
-from microddp.bucketing import BucketedDDPHooks, plan_buckets
+from microddp.bucketing import BucketedDDPHooks
+from microddp.buckets import plan_buckets
 from microddp.data import ShardedBatches, load_digits
 from microddp.model import FullMLP, SimpleCNN, Transformer, gradient_bytes
 from microddp.performance import (
-    ComputeTimes,
     compare_strategies,
     cores_for_each_rank,
     measure_all_reduce,
     measure_compute,
+    predict_plan,
 )
 from microddp.report import MIB, human_bytes, human_seconds, mark_least, table
-from microddp.timing import measure
+from microddp.timing import ComputeTimes, measure
 
 # %%
 # sphinx_gallery_hosts = "4 x 500mbit"
@@ -509,6 +510,7 @@ figures.explore_buckets(
     cost,
     cores,
     {cap: steps[name] for name, cap in CAPS.items()},
+    predict=predict_plan,
     title="Refill the buckets: a cap's plan, and the step that is predicted with it",
 )
 

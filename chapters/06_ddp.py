@@ -237,8 +237,7 @@ flows into them, so nothing averages them.
 **Predict.** Without help, each rank has the statistics of its own shards. With
 `forward_sync_buffers=True`, the default, a forward pass starts from rank 0's. But the pass then
 adds each rank's own batch, so the ranks agree at the start of a pass and not after it. And what
-they agree on has seen no samples but rank 0's. (Before PyTorch 2.13 the argument was
-`broadcast_buffers`. With `False` that one skips the copy at construction, too.)
+they agree on has seen no samples but rank 0's. (Before PyTorch 2.13: `broadcast_buffers`.)
 """
 
 
@@ -732,14 +731,9 @@ lie on one side of 1 does the run tell two steps apart.
 The two constructors, compared:
 """
 
-
 # %%
-def arguments_of(kind):
-    parameters = inspect.signature(kind).parameters.values()
-    return {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
-
-
-ours_takes, theirs_takes = arguments_of(DDP), arguments_of(TorchDDP)
+ours_takes, theirs_takes = (set(inspect.signature(kind).parameters) for kind in (DDP, TorchDDP))
+ours_takes -= {"refused"}  # it catches those that are
 for whose, only in ("PyTorch's", theirs_takes - ours_takes), ("ours", ours_takes - theirs_takes):
     comms.print(fill(f"only {whose}: {', '.join(sorted(only))}", 90))
 
@@ -754,10 +748,8 @@ What PyTorch's arguments are for:
   the others. `device_mesh` serves models that are split as well as copied.
 - `bucket_cap_mb_list`, `batched_grad_copy` and `skip_all_reduce_unused_params` tune special cases.
 
-Ours refuses them, and says what to use instead. It takes `device_ids` and `output_device`, so that
-scripts run as they are, but moves no inputs to the device: that is the loop's work here. `dim` is
-left from the time when one process scattered inputs to several, and `check_reduction` does nothing
-any more.
+Ours refuses them, and says what to use. It takes `device_ids` and `output_device`, but moves no
+inputs: that is the loop's work here. `dim` and `check_reduction` do nothing.
 
 Two things have no argument. `torch.compile` cuts its graphs at PyTorch's buckets, so that
 communication overlaps with compiled code, and does not know ours. And PyTorch's wrapper logs what

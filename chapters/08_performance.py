@@ -28,12 +28,11 @@ import microddp
 from microddp import figures
 from microddp.allreduce import bus_bandwidth, estimate_communication_time
 from microddp.ddp import DDP
-from microddp.hosts import human_bits
+from microddp.hosts import human_bits, relink
 from microddp.model import FullMLP, ModelConfig, SimpleCNN, Transformer, gradient_bytes, token_loss
 from microddp.performance import (
     DDPPerformanceAnalyzer,
     Overhead,
-    break_down,
     cores_for_each_rank,
     find_bottleneck,
     measure_all_reduce,
@@ -46,8 +45,9 @@ from microddp.performance import (
     step_budget,
 )
 from microddp.report import MIB, human_bytes, human_seconds, table
-from microddp.schedule import STRATEGIES, take_step
-from microddp.timing import Timeline, Timing, measure
+from microddp.step import take_step
+from microddp.strategies import STRATEGIES
+from microddp.timing import Timeline, Timing, break_down, measure
 
 # %%
 # sphinx_gallery_hosts = "4 x 1gbit"
@@ -97,7 +97,7 @@ def take_apart(spans):
 # %% [markdown]
 """
 **Measure.** Steps of one model on all ranks. They differ in *strategy*: how gradients are averaged.
-`microddp.schedule.STRATEGIES` is the table. A timeline begins when all ranks have met, and
+`microddp.strategies.STRATEGIES` is the table. A timeline begins when all ranks have met, and
 strategies take turns. The batch is large, so backward can hide something:
 """
 
@@ -132,7 +132,7 @@ for _ in range(9):
 
 # %% [markdown]
 """
-The book's own {func}`~microddp.performance.analyzer.break_down` follows the same rule, and adds the
+The book's own {func}`~microddp.timing.step_times.break_down` follows the same rule, and adds the
 phases. Of each strategy's steps, the one of median length on rank 0 is kept, after two to warm up:
 """
 
@@ -243,7 +243,7 @@ def new_cnn(channels):
 small = new_cnn((96, 192, 384))
 usual, by_speed = few.box and few.box.links[0].option, {}
 for speed in SPEEDS if few.box else ():
-    few.relink(speed)
+    relink(few, speed)
     overhead = overhead_of(small)
     t, c = estimate_communication_time(overhead.nbytes, n, speed_of(few)), overhead.alone.median
     rest = max(0.0, t - 2 * c / 3)
@@ -251,7 +251,7 @@ for speed in SPEEDS if few.box else ():
 
 # %% tags=["plumbing"]
 if by_speed:
-    few.relink(usual)
+    relink(few, usual)
     names = ("nothing hidden", "measured", "all of backward hides")
     x = [link.bits_per_second / 1e9 for link in by_speed]
     columns = zip(*by_speed.values(), strict=True)
@@ -298,7 +298,7 @@ the same ratio of computing to bytes. For each MiB of gradients the table has th
 RULE = {(96, 192, 384): 0.6, (208, 416, 832): 0.4, (432, 864, 1728): 0.2}
 if by_speed and n > 1:
     wanted = bus_bandwidth(overhead.nbytes, 1.5 * overhead.alone.median, n)
-    few.relink(f"{wanted * 8e-6:.0f}mbit")
+    relink(few, f"{wanted * 8e-6:.0f}mbit")
 rows, cnns = [], {}
 
 # %%
@@ -320,7 +320,7 @@ headers = ["parameters", "gradients", "computing", "a MiB", "none hidden", "meas
 few.print(f"links of {human_bits(8 * speed_of(few))}")
 few.print(table(rows, headers))
 if by_speed:
-    few.relink(usual)
+    relink(few, usual)
 
 # %% [markdown]
 """
@@ -578,7 +578,7 @@ rows, errors = [], {}
 speeds = ("500mbit", "2gbit") if few.box else ("as it is",)
 for speed, (name, (net, data, loss_fn)) in itertools.product(speeds, CASES.items()):
     if few.box:
-        few.relink(speed)
+        relink(few, speed)
     wrapped = DDP(copy.deepcopy(net), few, bucket_cap_mb=1.0)
     step = partial(train_step, wrapped, sgd(wrapped), data, loss_fn)
     predicted, seconds = [], []
@@ -594,7 +594,7 @@ for speed, (name, (net, data, loss_fn)) in itertools.product(speeds, CASES.items
 
 # %% tags=["plumbing"]
 if few.box:
-    few.relink(usual)
+    relink(few, usual)
 headers = ["model", "link", "predicted", "the book's", "measured (quartiles)", "error", "its error"]
 few.print(table(rows, headers, floats=("", "", "", "", "", "+.0%", "+.0%")))
 flat = [missed for of_link in errors.values() for missed in of_link]
@@ -708,7 +708,9 @@ devices = {
     "this machine's": figures.Device(HERE[0], 1, HERE[1] / (2 * RANKS - 2)),
 }
 links = sorted(((name, 1e9 * speed) for name, speed in LINKS.items()), key=lambda link: -link[1])
-figures.explore_plan(devices, dict(links), parameters=1e9, tokens=SAMPLES, ranks=RANKS)
+figures.explore_plan(
+    devices, dict(links), parameters=1e9, tokens=SAMPLES, ranks=RANKS, budget=step_budget
+)
 
 # %% [markdown]
 """

@@ -23,13 +23,14 @@ import microddp
 from microddp import figures
 from microddp.allreduce import on_thread
 from microddp.comms import MessageCounter
-from microddp.compression import Compression, compressor
+from microddp.compression import Compression, compress, compressor
 from microddp.data import ShardedBatches, load_digits, load_text
 from microddp.ddp import DDP
-from microddp.hosts import human_bits
+from microddp.hosts import human_bits, relink
 from microddp.model import FullMLP, gradient_bytes, parameter_count, token_loss
 from microddp.report import human_bytes, human_seconds, table
-from microddp.schedule import STRATEGIES, take_step
+from microddp.step import take_step
+from microddp.strategies import STRATEGIES
 from microddp.timing import Timing, measure
 from microddp.workloads import LENGTH, character_model, learn, times_by_link
 
@@ -412,7 +413,7 @@ PAYS = ("top-k:0.01", "top-k:0.05", "int8", "power:4", "power:32", "fp16")
 def strategy_of(name, model, cap=ONE_BUCKET):
     made = STRATEGIES["none" if name == "alone" else "ddp"](copy.deepcopy(model), few, cap)
     if name not in (PLAIN, "alone"):
-        made.compress(name)
+        compress(made, name)
     return made
 
 
@@ -427,7 +428,7 @@ def over_links(calls, links, turns):
     """Seconds of each call, by speed: the lower quartile. Speeds take turns, as calls do."""
     seconds = {speed: dict.fromkeys(calls, ()) for speed in links}
     for speed in links * turns:
-        few.relink(f"{speed}gbit")
+        relink(few, f"{speed}gbit")
         for name, timing in measure(calls, few, warmup=1, repeat=3).items():
             seconds[speed][name] += timing.seconds
     return {v: {name: Timing(s).spread[0] for name, s in of.items()} for v, of in seconds.items()}
@@ -573,7 +574,7 @@ STEPS = 112
 model = character_model(few.device)
 computing = learn(strategy_of("alone", model), text, few, STEPS).step
 if few.box:
-    few.relink("100mbit")
+    relink(few, "100mbit")
 runs, sent = {}, {}
 for name in (PLAIN, *NAMES):
     strategy = strategy_of(name, model)

@@ -17,11 +17,14 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import microddp
 from microddp import figures
+from microddp.compression import compress
 from microddp.data import load_text
-from microddp.local_sgd import LocalSteps, Outer
+from microddp.hosts import relink
+from microddp.local_sgd import Local, LocalSteps, Outer
 from microddp.model import ModelConfig, SimpleCNN, token_loss
 from microddp.report import MIB, human_bytes, human_seconds, table
-from microddp.schedule import STRATEGIES, Local, take_step
+from microddp.step import take_step
+from microddp.strategies import STRATEGIES
 from microddp.workloads import LENGTH, character_batches, character_model, learn, times_by_link
 
 # %%
@@ -207,7 +210,7 @@ def train(name="ddp", every=0, **options):
     """By a strategy of that name or, if `every` is not 0, with a meeting every so many steps."""
     model = character_model(few.device)
     if every:
-        strategy = Local(model, few, LocalSteps(model, few, every, **options))
+        strategy = Local(model, few, local=LocalSteps(model, few, every, **options))
     else:
         strategy = STRATEGIES[name](model, few)
     run = learn(strategy, text, few, STEPS)
@@ -217,7 +220,7 @@ def train(name="ddp", every=0, **options):
 # %%
 fast, usual = train(), few.box
 if few.box:
-    few.relink("100mbit")
+    relink(few, "100mbit")
 runs = {"DDP": train()}
 for every in (1, 4, 16, 64):
     runs[f"H = {every}"] = train(every=every)
@@ -335,7 +338,7 @@ def diloco(steps, every, sign=1, **outer_options):
 # %%
 DILOCO = Outer(lr=0.7, momentum=0.9)
 model = character_model(few.device)
-learn(Local(model, few, LocalSteps(model, few, 16, outer=DILOCO)), text, few, 64)
+learn(Local(model, few, local=LocalSteps(model, few, 16, outer=DILOCO)), text, few, 64)
 theirs = parameters_to_vector(model.parameters()).detach()
 mine, _ = diloco(64, 16, lr=0.7, momentum=0.9, nesterov=True)
 few.print(f"bitwise the core's: {torch.equal(mine, theirs)}")
@@ -359,7 +362,7 @@ $c + \frac{F}{H} \max(0, t_S/F - c)$.
 
 # %%
 if few.box:
-    few.relink("50mbit")
+    relink(few, "50mbit")
 EVERY, F = 16, 4
 slow = {
     "mean": train(every=EVERY),
@@ -478,11 +481,11 @@ tell more. At 100 Mbit/s that is nearly the measurement again, at the others a p
 
 # %%
 if few.box:
-    few.relink("100mbit")
+    relink(few, "100mbit")
 compressed = {}
 for name in ("int8", "power:4"):
     strategy = STRATEGIES["ddp"](character_model(few.device), few)
-    strategy.compress(name)
+    compress(strategy, name)
     compressed[name] = learn(strategy, text, few, STEPS), strategy.sent_bytes()
 
 # %% tags=["plumbing"]

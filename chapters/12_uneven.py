@@ -28,10 +28,12 @@ from microddp.allreduce import (
 )
 from microddp.comms import MessageCounter
 from microddp.data import ShardedBatches, load_digits
+from microddp.hosts import relink
 from microddp.model import FullMLP
 from microddp.performance import find_stragglers, straggler_report
 from microddp.report import MIB, human_seconds, table
-from microddp.schedule import STRATEGIES, compute_gradients, take_step
+from microddp.step import compute_gradients, take_step
+from microddp.strategies import STRATEGIES
 from microddp.timing import NOT_RECORDED, Timeline, measure
 
 # %%
@@ -145,7 +147,7 @@ results = {}
 for network, changes in NETWORKS.items() if box and n == 4 else ():
     try:
         for change in changes:
-            senders.relink(*change)
+            relink(senders, *change)
     except RuntimeError as error:
         senders.print(f"not here, {network!r}: {error}")
         continue
@@ -278,8 +280,8 @@ MBITS = (1000, 500, 250, 100) if box and n == 4 else ()
 curves = {"ring": [], "by owners": [], "weighted": []}
 least = {"ring": [], "weighted": []}
 for mbit in MBITS:
-    senders.relink("1gbit")
-    senders.relink(f"{mbit}mbit", host=2)
+    relink(senders, "1gbit")
+    relink(senders, f"{mbit}mbit", host=2)
     box = senders.box
     speeds = [link.bytes_per_second for link in box.links]
     counts = parts_by_speed(tensor.numel(), speeds)
@@ -313,7 +315,7 @@ if MBITS:
         ylabel="ms",
         log="x",
     )
-    senders.relink("1gbit")
+    relink(senders, "1gbit")
     assert gains[-1] > 1
     assert curves["by owners"][-1] > curves["weighted"][-1]
 
@@ -406,12 +408,12 @@ reports, mine = {}, {}
 run(3)
 for scene, (sleeper, host) in SCENES.items() if n > 1 else ():
     if host is not None:
-        senders.relink("250mbit", host=host)
+        relink(senders, "250mbit", host=host)
     spans = run(COUNT, sleeper)
     mine[scene] = [1e3 * seconds / COUNT for seconds in waits(spans, rank=0)]
     reports[scene] = straggler_report(spans, senders, strategy.sent_bytes())
     if host is not None:
-        senders.relink("1gbit")
+        relink(senders, "1gbit")
 
 # %% tags=["plumbing"]
 rows = [
@@ -565,7 +567,7 @@ for name, sizes, loss_fn in (
 # %% [markdown]
 r"""
 Weighted, unequal shards give the gradient of the whole batch, but for rounding. The core's
-{func}`~microddp.schedule.take_step` does it if it is passed `share`, the samples of an equal shard,
+{func}`~microddp.step.take_step` does it if it is passed `share`, the samples of an equal shard,
 which {class}`~microddp.data.ShardedBatches` knows. If it is left out, nothing is scaled.
 
 **Measure.**

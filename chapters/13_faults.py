@@ -339,9 +339,9 @@ nor to the meeting? What if one dies while they meet? If one rank has finished t
 has not? And who comes later needs weights and optimizer state from somebody.
 
 `microddp.elastic` answers these. Members keep a connection to a small server, which a member
-starts, and another one if that member dies. It lets nobody in who does not prove to know the job's
-secret: one line of a stranger could end the job. It sees at once that a process has died, and
-leaves behind who stays silent for two seconds while the others meet. A step's loss is averaged in
+starts, and another one if that member dies. It lets nobody in who does not know the job's secret.
+It sees at once that a process has died, and leaves behind who is silent for two seconds while the
+others meet. A step's loss is averaged in
 one more message, before the weights change: so who has taken a step has all its samples in it. Who
 is new, or missed the end of a step, gets the state of a rank that is furthest.
 [torchft](https://github.com/meta-pytorch/torchft) does this for clusters of GPUs.

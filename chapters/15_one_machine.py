@@ -23,17 +23,20 @@ from torch.nn.functional import mse_loss
 
 import microddp
 from microddp import figures
-from microddp.allreduce import (
+from microddp.allreduce import ring_all_reduce
+from microddp.model import FullMLP, gradient_bytes
+from microddp.report import human_bytes, human_seconds, table
+from microddp.shared import (
+    carrier,
     fastest,
     hierarchical_all_reduce,
-    ring_all_reduce,
+    machines_of,
+    room_of,
     shared_all_gather,
     shared_all_reduce,
     shared_reduce_scatter,
+    why_apart,
 )
-from microddp.model import FullMLP, gradient_bytes
-from microddp.report import human_bytes, human_seconds, table
-from microddp.shared import machines_of, room_of, why_apart
 from microddp.timing import Timing, measure
 
 # %%
@@ -203,7 +206,7 @@ each rank has a core, and then sleeps, so that with more ranks than cores nobody
 time.
 
 What is a meeting worth, beside the backend's barrier? And what are the calls, without meetings? The
-core's {func}`~microddp.allreduce.shared_memory.shared_all_reduce`, which is compared below, does
+core's {func}`~microddp.shared.collectives.shared_all_reduce`, which is compared below, does
 more than the function above: it takes any shape and dtype, checks that all ranks make the same
 call, and keeps a record. What that takes is its time in a group of one rank. Fifty in a row of
 each, on the first machine, where nothing comes between them:
@@ -498,7 +501,7 @@ def by_machine(tensor):
 
 # %% [markdown]
 """
-The core's {func}`~microddp.allreduce.hierarchical.hierarchical_all_reduce` takes machines of
+The core's {func}`~microddp.shared.hierarchical.hierarchical_all_reduce` takes machines of
 uneven size, too. And it cuts a large tensor into parts of 4 MiB: while one travels, the machine
 adds up the next.
 
@@ -630,10 +633,10 @@ stays further below what bytes allow, the sources do not say.
 
 ## DDP twice
 
-**Predict.** The core's DDP takes `all_reduce="auto"`: for each size the fastest, as measured here
-when it is built. Its buckets are in shared memory then, so of each step it should save the
-difference between the backend's all-reduce and the core's in place: for these models, of 4 and 16
-MiB, both are in the table above. It saves more, if the backend's work takes time from backward's
+**Predict.** The core's DDP can be handed `carrier("auto", inside)`: for each size the fastest, as
+measured here when it is made. Its buckets are in shared memory then, so of each step it should save
+the difference between the backend's all-reduce and the core's in place: for these models, of 4 and
+16 MiB, both are in the table above. It saves more, if the backend's work takes time from backward's
 core; less, if backward hides it.
 
 **Measure.** A step of each model alone, with the backend's all-reduce, and with `"auto"`:
@@ -650,7 +653,9 @@ def steps_of(width):
     models = {"alone": FullMLP(width).to(comms.device)}
     for name in CARRIERS:
         torch.manual_seed(0)
-        models[name] = microddp.DDP(FullMLP(width).to(comms.device), inside, all_reduce=name)
+        models[name] = microddp.DDP(
+            FullMLP(width).to(comms.device), inside, all_reduce=carrier(name, inside)
+        )
     return {name: partial(step, model, data) for name, model in models.items()}
 
 

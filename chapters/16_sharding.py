@@ -31,8 +31,10 @@ from microddp.model import FullMLP, gradient_bytes, parameter_count
 from microddp.parts import clip_grad_norm, load_parts, own_parts
 from microddp.performance import bytes_kept, measure_compute
 from microddp.report import human_bytes, human_seconds, table
-from microddp.schedule import STRATEGIES, take_step
 from microddp.sharding import fully_shard, shard_blocks
+from microddp.shared import carrier
+from microddp.step import take_step
+from microddp.strategies import STRATEGIES
 from microddp.timing import measure
 
 # %%
@@ -167,7 +169,7 @@ batches = torch.randn(4, 2, 32, 256, generator=torch.Generator().manual_seed(ran
 
 
 def ddp(model):
-    wrapped = microddp.DDP(model, few, all_reduce="ring")
+    wrapped = microddp.DDP(model, few, all_reduce=carrier("ring", few))
     adam = torch.optim.Adam(model.parameters())
 
     def step(batch):
@@ -434,7 +436,7 @@ half = (n - 1) / n * gradient_bytes(wide) * link if link else None
 def step_of(name, batch):
     model = copy.deepcopy(wide)
     if name == "ddp":
-        model = microddp.DDP(model, few, bucket_cap_mb=1, all_reduce="ring")
+        model = microddp.DDP(model, few, bucket_cap_mb=1, all_reduce=carrier("ring", few))
         strategy = STRATEGIES[name](model, few)
     else:
         strategy = STRATEGIES[name](model, few, carrier="ring")

@@ -24,12 +24,10 @@ from microddp import figures
 from microddp.model import FullMLP
 from microddp.performance import (
     Failures,
-    Layer,
     Network,
     Port,
     Variation,
     Way,
-    Work,
     measure_compute,
     measure_network,
     measured_work,
@@ -40,8 +38,11 @@ from microddp.plan import compare_published, devices, links, network_of, plan
 from microddp.plan.__main__ import main as ask_plan
 from microddp.plan.planning import Training
 from microddp.plan.published import summary
+from microddp.program import Layer, Work
 from microddp.report import human_seconds, table
-from microddp.schedule import STRATEGIES, take_step
+from microddp.shared import carrier
+from microddp.step import take_step
+from microddp.strategies import STRATEGIES
 from microddp.timing import measure
 
 # %%
@@ -161,7 +162,7 @@ def step_of(way, model, few):
     kind, cap = WAYS[way]
     model = copy.deepcopy(model)
     if kind == "ddp":
-        model = microddp.DDP(model, few, bucket_cap_mb=cap, all_reduce="ring")
+        model = microddp.DDP(model, few, bucket_cap_mb=cap, all_reduce=carrier("ring", few))
     options = {"carrier": "ring"} if kind.startswith("zero") else {}
     strategy = STRATEGIES[kind](model, few, cap, **options)
     return partial(take_step, strategy, total, SGD(strategy.parameters()), BATCH)
@@ -604,6 +605,7 @@ figures.explore_plan(
     parameters=8e9,
     tokens=8192,
     ranks=64,
+    budget=step_budget,
     gradient_bytes=2,
     checked=how_far,
 )

@@ -195,7 +195,7 @@ class ShardedBatches:
 
     Attributes:
         share: samples that a rank would have if shares were equal, what
-            :func:`microddp.schedule.take_step` needs to know where they are not.
+            :func:`microddp.step.take_step` needs to know where they are not.
 
     Raises:
         ValueError: the batch does not divide, or is larger than the data set; or the sizes are not

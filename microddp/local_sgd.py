@@ -14,8 +14,13 @@ import torch
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from microddp.allreduce import reduced_bytes
 from microddp.comms import Comms, Pending
+from microddp.model import gradient_bytes
+from microddp.program import Program
 from microddp.replicas import broadcast_parameters
+from microddp.step import Strategy
+from microddp.strategies import average_gradients, register
 
 
 @dataclass(frozen=True)
@@ -251,3 +256,49 @@ def _deal(parameters: Sequence[nn.Parameter], parts: int) -> Iterator[list[nn.Pa
             yield part
             part, left = [], left - 1
     yield part
+
+
+@register("local")
+class Local(Strategy):
+    """Not at all: each rank trains by itself, and at times the weights are averaged.
+
+    Args:
+        model: this rank's replica.
+        comms: the ranks that share the weights.
+        bucket_cap_mb: means nothing here.
+        local: brings them together; in its warm-up gradients are averaged, one by one. Default:
+            they meet after each step.
+    """
+
+    replicas = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comms: Comms,
+        bucket_cap_mb: float | None = None,
+        local: LocalSteps | None = None,
+    ) -> None:
+        super().__init__(model, comms, bucket_cap_mb)
+        self.local = local or LocalSteps(model, comms, every=1)
+
+    def finish(self) -> None:
+        if self.local.warming_up:
+            average_gradients(self.module, self.comms, self.timeline)
+
+    def after_step(self) -> None:
+        with self.timeline.span("wait for weights", lane="wait"):
+            self.local.after_step()
+
+    def meet(self) -> None:
+        self.local.meet()
+
+    def sent_bytes(self) -> float:
+        whole = reduced_bytes(gradient_bytes(self.module), self.comms.world_size)
+        return whole / self.local.every
+
+    @classmethod
+    def program(cls, program: Program) -> None:
+        super().program(program)
+        if (program.step + 1) % program.every == 0:
+            program.wait(program.start("all_reduce", program.parameter_bytes))

@@ -13,12 +13,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from microddp.bucketing import (
-    BucketedDDPHooks,
-    GradientBucket,
-    bucket_caps,
-    plan_buckets,
-)
+from microddp.bucketing import BucketedDDPHooks
+from microddp.buckets import GradientBucket, bucket_caps, plan_buckets
 from microddp.ddp import DDP
 from microddp.model import FullMLP
 from microddp.replicas import broadcast_parameters, check_replicas

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from microddp.allreduce import ALGORITHMS, IN_MEMORY, all_reduce_hook, ring_all_reduce
+from microddp.allreduce import ALGORITHMS, all_reduce_hook, ring_all_reduce
 from microddp.ddp import DDP
 from microddp.replicas import check_replicas
 from microddp.timing import Timeline, measure, seconds_now
@@ -137,7 +137,7 @@ def messages(comms):
         same("send and recv", arrived, theirs)
 
 
-BETWEEN_GPUS = {name: call for name, call in ALGORITHMS.items() if name not in IN_MEMORY}
+BETWEEN_GPUS = ALGORITHMS
 
 
 def all_reduce_algorithms(comms):

@@ -13,16 +13,16 @@ PACKAGE = ROOT / "microddp"
 # From the ground up: a part imports parts of lower floors, or of its own folder.
 FLOORS = (
     ("report",),
-    ("hosts",),
     ("comms",),
-    ("shared", "elastic", "timing", "model", "data"),
+    ("hang", "hosts", "elastic", "timing", "model", "data"),
     ("allreduce",),
-    ("replicas", "deferred", "parts", "hooks", "compression"),
-    ("bucketing", "local_sgd"),
-    ("ddp", "sharding"),
-    ("schedule",),
+    ("replicas", "deferred", "parts", "hooks", "carrier", "buckets"),
+    ("bucketing",),
+    ("ddp", "program", "figures", "shared"),
+    ("step",),
+    ("strategies",),
+    ("schedule", "compression", "local_sgd", "sharding"),
     ("performance", "workloads"),
-    ("figures",),
     ("train", "bench", "doctor", "plan"),
     ("labs",),
 )
@@ -85,6 +85,6 @@ def test_every_variable_of_the_environment_is_in_the_readers_table():
         for name in re.findall(r"MICRODDP_[A-Z_]+", path.read_text())
     }
     # Set by what starts a job on hosts in a box, for its ranks.
-    assert named - {"MICRODDP_BOX", "MICRODDP_NO_HOSTS"} == {
+    assert named - {"MICRODDP_BOX", "MICRODDP_LINKS", "MICRODDP_NO_HOSTS"} == {
         *re.findall(r"`(MICRODDP_[A-Z_]+)", table)
     }

@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 from microddp.comms import Comms
 from microddp.local_sgd import LocalSteps, Outer
 from microddp.replicas import check_replicas
-from microddp.schedule import average_gradients
+from microddp.strategies import average_gradients
 
 DILOCO = Outer(0.7, 0.9)
 

@@ -23,7 +23,16 @@ from microddp.train.__main__ import main
 def job(ranks, body, *arguments, gpus, ranks_here=None):
     """What every rank called, in a job on machines with as many pretended GPUs."""
     return run(
-        on_pretended_gpus, ranks, body, gpus, ranks_here, *arguments, join=False, timeout=220
+        on_pretended_gpus,
+        ranks,
+        body,
+        gpus,
+        ranks_here,
+        *arguments,
+        join=False,
+        timeout=220,
+        # In chapter 13 the others wait for rank 0, which starts jobs of its own.
+        environment={"MICRODDP_TIMEOUT": "150"},
     )
 
 

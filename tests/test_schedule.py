@@ -13,13 +13,9 @@ from microddp.data import ShardedBatches, load_digits
 from microddp.hooks import AllReduceHooks
 from microddp.model import FullMLP, gradient_bytes
 from microddp.replicas import check_replicas
-from microddp.schedule import (
-    STRATEGIES,
-    ddp_step,
-    naive_data_parallel_step,
-    register_ddp_hooks,
-    take_step,
-)
+from microddp.schedule import ddp_step, naive_data_parallel_step, register_ddp_hooks
+from microddp.step import take_step
+from microddp.strategies import STRATEGIES
 from microddp.timing import NOT_RECORDED, Timeline, exposed, overlapped
 
 STEPS = 20

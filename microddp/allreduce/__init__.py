@@ -1,4 +1,4 @@
-"""All-reduce: ways to agree on a sum by messages between two ranks, or through shared memory.
+"""All-reduce: ways to agree on a sum by messages between two ranks.
 
 With n ranks and a tensor of S bytes:
 
@@ -10,27 +10,19 @@ direct                 n-1             (n-1) S               two ranks
 ring                   2 (n-1)         2 (n-1)/n S           large tensors: bytes do not grow with n
 recursive doubling     log2 n          S log2 n              small tensors: fewest rounds
 weighted               2 a column      S over a slow link    links of unequal speed
-shared                 no message      none                  ranks of one machine
-hierarchical           2 (M-1)         2 (M-1)/M S, of all   M machines with several ranks each
 =====================  ==============  ====================  ====================================
 
-Of a hierarchy the bytes are those of all ranks of a machine together.
+:mod:`microddp.shared` has those for ranks that share memory.
 
 Every function works in place, on any dtype the backend can send, and leaves bitwise the same
 result on every rank, because each element is added up in one order that all ranks share.
 """
 
-from microddp.allreduce.choice import (
-    ALGORITHMS,
-    AUTO,
-    BACKEND,
-    IN_MEMORY,
-    Carrier,
-    fastest,
-    reduce_by,
-    refused,
-)
-from microddp.allreduce.comm_hook import all_reduce_hook, on_thread
+from collections.abc import Callable
+
+import torch
+
+from microddp.allreduce.comm_hook import AtWait, all_reduce_hook, on_thread
 from microddp.allreduce.cost import (
     AllReduceCost,
     Cost,
@@ -38,19 +30,22 @@ from microddp.allreduce.cost import (
     bus_bandwidth,
     estimate_communication_time,
     fit_alpha_beta,
+    reduced_bytes,
 )
-from microddp.allreduce.halves import HALVES, Future, Half, Halves, halves_of
-from microddp.allreduce.hierarchical import Hierarchy, hierarchical_all_reduce
+from microddp.allreduce.reduction import flattened
 from microddp.allreduce.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from microddp.allreduce.shared_memory import (
-    shared_all_gather,
-    shared_all_reduce,
-    shared_broadcast,
-    shared_reduce_scatter,
-)
 from microddp.allreduce.weighted import parts_by_speed, weighted_all_reduce, weighted_time
 from microddp.allreduce.whole_tensor import (
     direct_all_reduce,
     naive_all_reduce,
     recursive_doubling_all_reduce,
 )
+from microddp.comms import Comms
+
+AllReduce = Callable[[torch.Tensor, Comms, str], None]
+ALGORITHMS: dict[str, AllReduce] = {
+    "naive": naive_all_reduce,
+    "direct": direct_all_reduce,
+    "ring": ring_all_reduce,
+    "doubling": recursive_doubling_all_reduce,
+}

@@ -68,6 +68,11 @@ def all_reduce_cost(algorithm: str, world_size: int, nbytes: int) -> Cost:
     raise ValueError(f"expected 'naive', 'direct', 'ring' or 'doubling', got {algorithm!r}")
 
 
+def reduced_bytes(nbytes: float, world_size: int) -> float:
+    """What a rank sends so that every rank has the sum of ``nbytes``, around a ring."""
+    return all_reduce_cost("ring", world_size, int(nbytes)).most_sent
+
+
 def estimate_communication_time(
     nbytes: float, world_size: int, bandwidth: float, latency: float = 0.0, algorithm: str = "ring"
 ) -> float:

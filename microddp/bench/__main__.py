@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
-from microddp.allreduce import ALGORITHMS, AUTO
 from microddp.bench.allreduce import COLLECTIVES, DTYPES, bench_allreduce
 from microddp.bench.ddp import bench_ddp, models
 from microddp.bench.sharded import MODELS, bench_sharded
 from microddp.comms import init
 from microddp.compression import NAMES, compressor
 from microddp.report import output_file, positive
+from microddp.shared import ALL_REDUCES, AUTO
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -37,7 +37,7 @@ def _add_allreduce_options(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--size-mb", type=positive(float), default=100, help="MiB (default 100)")
     size.add_argument("--sweep", action="store_true", help="1 KiB to 64 MiB")
     parser.add_argument(
-        "--algorithm", choices=[*ALGORITHMS, "backend", "all"], default="all", help="default: all"
+        "--algorithm", choices=[*ALL_REDUCES, "backend", "all"], default="all", help="default: all"
     )
     parser.add_argument(
         "--collective",
@@ -80,9 +80,9 @@ def _add_ddp_options(parser: argparse.ArgumentParser) -> None:
         "--all-reduce",
         nargs="+",
         default=[],
-        choices=[AUTO, *ALGORITHMS],
+        choices=[AUTO, *ALL_REDUCES],
         metavar="NAME",
-        help=f"also microddp's DDP over another all-reduce: {', '.join([AUTO, *ALGORITHMS])}",
+        help=f"also microddp's DDP over another all-reduce: {', '.join([AUTO, *ALL_REDUCES])}",
     )
     _add_run_options(parser)
 

@@ -12,19 +12,19 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from microddp.allreduce import (
-    ALGORITHMS,
-    BACKEND,
-    bus_bandwidth,
+from microddp.allreduce import bus_bandwidth
+from microddp.bench.rows import report
+from microddp.carrier import BACKEND
+from microddp.comms import Comms
+from microddp.report import human_bytes
+from microddp.shared import (
+    ALL_REDUCES,
     refused,
+    room_of,
     shared_all_gather,
     shared_all_reduce,
     shared_broadcast,
 )
-from microddp.bench.rows import report
-from microddp.comms import Comms
-from microddp.report import human_bytes
-from microddp.shared import room_of
 from microddp.timing import Timing, measure
 
 SWEEP = tuple(2**k for k in range(10, 27, 2))  # bytes
@@ -64,7 +64,7 @@ class Row:
 
 def bench_allreduce(options: argparse.Namespace, comms: Comms) -> None:
     """Time every chosen algorithm at every size, taking turns within one run."""
-    groups: dict[str, list[str]] = {"all": [*ALGORITHMS, IN_PLACE], BACKEND: []}
+    groups: dict[str, list[str]] = {"all": [*ALL_REDUCES, IN_PLACE], BACKEND: []}
     chosen = groups.get(options.algorithm, [options.algorithm])
     if options.collective != "all_reduce" and options.algorithm != BACKEND:
         chosen = ["shared"]
@@ -162,7 +162,7 @@ def _call(collective: str, name: str, comms: Comms) -> Call:
         return lambda tensor: shared_broadcast(tensor, comms)
     if collective == "all_gather":
         return lambda tensor: shared_all_gather(tensor, comms)
-    algorithm = shared_all_reduce if name == IN_PLACE else ALGORITHMS[name]
+    algorithm = shared_all_reduce if name == IN_PLACE else ALL_REDUCES[name]
     return lambda tensor: algorithm(tensor, comms, "sum")
 
 

@@ -16,13 +16,16 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.profiler import ProfilerActivity
 from tqdm import tqdm
 
+from microddp import compression
 from microddp.bench.rows import report
 from microddp.comms import Comms
 from microddp.ddp import DDP
 from microddp.model import FullMLP, ModelConfig, SimpleCNN, Transformer, token_loss
 from microddp.performance import quiet_profile
 from microddp.report import MIB
-from microddp.schedule import STRATEGIES, Loss, take_step
+from microddp.shared import carrier
+from microddp.step import Loss, take_step
+from microddp.strategies import STRATEGIES
 from microddp.timing import Timing, measure
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -121,10 +124,11 @@ def steps_of(
     }
     for compressor in compress:
         strategy = STRATEGIES[OURS](copy.deepcopy(model), comms, bucket_cap_mb)
-        strategy.compress(compressor)
+        compression.compress(strategy, compressor)
         strategies[f"{OURS}, {compressor}"] = strategy
     for name in all_reduce:
-        wrapped = DDP(copy.deepcopy(model), comms, bucket_cap_mb=bucket_cap_mb, all_reduce=name)
+        by = carrier(name, comms)
+        wrapped = DDP(copy.deepcopy(model), comms, bucket_cap_mb=bucket_cap_mb, all_reduce=by)
         strategies[f"{OURS}, {name}"] = STRATEGIES[OURS](wrapped, comms)
     return {
         name: partial(

@@ -16,7 +16,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from tqdm import tqdm
 
-from microddp.allreduce import AUTO, halves_of
 from microddp.bench.ddp import Batch, models
 from microddp.bench.memory import bytes_alive
 from microddp.bench.rows import report
@@ -25,20 +24,16 @@ from microddp.hooks import tensors_in
 from microddp.model import elements, parameter_count
 from microddp.performance import bytes_kept
 from microddp.report import MIB
-from microddp.schedule import STRATEGIES, Loss, take_step
+from microddp.shared import AUTO, halves_of
+from microddp.step import Loss, take_step
+from microddp.strategies import STRATEGIES
 from microddp.timing import Timing, measure
 
 MODELS = ("MLP 512", "MLP 1024", "transformer")
-STAGES = {
-    "torch": 0,
-    "ddp": 0,
-    "torch zero1": 1,
-    "zero1": 1,
-    "zero2": 2,
-    "torch zero3": 3,
-    "zero3": 3,
+STAGES = {"torch": 0, "ddp": 0, "torch zero1": 1, "torch zero3": 3} | {
+    name: kind.stage for name, kind in STRATEGIES.items() if kind.stage
 }
-OURS = tuple(name for name in STAGES if name.startswith("zero"))
+OURS = tuple(name for name, kind in STRATEGIES.items() if kind.stage)
 DDP, THEIRS = "torch", "torch zero3"
 
 
@@ -235,7 +230,7 @@ def _report(rows: Sequence[Row], options: argparse.Namespace, comms: Comms) -> N
 def conclusions(rows: Sequence[Row]) -> list[str]:
     """A sentence on each of our ways: its time, and what it keeps beside what was predicted."""
     sentences = []
-    for way in dict.fromkeys(row.way for row in rows if row.way.startswith("zero")):
+    for way in dict.fromkeys(row.way for row in rows if row.way.partition(",")[0] in OURS):
         mine = [row for row in rows if row.way == way]
         off = max((abs(row.kept / row.predicted - 1) for row in mine), default=0.0)
         ddp = statistics.geometric_mean(row.to_ddp for row in mine)

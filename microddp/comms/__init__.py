@@ -1,9 +1,8 @@
 """Ranks that talk: joining a job, messages, collectives, and what ranks agree on."""
 
-from microddp.comms.agreement import describe, name_ranks, name_usual, odd_ranks
+from microddp.comms.agreement import describe, name_members, name_ranks, name_usual, odd_ranks
 from microddp.comms.collectives import Comms
 from microddp.comms.counter import Message, MessageCounter
-from microddp.comms.history import History, read_record
 from microddp.comms.job import init
 from microddp.comms.machine import (
     cpu_cores,
@@ -14,6 +13,3 @@ from microddp.comms.machine import (
 )
 from microddp.comms.mesh import get, register_mesh
 from microddp.comms.pending import Exchange, Pending
-from microddp.comms.place import locate
-from microddp.comms.record import Entry, name_members
-from microddp.comms.witness import torch_calls

@@ -46,6 +46,17 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
 
 
+def name_members(ranks: Sequence[int]) -> str:
+    """Ranks as an entry has them: ``"0, 2-3"``."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], rank]
+        else:
+            spans.append([rank])
+    return ", ".join("-".join(map(str, span)) for span in spans)
+
+
 class Headers:
     """The header messages of one group of ranks.
 

@@ -156,41 +156,6 @@ class Comms(PointToPoint):
             sys.exit()
         return group
 
-    def relink(self, speed: str, host: int | None = None, uplink: Sequence[int] = ()) -> None:
-        """Give the hosts in a box that these ranks are on other links. A collective.
-
-        What other messages have under way then is lost. TCP sends it again, after 0.2 s or more.
-        Connections that were made on a slow link may stay below the speed of a fast one: begin on
-        the fastest.
-
-        Args:
-            speed: as ``"100mbit"`` or ``"2.5gbit"``.
-            host: whose link it is; ``None``: every host's, and all are at one switch.
-            uplink: hosts that share an uplink of this speed, instead. Their own links stay.
-
-        Raises:
-            RuntimeError: on every rank, if one is on no such host, the hosts cannot do it, or the
-                speed cannot be read.
-
-        Example:
-            >>> comms.relink("100mbit", host=2)
-            >>> comms.relink("1gbit", uplink=[2, 3])
-        """
-        problem, box = "", self.box
-        self.barrier()  # so that what was called before is through
-        try:
-            if box is None:
-                raise RuntimeError("the machine's own links")
-            box = box.relink(speed, host, uplink)
-            if self.rank == 0:
-                box.set_up()
-        except (OSError, RuntimeError, ValueError) as error:
-            problem = str(error)
-        self.fail_together(problem, f"hosts in a box, and links of {speed}")
-        assert box is not None
-        self.box = box
-        os.environ.update(box.as_environment())
-
     def barrier(self) -> None:
         """Wait until every rank has come here."""
         with self.agree("barrier()"):

@@ -12,10 +12,11 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from microddp.comms.agreement import Headers
+from microddp.comms import calls
+from microddp.comms.agreement import Headers, name_members
+from microddp.comms.calls import Call
+from microddp.comms.links import known_links
 from microddp.comms.machine import cpu_cores, cpu_name
-from microddp.comms.record import Call, current_record, name_members, start_record
-from microddp.hosts import Box
 
 
 def most_rounds() -> int | None:
@@ -43,7 +44,7 @@ class Identity:
         device: where this rank computes.
         backend: ``"gloo"`` or ``"nccl"``: what carries tensors of this device.
         timeout: seconds after which a rank stops waiting for the others.
-        box: the hosts in a box and their links, where the ranks run on such.
+        box: hosts in a box and their links, where the ranks run on such.
         most_rounds: of one measurement; ``None``: as many as are asked for.
         debug: whether the ranks compare what they are about to do.
         joined: whether somebody else has made the group, who will also end it.
@@ -68,7 +69,8 @@ class Identity:
         self._parts: list[Identity] = []  # in sub-groups
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self._record = current_record() or start_record(dist.get_rank(), dist.get_world_size())
+        job = dist.get_rank(), dist.get_world_size()
+        self._calls = calls.current() or calls.start(*job, answers=False)
         members = dist.get_process_group_ranks(group)
         self._members = "" if group is dist.group.WORLD else name_members(members)
         self.local_rank = local_rank
@@ -84,7 +86,7 @@ class Identity:
             )
         self.backend = by_device[device.type]
         self.timeout = timeout
-        self.box = Box.of_this_job()
+        self.box = known_links()
         self.most_rounds = most_rounds()
         self.debug = os.environ.get("MICRODDP_DEBUG", "0") == "1"
         self.through_host = self.backend == "gloo" and device.type == "cuda"
@@ -132,7 +134,7 @@ class Identity:
         Returns:
             The context in which to wait for it.
         """
-        recorded = self._record.begin(call, self.group.group_name, self._members, collective=True)
+        recorded = self._calls.begin(call, self.group.group_name, self._members, collective=True)
         if self.debug:
             with recorded:
                 self.headers.agree(call)
@@ -141,7 +143,7 @@ class Identity:
 
     def _message(self, call: str) -> Call:
         """Record that a message is sent or received; for what is returned see :meth:`agree`."""
-        return self._record.begin(call, self.group.group_name, self._members)
+        return self._calls.begin(call, self.group.group_name, self._members)
 
     def __enter__(self) -> Self:
         return self
@@ -174,9 +176,9 @@ class Identity:
         if group is None:
             return
         if group is dist.group.WORLD:
-            self._record.left()
+            self._calls.left()
         else:
-            self._record.left(group.group_name, self._members)
+            self._calls.left(group.group_name, self._members)
         if dist.is_initialized() and not self.joined:
             end(None if group is dist.group.WORLD else group)
 

@@ -20,11 +20,10 @@ import torch.distributed.nn
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from microddp.comms import calls
 from microddp.comms.collectives import DEFAULT_TIMEOUT, Comms
 from microddp.comms.identity import most_rounds
 from microddp.comms.machine import cpu_cores, end_with_parent, schedule_threads
-from microddp.comms.record import start_record
-from microddp.comms.witness import answer_signals, tell_of_the_end
 
 TORCHRUN_NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 TORCHRUN_VARIABLES = (*TORCHRUN_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
@@ -119,8 +118,7 @@ def _join_group(backend: str | None) -> Comms:
 
 def _prepare(rank: int, world_size: int, local_world_size: int, device: torch.device) -> None:
     """Set up what a rank computes on, and what it tells of itself."""
-    start_record(rank, world_size, answers=answer_signals())
-    tell_of_the_end()
+    calls.start(rank, world_size, answers=True)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:

@@ -19,9 +19,9 @@ its places or scales has to be gathered, which grows with n; what can be added u
 not. What a rank has not sent it adds to its next gradient (error feedback).
 """
 
-from microddp.compression.compressor import Compressor, reduced_bytes
+from microddp.compression.compressor import Compressor
 from microddp.compression.feedback import Compression, compress_hook
 from microddp.compression.power_sgd import PowerSGD
 from microddp.compression.quantised import Half, Int8, Sign
 from microddp.compression.sparse import RandomK, TopK
-from microddp.compression.spec import NAMES, compressor, hook
+from microddp.compression.spec import NAMES, compress, compressor, hook

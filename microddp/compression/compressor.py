@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from microddp.allreduce import all_reduce_cost, ring_all_gather
+from microddp.allreduce import ring_all_gather
 from microddp.comms import Comms
 
 WORD = 8  # bytes: where a value of any dtype may begin
@@ -73,11 +73,6 @@ class Compressor(ABC):
 def count(shapes: Sequence[torch.Size]) -> int:
     """The number of values in a bucket."""
     return sum(shape.numel() for shape in shapes)
-
-
-def reduced_bytes(nbytes: float, world_size: int) -> float:
-    """What a rank sends so that every rank has the sum of ``nbytes``, around a ring."""
-    return all_reduce_cost("ring", world_size, int(nbytes)).most_sent
 
 
 def gathered_bytes(sizes: Sequence[int], world_size: int) -> float:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from microddp.allreduce import ring_all_reduce
+from microddp.allreduce import reduced_bytes, ring_all_reduce
 from microddp.comms import Comms
-from microddp.compression.compressor import Compressor, reduced_bytes
+from microddp.compression.compressor import Compressor
 
 
 class PowerSGD(Compressor):

@@ -10,16 +10,9 @@ from typing import ClassVar
 
 import torch
 
-from microddp.allreduce import ring_all_reduce
+from microddp.allreduce import reduced_bytes, ring_all_reduce
 from microddp.comms import Comms
-from microddp.compression.compressor import (
-    PIECE,
-    Compressor,
-    count,
-    gather_parts,
-    gathered_bytes,
-    reduced_bytes,
-)
+from microddp.compression.compressor import PIECE, Compressor, count, gather_parts, gathered_bytes
 
 BLOCK = 1024  # values that share a scale: 4 bytes for them cost a 32nd of a bit a value
 LARGEST = 127  # of eight bits with a sign

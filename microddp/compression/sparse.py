@@ -8,16 +8,9 @@ from typing import Any
 
 import torch
 
-from microddp.allreduce import ring_all_reduce
+from microddp.allreduce import reduced_bytes, ring_all_reduce
 from microddp.comms import Comms
-from microddp.compression.compressor import (
-    PIECE,
-    Compressor,
-    count,
-    gather_parts,
-    gathered_bytes,
-    reduced_bytes,
-)
+from microddp.compression.compressor import PIECE, Compressor, count, gather_parts, gathered_bytes
 
 SAMPLE = 1 << 15  # values from which the threshold of the largest is guessed
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from microddp.comms import Comms
 from microddp.compression.compressor import Compressor
@@ -13,6 +14,8 @@ from microddp.compression.feedback import Compression, compress_hook
 from microddp.compression.power_sgd import PowerSGD
 from microddp.compression.quantised import Half, Int8, Sign
 from microddp.compression.sparse import RandomK, TopK
+from microddp.ddp import DDP
+from microddp.step import Strategy
 
 
 def share_or_number(text: str) -> float:
@@ -98,3 +101,22 @@ def hook(
     own = comms.subgroup(range(comms.world_size))
     assert own is not None  # every rank is a member
     return Compression(made, own), compress_hook
+
+
+def compress(strategy: Strategy, name: str) -> None:
+    """Send less than the gradients from now on. A collective.
+
+    Args:
+        strategy: whose module is a wrapper that takes a hook.
+        name: see :func:`compressor`.
+
+    Raises:
+        ValueError: there is none of that name, or no such wrapper.
+    """
+    if not isinstance(strategy.module, (DDP, TorchDDP)):
+        raise ValueError(
+            f"rank {strategy.comms.rank}: expected a wrapper to compress what it sends, got "
+            f"{type(strategy).__name__}"
+        )
+    strategy.compression, function = hook(name, strategy.comms)
+    strategy.module.register_comm_hook(strategy.compression, function)

@@ -17,14 +17,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from microddp.allreduce import Carrier
-from microddp.bucketing import (
-    Backward,
-    Buckets,
-    GradientBucket,
-    bucket_caps,
-    plan_in_order,
-)
+from microddp.bucketing import Backward, Buckets
+from microddp.buckets import GradientBucket, bucket_caps, plan_in_order
+from microddp.carrier import Carrier
 from microddp.comms import Comms
 from microddp.hooks import tensors_in
 
@@ -98,7 +93,11 @@ class Reducer:
         """Let ``hook(state, bucket)`` reduce each bucket, instead of an all-reduce mean."""
         self.hooked = True
         self.buckets.send = partial(hook, state)
-        self.buckets.divisor = 1
+        self.divide_by(1)
+
+    def divide_by(self, divisor: int) -> None:
+        """Divide gradients by so many from now on, before they are added up."""
+        self.buckets.divisor = divisor
 
     def remove(self) -> None:
         """Take the hooks off the module."""

@@ -23,11 +23,12 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
-from microddp.allreduce import BACKEND, Carrier
+from microddp.carrier import Carrier
 from microddp.comms import Comms
 from microddp.ddp.arguments import check_devices, check_refused, which_buffers
 from microddp.ddp.reducer import Hook, Reducer
 from microddp.replicas import broadcast_tensors, check_replicas, check_structure
+from microddp.timing import Recorder
 
 
 class _Shadow(JoinHook):
@@ -81,11 +82,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         static_graph: every iteration uses the same parameters equally often. Allows parameters
             that are used by several reentrant checkpoints.
         verify_replicas: instead of broadcasting, insist that the ranks' parameters are equal.
-        all_reduce: what adds gradients up: ``"backend"``, one of
-            ``microddp.allreduce.ALGORITHMS``, or ``"auto"``: the fastest for each size of
-            bucket, as measured at construction. ``"shared"`` keeps the buckets in memory that the
-            ranks of a machine share. All but the backend's run on a thread of their own. On a GPU
-            ``"auto"``, ``"shared"`` and ``"hierarchical"`` stay with the backend, and warn.
+        all_reduce: what adds gradients up between the same ranks; default: the backend.
+            :func:`microddp.shared.carrier` makes others.
         device_ids: of one device at most, and only if the module is on a GPU. It changes nothing:
             the module computes where it is, and inputs have to be there.
         output_device: likewise.
@@ -93,15 +91,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         check_reduction: likewise, and warns.
 
     Raises:
-        TypeError: the second argument is no ``Comms``, or PyTorch's DDP has an argument, and this
-            one has not.
+        TypeError: the second argument is no ``Comms``, ``all_reduce`` is no carrier, or PyTorch's
+            DDP has an argument, and this one has not.
         ValueError: both ``comms`` and ``process_group``; on every rank: parameters on several kinds
-            of devices, ``device_ids`` that cannot be, a bucket cap that is not positive, or an
-            unknown ``all_reduce``.
+            of devices, ``device_ids`` that cannot be, or a bucket cap that is not positive.
         RuntimeError: on every rank: no parameter requires a gradient, or one is not initialised;
             the ranks' parameters or buffers differ in number, name, shape or dtype, or, where
-            that is asked for, in value; their options differ; or they cannot use the
-            ``all_reduce``, as ranks of two machines cannot share memory.
+            that is asked for, in value; or their options differ.
 
     Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
     VLDB 2020, section 3 and 4.
@@ -120,7 +116,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
         verify_replicas: bool = False,
-        all_reduce: str = BACKEND,
+        all_reduce: Carrier | None = None,
         device_ids: Sequence[Any] | None = None,
         output_device: Any = None,
         dim: int = 0,  # noqa: ARG002 - PyTorch's
@@ -134,11 +130,17 @@ class DistributedDataParallel(nn.Module, Joinable):
                 f"expected a Comms as the second argument of DDP, got {comms!r}; PyTorch's "
                 "device_ids has to be named"
             )
+        if not isinstance(all_reduce, Carrier | None):
+            raise TypeError(
+                f"expected a carrier as all_reduce of DDP, got {all_reduce!r}: see "
+                "microddp.shared.carrier"
+            )
         if comms is not None and process_group is not None:
             raise ValueError(f"rank {comms.rank}: expected comms or process_group, got both")
         parameters = list(module.parameters())
         device = parameters[0].device if parameters else torch.get_default_device()
         self.comms = comms = comms or Comms.of_group(process_group, device)
+        self.all_reduce = all_reduce or Carrier(comms)
         kinds = sorted({p.device.type for p in parameters})
         at_first, before_forward = which_buffers(broadcast_buffers, forward_sync_buffers)
         options = {
@@ -146,7 +148,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
             "buffers": [at_first, before_forward],
-            "all_reduce": all_reduce,
+            "all_reduce": self.all_reduce.name,
             "devices": kinds,
             "device_ids": len(device_ids or ()),
             "refused": sorted(refused),
@@ -172,7 +174,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
-        self.all_reduce = all_reduce
         self.require_backward_grad_sync = True
         self._has_buffers = before_forward and any(True for _ in module.buffers())
         self._sync_buffers_next = True
@@ -195,7 +196,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             find_unused=self.find_unused_parameters,
             as_view=self.gradient_as_bucket_view,
             static_graph=self.static_graph,
-            carrier=Carrier(self.comms, self.all_reduce),
+            carrier=self.all_reduce,
         )
         # The module may outlive the wrapper, and must not keep its hooks.
         weakref.finalize(self, self.reducer.remove)
@@ -211,7 +212,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         syncing = grad_enabled and self.require_backward_grad_sync
         joined = Join.notify_join_context(self)
         if not self.reducer.hooked:
-            self.reducer.buckets.divisor = self._divisor(joined)
+            self.reducer.divide_by(self._divisor(joined))
         if grad_enabled:
             self.reducer.begin_forward()
         if self._sync_buffers_next and self._has_buffers:
@@ -236,6 +237,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         finally:
             self.require_backward_grad_sync = before
 
+    def record(self, timeline: Recorder) -> None:
+        """Record gradients, collectives and the wait for them from now on."""
+        self.reducer.buckets.timeline = timeline
+
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Let ``hook(state, bucket)`` reduce each bucket, instead of an all-reduce mean.
 
@@ -258,7 +263,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         src = self._highest(mine) if self._join_config.enable else 0
         # A graph that an earlier forward built may hold them: as far as it goes, nothing changed.
         with _unsafe_preserve_version_counter(tuple(buffers)):
-            broadcast_tensors(buffers, self.comms, src, self.reducer.buckets.carrier.broadcast)
+            broadcast_tensors(buffers, self.comms, src, self.all_reduce.broadcast)
 
     # ---- uneven inputs: ranks that have run out of batches shadow the others' collectives
 
@@ -315,11 +320,13 @@ class DistributedDataParallel(nn.Module, Joinable):
             raise RuntimeError(
                 f"rank {self.comms.rank}: only a wrapper over all ranks can be copied or pickled"
             )
-        return {k: v for k, v in self.__dict__.items() if k not in ("comms", "reducer")}
+        kept = {k: v for k, v in self.__dict__.items() if k not in ("comms", "reducer")}
+        return kept | {"all_reduce": self.all_reduce.maker}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.comms = Comms.of_group(None, next(self.module.parameters()).device)
+        self.all_reduce = state["all_reduce"](self.comms)
         self._make_reducer()
 
 

@@ -17,12 +17,13 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.utils import parameters_to_vector
 
-from microddp.allreduce import ALGORITHMS, bus_bandwidth, refused
+from microddp.allreduce import bus_bandwidth
 from microddp.comms import Comms
 from microddp.ddp import DDP
 from microddp.model import FullMLP
 from microddp.replicas import check_replicas
 from microddp.report import MIB, human_bytes, table
+from microddp.shared import ALL_REDUCES, refused
 from microddp.timing import Timing, measure
 
 DTYPES = tuple(
@@ -88,7 +89,7 @@ def check_primitives(comms: Comms) -> str:
 
 def check_allreduce(comms: Comms) -> str:
     """The algorithms that these ranks can use, and PyTorch's own, against the exact sum."""
-    algorithms = {name: call for name, call in ALGORITHMS.items() if not refused(name, comms)}
+    algorithms = {name: call for name, call in ALL_REDUCES.items() if not refused(name, comms)}
     sizes = (1, comms.world_size + 1, 1000, 2**20 + 1)
     for dtype, size in itertools.product((torch.float32, torch.bfloat16, torch.int64), sizes):
         everyone = [_numbers(who, (size,), dtype, comms.device) for who in range(comms.world_size)]

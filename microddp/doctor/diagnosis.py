@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from microddp.comms import Entry, name_ranks
+from microddp.comms import name_ranks
+from microddp.hang import Entry
 
 
 @dataclass(frozen=True)

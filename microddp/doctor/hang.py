@@ -16,8 +16,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from microddp.comms import Entry, History, locate, name_members, read_record
+from microddp.comms import name_members
 from microddp.doctor.diagnosis import Rank, diagnose, whereabouts
+from microddp.hang import Entry, History, locate, read_record
 from microddp.report import table
 
 PATIENCE = 3.0  # seconds for the ranks' answers

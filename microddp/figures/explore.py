@@ -8,7 +8,7 @@ from microddp.figures.live import Live
 from microddp.figures.style import looks
 from microddp.figures.timelines import kind_of
 from microddp.report import human_bytes, human_seconds, table
-from microddp.timing import Span, covered, exposed, in_both, nanoseconds, tracks
+from microddp.timing import Span, StepTimes, break_down, nanoseconds, tracks
 
 MOST_RANKS = 4  # what is drawn of a larger job: each rank's spans are bytes of the page
 
@@ -48,13 +48,12 @@ def explore_timelines(steps: Mapping[str, Sequence[Span]], *, title: str) -> Liv
             )
             for span, track in zip(spans, tracks(spans), strict=True)
         ]
-        sums = {rank: _sums(spans, rank) for rank in ranks}
         return {
             "name": name,
             "origin": origin,
             "sums": [
-                [rank, *(nanoseconds(each[part]) for part in ("step", "exposed", "hidden"))]
-                for rank, each in sums.items()
+                [rank, *map(nanoseconds, (times.total, times.exposed, times.hidden))]
+                for rank, times in _of_each(spans, ranks).items()
             ],
             "spans": rows,
         }
@@ -70,32 +69,31 @@ def explore_timelines(steps: Mapping[str, Sequence[Span]], *, title: str) -> Liv
     return Live("timeline", title, data, _table(shown, ranks, len(everyone)))
 
 
-def _sums(spans: Sequence[Span], rank: int) -> dict[str, float]:
-    """Seconds of a rank's step, as :func:`microddp.performance.analyzer.break_down` has them."""
-    mine = [span for span in spans if span.rank == rank]
-    waits = [span for span in mine if span.lane == "wait"]
-    under_way = [span for span in mine if span.lane == "communication"]
-    phases = {
-        name: [span for span in mine if span.name == name] for name in ("forward", "backward")
-    }
-    return {
-        "step": max(span.end for span in mine) - min(span.start for span in mine),
-        **{name: covered(phase) - in_both(phase, waits) for name, phase in phases.items()},
-        "exposed": exposed(mine, rank),
-        "hidden": covered(under_way) - in_both(under_way, waits),
-    }
+def _of_each(spans: Sequence[Span], ranks: Sequence[int]) -> dict[int, StepTimes]:
+    """What each rank's step consists of."""
+    return {rank: break_down([span for span in spans if span.rank == rank]) for rank in ranks}
 
 
 def _table(steps: Mapping[str, Sequence[Span]], ranks: Sequence[int], world: int) -> str:
     """What the picture adds up to, for each step and rank, in HTML."""
     rows: list[tuple[object, ...]] = []
     for name, spans in steps.items():
-        for rank in ranks:
+        for rank, step in _of_each(spans, ranks).items():
             sent = [s for s in spans if s.rank == rank and s.lane == "communication"]
             known = [span.nbytes for span in sent if span.nbytes is not None]
             total = human_bytes(sum(known)) if len(known) == len(sent) else None
-            times = map(human_seconds, _sums(spans, rank).values())
-            rows.append((name, rank, *times, len(sent), total))
-    parts = ("step", "forward", "backward", "exposed", "hidden", "all-reduces", "bytes")
+            parts = step.total, step.forward, step.backward, step.exposed, step.hidden
+            rows.append((name, rank, *map(human_seconds, parts), len(sent), total))
+    headers = [
+        "",
+        "rank",
+        "step",
+        "forward",
+        "backward",
+        "exposed",
+        "hidden",
+        "all-reduces",
+        "bytes",
+    ]
     omitted = f"<p>Ranks {ranks[0]} to {ranks[-1]} of {world}.</p>" if world > len(ranks) else ""
-    return table(rows, ["", "rank", *parts], form="html") + omitted
+    return table(rows, headers, form="html") + omitted

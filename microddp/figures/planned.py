@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from html import escape
+from typing import Protocol
 
 from microddp.figures.live import Live, html_table
-from microddp.performance import step_budget
 
 COUNTS = tuple(2**k for k in range(11))  # of devices, in the still table
 
@@ -27,6 +27,22 @@ class Device:
     latency: float
 
 
+class Outcome(Protocol):
+    """A step on several devices: how many times as fast as one it trains."""
+
+    @property
+    def speedup(self) -> float: ...
+
+
+class Budget(Protocol):
+    """A step with nothing hidden, and with all hidden that can be."""
+
+    @property
+    def unhidden(self) -> Outcome: ...
+    @property
+    def overlapped(self) -> Outcome: ...
+
+
 def explore_plan(
     devices: Mapping[str, Device],
     links: Mapping[str, float],
@@ -34,10 +50,11 @@ def explore_plan(
     parameters: float,
     tokens: float,
     ranks: int,
+    budget: Callable[..., Budget],
     gradient_bytes: float = 4,
     checked: str = "",
 ) -> Live:
-    """A step to plan, by :func:`~microddp.performance.worth.step_budget`.
+    """A step to plan: what several devices take, and what one takes for the same tokens.
 
     What stands still is the speed-up of the first device, for each number of them on each link.
 
@@ -47,6 +64,7 @@ def explore_plan(
         parameters: of the model, to begin with, like the following.
         tokens: of a device and step.
         ranks: the number of devices.
+        budget: :func:`~microddp.performance.worth.step_budget`, whose model the script has.
         gradient_bytes: sent for each gradient.
         checked: how far off such plans were where they were checked, in words.
     """
@@ -55,11 +73,11 @@ def explore_plan(
     for n in COUNTS:
         cells = []
         for bandwidth in links.values():
-            budget = step_budget(
+            step = budget(
                 parameters, tokens, n, bandwidth=bandwidth, gradient_bytes=gradient_bytes,
                 peak=device.peak, utilisation=device.utilisation, latency=device.latency,
             )  # fmt: skip
-            bare, hidden = (f"{o.speedup:.3g}" for o in (budget.unhidden, budget.overlapped))
+            bare, hidden = (f"{o.speedup:.3g}" for o in (step.unhidden, step.overlapped))
             cells.append(bare if bare == hidden else f"{bare} to {hidden}")
         rows.append((n, *cells))
     still = (

@@ -27,13 +27,7 @@ from microddp.figures.drawing import (
     width,
 )
 from microddp.figures.style import COLORS, GREY, looks
-from microddp.figures.timelines import gradient_order as gradient_order
-from microddp.figures.timelines import timeline as timeline
-from microddp.figures.timelines import timelines as timelines
-from microddp.figures.who_has_what import holdings as holdings
-from microddp.report import human_bytes as human_bytes
-from microddp.report import human_seconds as human_seconds
-from microddp.report import mark_least as mark_least
+from microddp.report import human_bytes, human_seconds
 from microddp.timing import Timing
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
 import torch
 
 from microddp.allreduce import AllReduceCost
-from microddp.bucketing import plan_buckets
+from microddp.buckets import plan_buckets
 from microddp.figures.live import Live, html_table
-from microddp.performance import Bucket, ComputeTimes, predict_plan
 from microddp.report import human_bytes, human_seconds
-from microddp.timing import Timing
+from microddp.timing import Bucket, ComputeTimes, Prediction, Timing
+
+Predict = Callable[[ComputeTimes, Sequence[Bucket], AllReduceCost, float | None], Prediction]
 
 
 def explore_buckets(
@@ -22,13 +23,13 @@ def explore_buckets(
     cores: float | None,
     measured: Mapping[int, Timing],
     *,
+    predict: Predict,
     title: str,
 ) -> Live:
     """A cap to choose for all buckets, the plan it makes, and the step that is predicted with it.
 
-    The prediction is :func:`~microddp.performance.prediction.predict_plan`'s on this process's
-    threads, with buckets sent as soon as they are full. What stands still is a table of the caps
-    that were measured.
+    Buckets are sent as soon as they are full. What stands still is a table of the caps that were
+    measured.
 
     Args:
         gradients: bytes by the parameter's name, in the order in which buckets take them; all of
@@ -37,6 +38,7 @@ def explore_buckets(
         cost: of an all-reduce between the ranks.
         cores: processor cores for each rank; ``None``: messages take nothing from computing.
         measured: steps by the cap of all their buckets, in bytes; at least one.
+        predict: :func:`~microddp.performance.prediction.predict_plan`, whose model the script has.
         title: what there is to see, in words.
 
     Raises:
@@ -45,7 +47,7 @@ def explore_buckets(
     rows = []
     for cap, timing in measured.items():
         buckets = _plan(gradients, cap)
-        predicted = predict_plan(compute, buckets, cost, cores)
+        predicted = predict(compute, buckets, cost, cores)
         name = human_bytes(cap) if cap > min(gradients.values()) else "each gradient alone"
         times = (human_seconds(predicted.step), human_seconds(predicted.exposed))
         rows.append((name, len(buckets), *times, timing))

@@ -2,4 +2,4 @@
 
 from microddp.hosts.calibration import Measured, calibrate, calibration_table
 from microddp.hosts.cluster import Cluster
-from microddp.hosts.link import Box, Link, Uplink, human_bits
+from microddp.hosts.link import Box, Link, Uplink, human_bits, links_of_this_job, relink

@@ -8,6 +8,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
+from microddp.comms import Comms
+from microddp.comms import links as comms_links
 from microddp.hosts import namespaces
 
 VARIABLE = "MICRODDP_BOX"  # set for all that runs on a host in a box
@@ -124,15 +126,6 @@ class Box:
         if len(set(hosts)) < len(hosts):
             raise ValueError(f"expected at most one uplink for each host, got them of {hosts}")
 
-    @classmethod
-    def of_this_job(cls) -> Box | None:
-        """Where this process runs, if that is a host in a box."""
-        if VARIABLE not in os.environ:
-            return None
-        told = json.loads(os.environ[VARIABLE])
-        uplinks = (Uplink(tuple(each["hosts"]), Link(**each["link"])) for each in told["uplinks"])
-        return cls(tuple(Link(**link) for link in told["links"]), told["cores"], tuple(uplinks))
-
     @property
     def seconds_per_byte(self) -> float:
         """Of the slowest link or uplink, which a ring waits for."""
@@ -206,8 +199,8 @@ class Box:
         namespaces.ask("mend", host)
 
     def as_environment(self) -> dict[str, str]:
-        """What :meth:`of_this_job` reads."""
-        return {VARIABLE: json.dumps(asdict(self))}
+        """What :func:`links_of_this_job` reads, and what makes :mod:`microddp.comms` ask it."""
+        return {VARIABLE: json.dumps(asdict(self)), comms_links.VARIABLE: __name__}
 
     def check(self, *hosts: int) -> None:
         """Raise ``ValueError`` if there is no such host."""
@@ -218,3 +211,49 @@ class Box:
         speeds = " or ".join(dict.fromkeys(map(str, self.links)))
         uplinks = "".join(f", {uplink}" for uplink in self.uplinks)
         return f"{len(self.links)} hosts in a box with links of {speeds}{uplinks}"
+
+
+def links_of_this_job() -> Box | None:
+    """Where this process runs, if that is a host in a box."""
+    if VARIABLE not in os.environ:
+        return None
+    told = json.loads(os.environ[VARIABLE])
+    uplinks = (Uplink(tuple(each["hosts"]), Link(**each["link"])) for each in told["uplinks"])
+    return Box(tuple(Link(**link) for link in told["links"]), told["cores"], tuple(uplinks))
+
+
+def relink(comms: Comms, speed: str, host: int | None = None, uplink: Sequence[int] = ()) -> None:
+    """Give the hosts in a box that some ranks are on other links. A collective.
+
+    What other messages have under way then is lost. TCP sends it again, after 0.2 s or more.
+    Connections that were made on a slow link may stay below the speed of a fast one: begin on the
+    fastest.
+
+    Args:
+        comms: the ranks; their ``box`` is then the new one.
+        speed: as ``"100mbit"`` or ``"2.5gbit"``.
+        host: whose link it is; ``None``: every host's, and all are at one switch.
+        uplink: hosts that share an uplink of this speed, instead. Their own links stay.
+
+    Raises:
+        RuntimeError: on every rank, if one is on no such host, the hosts cannot do it, or the speed
+            cannot be read.
+
+    Example:
+        >>> relink(comms, "100mbit", host=2)
+        >>> relink(comms, "1gbit", uplink=[2, 3])
+    """
+    problem, box = "", comms.box
+    comms.barrier()  # so that what was called before is through
+    try:
+        if not isinstance(box, Box):
+            raise RuntimeError("the machine's own links")
+        box = box.relink(speed, host, uplink)
+        if comms.rank == 0:
+            box.set_up()
+    except (OSError, RuntimeError, ValueError) as error:
+        problem = str(error)
+    comms.fail_together(problem, f"hosts in a box, and links of {speed}")
+    assert isinstance(box, Box)
+    comms.box = box
+    os.environ.update(box.as_environment())

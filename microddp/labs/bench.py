@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from microddp.comms import Comms, Message, MessageCounter, torch_calls
+from microddp.comms import Comms, Message, MessageCounter
+from microddp.hang import torch_calls
 from microddp.replicas import tensor_digest
 
 

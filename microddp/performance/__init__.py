@@ -4,20 +4,15 @@ from microddp.performance.analyzer import (
     DDPPerformanceAnalyzer,
     Overhead,
     StepSummary,
-    StepTimes,
-    break_down,
     compare_strategies,
     median_step,
 )
 from microddp.performance.calibration import measure_network, measured_work
-from microddp.performance.cluster import Layer, Simulated, Variation, Way, Work, simulate
+from microddp.performance.cluster import Simulated, Variation, Way, simulate
 from microddp.performance.failures import Failures
 from microddp.performance.memory import Kept, bytes_kept
 from microddp.performance.network import Network, Port, Processor
 from microddp.performance.prediction import (
-    Bucket,
-    ComputeTimes,
-    Prediction,
     cores_for_each_rank,
     measure_all_reduce,
     measure_compute,
@@ -38,3 +33,4 @@ from microddp.performance.stragglers import (
     straggler_report,
 )
 from microddp.performance.worth import Outcome, StepBudget, step_budget
+from microddp.program import Layer, Work

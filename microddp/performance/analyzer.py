@@ -21,64 +21,11 @@ from torch.nn.functional import cross_entropy
 from microddp.comms import Comms
 from microddp.model import gradient_bytes
 from microddp.report import table
-from microddp.schedule import STRATEGIES, Loss, Strategy, strategy_of, take_step
-from microddp.timing import Span, Timeline, Timing, covered, in_both, measure
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """What one rank did in a step, in seconds.
-
-    Attributes:
-        data: fetching the batch and bringing it to the device.
-        forward: of the model and the loss.
-        backward: without waiting for communication.
-        exposed: waiting for communication.
-        hidden: communication under way behind something else; not a part of the total.
-        optimizer: the update.
-        total: of the step. What it exceeds the parts by went into the gaps between them.
-    """
-
-    data: float
-    forward: float
-    backward: float
-    exposed: float
-    hidden: float
-    optimizer: float
-    total: float
-
-    @property
-    def working(self) -> float:
-        """Seconds in which the rank did not wait for others."""
-        return self.total - self.exposed
-
+from microddp.step import Loss, Strategy, take_step
+from microddp.strategies import STRATEGIES, strategy_of
+from microddp.timing import StepTimes, Timeline, Timing, break_down, measure
 
 PHASES = tuple(field.name for field in fields(StepTimes))
-
-
-def break_down(spans: Sequence[Span]) -> StepTimes:
-    """Take a step apart.
-
-    Args:
-        spans: of one rank and one step, as :class:`~microddp.timing.timeline.Timeline` records
-            them: the phases by name, collectives in the lane ``"communication"``, and ``"wait"``.
-    """
-    waits = [span for span in spans if span.lane == "wait"]
-    under_way = [span for span in spans if span.lane == "communication"]
-
-    def phase(name: str) -> float:
-        mine = [span for span in spans if span.name == name]
-        return covered(mine) - in_both(mine, waits)
-
-    return StepTimes(
-        data=phase("data"),
-        forward=phase("forward"),
-        backward=phase("backward"),
-        exposed=covered(waits),
-        hidden=covered(under_way) - in_both(under_way, waits),
-        optimizer=phase("optimizer"),
-        total=max(span.end for span in spans) - min(span.start for span in spans),
-    )
 
 
 def median_step(steps: Sequence[StepTimes]) -> StepTimes:
@@ -220,7 +167,7 @@ def compare_strategies(
     """Time a step of several strategies, in turns. A collective.
 
     Args:
-        names: keys of ``microddp.schedule.STRATEGIES``.
+        names: keys of ``microddp.strategies.STRATEGIES``.
         model: is copied, and left as it is.
         comms: the ranks that share the gradients.
         batch: inputs and targets of this rank's shard.

@@ -13,10 +13,9 @@ import torch
 from microddp.allreduce import fit_alpha_beta
 from microddp.allreduce.ring import ring_all_reduce
 from microddp.comms import Comms
-from microddp.performance.cluster import Layer, Work
 from microddp.performance.network import Port, Processor
-from microddp.performance.prediction import ComputeTimes
-from microddp.timing import measure
+from microddp.program import Layer, Work
+from microddp.timing import ComputeTimes, measure
 
 SIZES = (1 << 10, 1 << 12, 1 << 20, 1 << 22)  # bytes
 

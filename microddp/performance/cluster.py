@@ -1,6 +1,6 @@
 """A simulator of data-parallel steps: what many devices would take that nobody has at hand.
 
-A step is a program, the same on every device: compute, start a collective, wait for one. It is
+A step is a program (:mod:`microddp.program`), the same on every device. It is
 played with a clock for each device and one lane for messages. A collective starts when the last
 device has reached it and the one before has ended; what it takes is
 :meth:`microddp.performance.network.Network.seconds`. Devices that are all alike have one clock for
@@ -12,82 +12,15 @@ device may begin a collective's first rounds while another one is late.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from microddp.bucketing import bucket_caps, plan_buckets
+from microddp import local_sgd, sharding  # noqa: F401 - they register their strategies
 from microddp.performance.network import Network
-
-SIMULATED = ("none", "naive", "hooks", "ddp", "zero1", "zero2", "zero3", "local")
-
-
-@dataclass(frozen=True)
-class Layer:
-    """What a layer takes on one device, for the samples of one step.
-
-    Attributes:
-        forward: seconds.
-        backward: seconds, until all gradients of the layer are there.
-        tensors: how many values each of its parameters has.
-    """
-
-    forward: float
-    backward: float
-    tensors: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a device does in a step, without the others.
-
-    Attributes:
-        layers: in the order of forward.
-        optimizer: seconds, for all parameters.
-        gradient_size: bytes of each value of a gradient as it is sent.
-        parameter_size: likewise, of a parameter.
-        copy: seconds to bring a byte of a gradient to where it is sent from.
-    """
-
-    layers: tuple[Layer, ...]
-    optimizer: float = 0.0
-    gradient_size: float = 4
-    parameter_size: float = 4
-    copy: float = 0.0
-
-    @classmethod
-    def from_operations(
-        cls, parameters: float, layers: int, tokens: float, rate: float, value_size: float = 2
-    ) -> Work:
-        """The work of a transformer, from its operations: 6 for each parameter and token.
-
-        Args:
-            parameters: of all layers together.
-            layers: equal ones.
-            tokens: of a device and step.
-            rate: operations a second that the device reaches.
-            value_size: bytes of a value that is sent.
-
-        Raises:
-            ValueError: a number is not above 0.
-
-        Source: Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1.
-        """
-        given = {"parameters": parameters, "layers": layers, "tokens": tokens, "rate": rate}
-        for name, number in given.items():
-            if not 0 < number < float("inf"):
-                raise ValueError(f"expected {name} above 0, got {number}")
-        forward = 2 * parameters * tokens / rate / layers
-        layer = Layer(forward, 2 * forward, (round(parameters / layers),))
-        return cls((layer,) * layers, gradient_size=value_size, parameter_size=value_size)
-
-    @property
-    def seconds(self) -> float:
-        """A step of one device alone."""
-        return sum(layer.forward + layer.backward for layer in self.layers) + self.optimizer
+from microddp.program import Call, Op, Program, Work
+from microddp.strategies import STRATEGIES
 
 
 @dataclass(frozen=True)
@@ -95,9 +28,9 @@ class Way:
     """How the devices work together.
 
     Attributes:
-        strategy: of ``SIMULATED``; ``"local"`` averages parameters every so many steps.
+        strategy: a key of ``microddp.strategies.STRATEGIES``.
         algorithm: of a collective, see ``ALGORITHMS`` of :mod:`microddp.performance.network`.
-        bucket_cap_mb: as for a strategy of :mod:`microddp.schedule`.
+        bucket_cap_mb: as for a strategy of :mod:`microddp.strategies`.
         accumulation: micro-batches of a step, each with the work of all layers.
         kept: the share of a gradient's bytes that is sent, where it is compressed.
         every: steps from one meeting to the next.
@@ -111,9 +44,9 @@ class Way:
     every: int = 1
 
     def __post_init__(self) -> None:
-        if self.strategy not in SIMULATED:
+        if self.strategy not in STRATEGIES:
             raise ValueError(
-                f"expected a strategy of {', '.join(SIMULATED)}, got {self.strategy!r}"
+                f"expected a strategy of {', '.join(STRATEGIES)}, got {self.strategy!r}"
             )
         for name in ("accumulation", "every"):
             count = getattr(self, name)
@@ -121,165 +54,6 @@ class Way:
                 raise ValueError(f"expected {name} to be a whole number from 1 on, got {count}")
         if not 0 < self.kept <= 1:
             raise ValueError(f"expected kept above 0 and at most 1, got {self.kept}")
-
-
-@dataclass(frozen=True)
-class Call:
-    """A collective: its name in ``torch.distributed``, without ``_``, and bytes of the tensor."""
-
-    half: str
-    nbytes: float
-
-
-@dataclass(frozen=True)
-class Op:
-    """One line of a program: seconds of computing; or a call to start, or to wait for.
-
-    A call is waited for by the number of its start in the step.
-    """
-
-    seconds: float = 0.0
-    start: Call | None = None
-    wait: int | None = None
-
-
-class _Program:
-    """Ops in the order in which a device comes to them."""
-
-    def __init__(self, work: Work, way: Way, devices: int) -> None:
-        self.work, self.way, self.devices = work, way, devices
-        self.ops: list[Op] = []
-        self.started = 0
-
-    def compute(self, seconds: float) -> None:
-        if seconds:
-            self.ops.append(Op(seconds))
-
-    def start(self, half: str, nbytes: float) -> int:
-        self.ops.append(Op(start=Call(half, nbytes)))
-        self.started += 1
-        return self.started - 1
-
-    def wait(self, call: int) -> None:
-        self.ops.append(Op(wait=call))
-
-    def forward(self) -> None:
-        for layer in self.work.layers:
-            self.compute(layer.forward)
-
-    def backward_alone(self) -> None:
-        for layer in reversed(self.work.layers):
-            self.compute(layer.backward)
-
-    # ---- what is sent together
-
-    def buckets(self) -> list[list[tuple[int, int]]]:
-        """Tensors that travel together, as layer and values, in the order of sending."""
-        ordered = [
-            (i, count)
-            for i, layer in reversed([*enumerate(self.work.layers)])
-            for count in reversed(layer.tensors)
-        ]
-        if self.way.strategy == "naive":  # after backward, in the order of the parameters
-            return [[each] for each in reversed(ordered)]
-        if self.way.strategy == "hooks":
-            return [[each] for each in ordered]
-        # A dtype of so many bytes is all that the plan looks at.
-        kind = {2: torch.float16, 4: torch.float32}[int(self.work.gradient_size)]
-        sizes = [torch.empty(count, dtype=kind, device="meta") for _, count in ordered]
-        plan = plan_buckets(sizes, bucket_caps(self.way.bucket_cap_mb))
-        return [[ordered[i] for i in members] for members in plan]
-
-    def padded(self, values: int, size: float) -> float:
-        """Bytes of a flat tensor that the devices divide evenly."""
-        return -(-values // self.devices) * self.devices * size
-
-    # ---- the ways
-
-    def micro_batches(self, last: bool) -> None:
-        """Forward and backward of all but the last micro-batch, which send nothing."""
-        for _ in range(self.way.accumulation - 1 + last):
-            self.forward()
-            self.backward_alone()
-
-    def replicas(self) -> None:
-        """All-reduces: after backward (naive), or as soon as their gradients are there."""
-        way, work = self.way, self.work
-        self.micro_batches(last=way.strategy in ("none", "naive", "local"))
-        buckets = [] if way.strategy in ("none", "local") else self.buckets()
-        sizes = [sum(count for _, count in b) * work.gradient_size * way.kept for b in buckets]
-        if way.strategy == "naive":
-            for nbytes in sizes:
-                self.wait(self.start("all_reduce", nbytes))
-        elif buckets:
-            self.forward()
-            self.backward(buckets, "all_reduce", sizes)
-        self.compute(work.optimizer)
-
-    def backward(
-        self, buckets: Sequence[Sequence[tuple[int, int]]], half: str, sizes: Sequence[float]
-    ) -> None:
-        """Start each bucket's collective with its last gradient, and wait for all."""
-        work, calls, sent = self.work, [], 0
-        for i, layer in reversed([*enumerate(work.layers)]):
-            self.compute(layer.backward)
-            while sent < len(buckets) and min(place for place, _ in buckets[sent]) >= i:
-                values = sum(count for _, count in buckets[sent])
-                self.compute(values * work.gradient_size * work.copy)
-                calls.append(self.start(half, sizes[sent]))
-                sent += 1
-        for call in calls:
-            self.wait(call)
-
-    def sharded(self) -> None:
-        """Stages 1 and 2: parameters gathered in forward, gradients reduced in backward."""
-        work, buckets = self.work, self.buckets()
-        values = [sum(count for _, count in bucket) for bucket in buckets]
-        needed: dict[int, list[int]] = {}
-        for bucket, count in reversed([*zip(buckets, values, strict=True)]):
-            call = self.start("all_gather", self.padded(count, work.parameter_size))
-            for place in {place for place, _ in bucket}:
-                needed.setdefault(place, []).append(call)
-        for i, layer in enumerate(work.layers):
-            for call in needed.get(i, ()):
-                self.wait(call)
-            self.compute(layer.forward)
-        for _ in range(self.way.accumulation - 1):
-            self.backward_alone()
-            self.forward()
-        sizes = [self.padded(count, work.gradient_size) for count in values]
-        self.backward(buckets, "reduce_scatter", sizes)
-        self.compute(work.optimizer / self.devices)
-
-    def fully_sharded(self) -> None:
-        """Stage 3: a layer gathered before its forward and its backward, the next one meanwhile."""
-        work = self.work
-        layers = [*enumerate(work.layers)]
-        values = [sum(layer.tensors) for layer in work.layers]
-        reduced: list[int] = []
-        for _ in range(self.way.accumulation):
-            for order, phase in ((layers, "forward"), (layers[::-1], "backward")):
-                coming: dict[int, int] = {}
-
-                def gather(i: int, coming: dict[int, int] = coming) -> None:
-                    if i not in coming:
-                        size = self.padded(values[i], work.parameter_size)
-                        coming[i] = self.start("all_gather", size)
-
-                for (i, layer), following in zip(order, [*order[1:], None], strict=True):
-                    gather(i)
-                    if following:
-                        gather(following[0])
-                    self.wait(coming[i])
-                    self.compute(getattr(layer, phase))
-                    if phase == "backward":
-                        self.compute(values[i] * work.gradient_size * work.copy)
-                        size = self.padded(values[i], work.gradient_size)
-                        reduced.append(self.start("reduce_scatter", size))
-                        if len(reduced) > 1:  # the memory of one is needed for the next
-                            self.wait(reduced[-2])
-        self.wait(reduced[-1])
-        self.compute(work.optimizer / self.devices)
 
 
 def program(work: Work, way: Way, devices: int, step: int = 0) -> list[Op]:
@@ -291,17 +65,17 @@ def program(work: Work, way: Way, devices: int, step: int = 0) -> list[Op]:
         devices: how many.
         step: its number, from 0, for what does not happen in each.
     """
-    made = _Program(work, way, devices)
-    if way.strategy == "zero3":
-        made.fully_sharded()
-    elif way.strategy in ("zero1", "zero2"):
-        made.sharded()
-    else:
-        made.replicas()
-        if way.strategy == "local" and (step + 1) % way.every == 0:
-            values = sum(sum(layer.tensors) for layer in work.layers)
-            made.wait(made.start("all_reduce", values * work.parameter_size))
-    return made.ops
+    written = Program(
+        work,
+        devices,
+        bucket_cap_mb=way.bucket_cap_mb,
+        accumulation=way.accumulation,
+        kept=way.kept,
+        every=way.every,
+        step=step,
+    )
+    STRATEGIES[way.strategy].program(written)
+    return written.ops
 
 
 @dataclass(frozen=True)

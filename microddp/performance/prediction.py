@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,10 +20,19 @@ from torch import nn
 from microddp.allreduce import AllReduceCost, fit_alpha_beta
 from microddp.comms import Comms, cpu_cores
 from microddp.hooks import HookTracker
-from microddp.performance.analyzer import break_down
 from microddp.report import MIB
-from microddp.schedule import STRATEGIES, Loss, Strategy, Zero3, take_step
-from microddp.timing import Timeline, measure, slowest_rank, timed_together
+from microddp.step import Loss, Strategy, take_step
+from microddp.strategies import STRATEGIES
+from microddp.timing import (
+    Bucket,
+    ComputeTimes,
+    Prediction,
+    Timeline,
+    break_down,
+    measure,
+    slowest_rank,
+    timed_together,
+)
 
 SWEEP = tuple(1 << shift for shift in range(10, 25, 2))  # 1 KiB to 16 MiB
 
@@ -58,25 +67,6 @@ def measure_all_reduce(
     cores = torch.tensor([busy / wall if comms.backend == "gloo" else 0.0], device=comms.device)
     comms.all_reduce_mean(cores)
     return AllReduceCost(alpha, beta, float(cores))
-
-
-@dataclass(frozen=True)
-class ComputeTimes:
-    """A step without communication: medians, each of the slowest rank, in seconds.
-
-    Attributes:
-        forward: the loss from the batch.
-        backward: all gradients from the loss.
-        ready: by parameter, when its gradient is ready, since backward began; in that order.
-        optimizer: the update, and forgetting the gradients.
-        copy: to bring one byte of gradient into a bucket.
-    """
-
-    forward: float
-    backward: float
-    ready: Mapping[str, float]
-    optimizer: float
-    copy: float
 
 
 def measure_compute(
@@ -137,21 +127,13 @@ def _copy(comms: Comms) -> float:
     return measure({"": bring_in}, comms, repeat=7)[""].median / float(gradients.nbytes)
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """What travels together: the parameters' names and the bytes of their gradients."""
-
-    names: tuple[str, ...]
-    nbytes: int
-
-
 def plan_by_name(
     strategy: str, model: nn.Module, arrival: Iterable[str], bucket_cap_mb: float | None = None
 ) -> list[Bucket]:
     """What a strategy sends of a model's gradients, in the order of sending.
 
     Args:
-        strategy: a key of ``microddp.schedule.STRATEGIES``.
+        strategy: a key of ``microddp.strategies.STRATEGIES``.
         model: names and sizes.
         arrival: the parameters' names in the order in which gradients come.
         bucket_cap_mb: as for the strategy.
@@ -163,21 +145,6 @@ def plan_by_name(
         Bucket(tuple(named[i][0] for i in members), sum(named[i][1].nbytes for i in members))
         for members in plan
     ]
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """A step, predicted; in seconds.
-
-    Attributes:
-        step: all of it.
-        exposed: in which nothing but communication went on.
-        hidden: of communication behind backward.
-    """
-
-    step: float
-    exposed: float
-    hidden: float
 
 
 def predict_step(
@@ -195,7 +162,7 @@ def predict_step(
     half parameters, while forward does, and in stage 3 once more while backward does.
 
     Args:
-        strategy: a key of ``microddp.schedule.STRATEGIES``.
+        strategy: a key of ``microddp.strategies.STRATEGIES``.
         model: that is trained.
         compute: of that model, from :func:`measure_compute`.
         cost: from :func:`measure_all_reduce`.
@@ -206,13 +173,13 @@ def predict_step(
     """
     kind = STRATEGIES[strategy]
     buckets = plan_by_name(strategy, model, compute.ready, bucket_cap_mb)
-    if kind.replicas:
+    if not kind.stage:
         return predict_plan(compute, buckets, cost, cores, overlap=kind.overlaps)
     compute = replace(compute, optimizer=compute.optimizer / world_size)
     half = replace(cost, alpha=cost.alpha / 2, beta=cost.beta / 2)
     gather = sum(half.seconds(bucket.nbytes) for bucket in buckets)
     waited = max(0.0, gather - compute.forward)
-    backward = predict_plan(compute, buckets, cost if issubclass(kind, Zero3) else half, cores)
+    backward = predict_plan(compute, buckets, cost if kind.stage == 3 else half, cores)
     return Prediction(
         backward.step + waited,
         backward.exposed + waited,

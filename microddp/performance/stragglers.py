@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise, zip_longest
 
@@ -41,7 +41,7 @@ import torch
 
 from microddp.comms import Comms, name_ranks
 from microddp.report import MIB, human_seconds, table
-from microddp.timing import Span, seconds_now
+from microddp.timing import Span, common, seconds_now, union
 
 # What is considerable; the module's first lines say why.
 LONGER = 1.15  # times the others' work
@@ -339,7 +339,7 @@ def find_stragglers(
 
     Args:
         spans: of all ranks, over steps that follow each other, each of which ends with a span
-            ``"optimizer"``: what :func:`~microddp.schedule.take_step` records of any strategy. The
+            ``"optimizer"``: what :func:`~microddp.step.take_step` records of any strategy. The
             first step counts as the preparation for the others, since nobody knows what came
             before it.
         world_size: the number of ranks.
@@ -389,7 +389,7 @@ class _Recorded:
             for span in under_way
         )
         # In naive averaging a rank works while it "waits", between one collective and the next.
-        waited = _in_both(_union(waits), _union(under_way))
+        waited = common(union(waits), union(under_way))
         self._starts = [start for start, _ in waited]
         self._ends = [end for _, end in waited]
         self._sums = [0.0, *accumulate(end - start for start, end in waited)]
@@ -403,33 +403,6 @@ class _Recorded:
         if i < 0:
             return 0.0
         return self._sums[i] + min(moment, self._ends[i]) - self._starts[i]
-
-
-def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """The intervals that spans cover, apart from each other and in order."""
-    union: list[tuple[float, float]] = []
-    for start, end in sorted((span.start, span.end) for span in spans):
-        if union and start <= union[-1][1]:
-            start, last = union.pop()
-            end = max(end, last)
-        union.append((start, end))
-    return union
-
-
-def _in_both(
-    some: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]
-) -> list[tuple[float, float]]:
-    """The intervals that two unions have in common."""
-    common, i, j = [], 0, 0
-    while i < len(some) and j < len(others):
-        start, end = max(some[i][0], others[j][0]), min(some[i][1], others[j][1])
-        if start < end:
-            common.append((start, end))
-        if some[i][1] < others[j][1]:
-            i += 1
-        else:
-            j += 1
-    return common
 
 
 def _check_alike(ranks: Sequence[_Recorded]) -> None:

@@ -34,11 +34,6 @@ class Outcome:
     efficiency: float
     break_even: float
 
-    @property
-    def worth_it(self) -> bool:
-        """Whether all devices are faster than one of them by itself."""
-        return self.speedup > 1
-
 
 @dataclass(frozen=True)
 class StepBudget:

@@ -2,5 +2,5 @@
 
 from microddp.plan.config import count_parameters
 from microddp.plan.library import Device, Link, devices, links, named, network_of
-from microddp.plan.planning import STRATEGIES, Plan, Training, cheapest, plan, sweep
+from microddp.plan.planning import Plan, Training, cheapest, plan, sweep
 from microddp.plan.published import Compared, compare_published

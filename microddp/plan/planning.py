@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from microddp.performance.cluster import Way, Work, simulate
+from microddp.performance.cluster import Way, simulate
 from microddp.performance.failures import Failures
 from microddp.performance.memory import bytes_kept
 from microddp.performance.network import HALVED
 from microddp.plan.library import Device, Link, network_of, read
+from microddp.program import Work
+from microddp.strategies import STRATEGIES
 
-# And their stages.
-STRATEGIES = {"naive": 0, "hooks": 0, "ddp": 0, "local": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 WHOLE = ("ring", "tree", "hierarchical")  # algorithms of an all-reduce that are tried
 CHECKPOINT, RESTART = 60.0, 600.0  # seconds
 DAY = 86400.0
@@ -66,7 +66,7 @@ class Plan:
 
     Attributes:
         devices: how many.
-        strategy: a key of ``STRATEGIES``.
+        strategy: a key of ``microddp.strategies.STRATEGIES``.
         algorithm: of its collectives, the quickest of those that were tried.
         step: seconds, the mean from one meeting to the next.
         exposed: seconds of a step in which a device waits for messages.
@@ -119,7 +119,7 @@ def plan(
         device: on which.
         link: between nodes.
         devices: how many.
-        strategy: a key of ``STRATEGIES``.
+        strategy: a key of ``microddp.strategies.STRATEGIES``.
         price: of a device's hour.
 
     Raises:
@@ -127,7 +127,7 @@ def plan(
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"expected a strategy of {', '.join(STRATEGIES)}, got {strategy!r}")
-    training, stage = training.on(devices), STRATEGIES[strategy]
+    training, stage = training.on(devices), STRATEGIES[strategy].stage
     network = network_of(device, link, devices)
     work = Work.from_operations(training.parameters, training.layers, training.tokens, device.rate)
     played = {

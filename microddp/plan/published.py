@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from microddp.allreduce import bus_bandwidth
-from microddp.performance.cluster import Way, Work, simulate
+from microddp.performance.cluster import Way, simulate
 from microddp.performance.network import HALVED, Network, Port
 from microddp.plan.library import read
 from microddp.plan.planning import WHOLE
+from microddp.program import Work
 
 
 @dataclass(frozen=True)

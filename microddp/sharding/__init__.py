@@ -18,4 +18,5 @@ backward, and freed in between.
 
 from microddp.sharding.fully_shard import Block, fully_shard, shard_blocks
 from microddp.sharding.replicated import ShardedGradients, ShardedOptimizer
+from microddp.sharding.strategies import Zero1, Zero2, Zero3
 from microddp.sharding.unit import Averages

@@ -18,15 +18,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from microddp.allreduce import AUTO, halves_of
-from microddp.bucketing import check_dense
 from microddp.comms import Comms, describe
 from microddp.deferred import Initialise, materialise, own_tensors
 from microddp.hooks import tensors_in
 from microddp.model import elements
 from microddp.parts import whole_state
 from microddp.replicas import broadcast_tensors, check_structure
-from microddp.sharding.unit import Averages, Unit, unit_of, units_of
+from microddp.sharding.unit import Averages, Unit, check_dense, unit_of, units_of
+from microddp.shared import AUTO, halves_of
 
 
 def fully_shard(
@@ -71,7 +70,7 @@ def fully_shard(
         reduce_dtype: in which gradients are added up; default: that of the parts.
         initialise: called with each module that has a parameter or buffer on the ``meta`` device
             itself; default: its own ``reset_parameters()``.
-        carrier: a key of ``microddp.allreduce.HALVES``, or ``"auto"``.
+        carrier: a key of ``microddp.shared.HALVES``, or ``"auto"``.
 
     Returns:
         What brings the parts together; of the outermost module, for all.

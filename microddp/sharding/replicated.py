@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from microddp.allreduce import AUTO, halves_of
-from microddp.bucketing import bucket_caps, check_dense, plan_in_order
+from microddp.buckets import bucket_caps, plan_in_order
 from microddp.comms import Comms
 from microddp.model import elements
 from microddp.replicas import broadcast_parameters, check_structure
-from microddp.sharding.unit import Averages, Member, Unit, units_of
+from microddp.sharding.unit import Averages, Member, Unit, check_dense, units_of
+from microddp.shared import AUTO, halves_of
 
 
 class ShardedOptimizer:
@@ -33,7 +33,7 @@ class ShardedOptimizer:
         parameters: or groups of them, as every optimizer takes; equal on all ranks. Those of a
             group become views of one flat tensor for each dtype.
         comms: the ranks.
-        carrier: a key of ``microddp.allreduce.HALVES``, or ``"auto"``.
+        carrier: a key of ``microddp.shared.HALVES``, or ``"auto"``.
         options: of the optimizer.
 
     Attributes:
@@ -100,7 +100,7 @@ class ShardedGradients(Averages):
         bucket_cap_mb: size of a unit in MiB, as of a bucket; ``None``: 25, after a first one of 1.
         keep_gradients: whether the flat tensors of gradients stay until the means are forgotten
             (stage 1) or go as soon as a rank has its part of them (stage 2).
-        carrier: a key of ``microddp.allreduce.HALVES``, or ``"auto"``.
+        carrier: a key of ``microddp.shared.HALVES``, or ``"auto"``.
 
     Attributes:
         units: in the order in which they are averaged, that of backward.

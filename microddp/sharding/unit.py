@@ -17,10 +17,11 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from microddp.allreduce import Future, Half, Halves
+from microddp.buckets import sparse_gradients
 from microddp.comms import Comms
 from microddp.hooks import Switchable
 from microddp.parts import Piece
+from microddp.shared import Future, Half, Halves
 from microddp.timing import NOT_RECORDED, Recorder
 
 
@@ -250,3 +251,13 @@ def units_of(
 def unit_of(parameter: torch.Tensor) -> Unit | None:
     """The unit that a parameter is in parts by."""
     return cast(Unit | None, parameter.__dict__.get("_microddp_unit"))
+
+
+def check_dense(model: nn.Module, comms: Comms) -> None:
+    """Expect no sparse gradients, which have no fixed place in a flat tensor."""
+    sparse = sparse_gradients(model)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    if found := [name for name, is_sparse in zip(names, sparse, strict=True) if is_sparse]:
+        raise ValueError(
+            f"rank {comms.rank}: expected dense gradients, got sparse ones of {', '.join(found)}"
+        )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from microddp.timing.timeline import Span
@@ -18,18 +17,41 @@ class Interval(Protocol):
     def end(self) -> float: ...
 
 
-def in_both(some: Sequence[Interval], others: Sequence[Interval]) -> float:
-    """Seconds in which at least one of ``some`` and one of ``others`` were going on."""
-    return max(0.0, covered(some) + covered(others) - covered([*some, *others]))  # but for rounding
+def union(spans: Iterable[Interval]) -> list[tuple[float, float]]:
+    """The intervals that spans cover, apart from each other and in order."""
+    union: list[tuple[float, float]] = []
+    for start, end in sorted((span.start, span.end) for span in spans):
+        if union and start <= union[-1][1]:
+            start, last = union.pop()
+            end = max(end, last)
+        union.append((start, end))
+    return union
 
 
-def covered(spans: Sequence[Interval]) -> float:
+def common(
+    some: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]
+) -> list[tuple[float, float]]:
+    """The intervals that two unions have in common."""
+    common, i, j = [], 0, 0
+    while i < len(some) and j < len(others):
+        start, end = max(some[i][0], others[j][0]), min(some[i][1], others[j][1])
+        if start < end:
+            common.append((start, end))
+        if some[i][1] < others[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+def covered(spans: Iterable[Interval]) -> float:
     """Seconds in which at least one of the spans was going on."""
-    total, reached = 0.0, -math.inf
-    for span in sorted(spans, key=lambda span: span.start):
-        total += max(0.0, span.end - max(span.start, reached))
-        reached = max(reached, span.end)
-    return total
+    return sum(end - start for start, end in union(spans))
+
+
+def in_both(some: Iterable[Interval], others: Iterable[Interval]) -> float:
+    """Seconds in which at least one of ``some`` and one of ``others`` were going on."""
+    return sum(end - start for start, end in common(union(some), union(others)))
 
 
 def exposed(spans: Sequence[Span], rank: int) -> float:

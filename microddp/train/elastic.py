@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from microddp.elastic import Generation, Members
-from microddp.schedule import apply_gradients, compute_gradients
+from microddp.step import apply_gradients, compute_gradients
 from microddp.train.checkpoint import encode_state, share_state
 from microddp.train.loop import OnStep, Trainer, TrainingResult
 from microddp.train.options import TrainingConfig

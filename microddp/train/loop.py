@@ -14,16 +14,19 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from microddp.allreduce import BACKEND
+from microddp.carrier import BACKEND
 from microddp.comms import Comms
+from microddp.compression import compress
 from microddp.data import ShardedBatches, shard_sizes
 from microddp.ddp import DDP
-from microddp.local_sgd import LocalSteps, Outer
-from microddp.performance import StepTimes, StragglerReport, break_down, straggler_report
+from microddp.local_sgd import Local, LocalSteps, Outer
+from microddp.performance import StragglerReport, straggler_report
 from microddp.replicas import check_replicas
 from microddp.report import human_seconds
-from microddp.schedule import STRATEGIES, Local, Strategy, Zero3, compute_gradients, take_step
-from microddp.timing import NOT_RECORDED, Span, Timeline, save_chrome_trace
+from microddp.shared import carrier
+from microddp.step import Strategy, compute_gradients, take_step
+from microddp.strategies import STRATEGIES
+from microddp.timing import NOT_RECORDED, Span, StepTimes, Timeline, break_down, save_chrome_trace
 from microddp.train.checkpoint import Checkpoints, gather_states, own_state
 from microddp.train.options import TrainingConfig
 from microddp.train.task import evaluate, make_task
@@ -134,7 +137,7 @@ class Trainer:
                 state = {**state, "optimizer": own_state(state["optimizers"], comms)}
             self.strategy.load(self.model, self.optimizer, state)
         if config.compress != "none":
-            self.strategy.compress(config.compress)
+            compress(self.strategy, config.compress)
             self.kept_back = self.kept_back or self._kept_back()
         self.check = os.environ.get("MICRODDP_DEBUG", "0") == "1"
 
@@ -173,7 +176,7 @@ class Trainer:
                     model,
                     self.comms,
                     bucket_cap_mb=config.bucket_cap_mb,
-                    all_reduce=config.all_reduce,
+                    all_reduce=carrier(config.all_reduce, self.comms),
                 )
             return STRATEGIES[config.schedule](model, self.comms, config.bucket_cap_mb)
         local = LocalSteps(
@@ -186,7 +189,7 @@ class Trainer:
         )
         if self.local_steps:
             local.load_state_dict(self.local_steps)
-        return Local(self.model, self.comms, local)
+        return Local(self.model, self.comms, local=local)
 
     def run(self) -> TrainingResult:
         """Train the steps that are left, and write the files that were asked for."""
@@ -289,7 +292,7 @@ class Trainer:
         self.total += loss
         if self.on_step:
             self.on_step(self.step, self.model)
-        if self.check and not (self.config.average_every or isinstance(self.strategy, Zero3)):
+        if self.check and not (self.config.average_every or self.strategy.stage == 3):
             try:
                 check_replicas(self.model, self.comms)
             except RuntimeError as error:

@@ -9,17 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from microddp.allreduce import ALGORITHMS, AUTO, BACKEND
+from microddp.carrier import BACKEND
 from microddp.compression import compressor
 from microddp.local_sgd import Outer
-from microddp.schedule import STRATEGIES
+from microddp.shared import ALL_REDUCES, AUTO
+from microddp.strategies import STRATEGIES
 
 CHOICES = {
     "schedule": tuple(name for name, strategy in STRATEGIES.items() if strategy.averages),
     "model": ("mlp", "cnn", "transformer"),
     "data": ("synthetic", "digits", "mnist", "text"),
     "precision": ("fp32", "bf16", "fp16"),
-    "all_reduce": (AUTO, BACKEND, *ALGORITHMS),
+    "all_reduce": (AUTO, BACKEND, *ALL_REDUCES),
 }
 RESULT_OPTIONS = (
     *("model", "data", "channels", "hidden", "depth", "width"),

@@ -14,7 +14,7 @@ from microddp.comms import Comms
 from microddp.data import CHARACTERS, ShardedBatches, Split
 from microddp.model import Transformer, token_loss
 from microddp.report import mark_least
-from microddp.schedule import FULL_PRECISION, Strategy, take_step
+from microddp.step import FULL_PRECISION, Strategy, take_step
 from microddp.timing import seconds_now, slowest_rank
 
 DIM, DEPTH, HEADS, LENGTH = 64, 2, 4, 64

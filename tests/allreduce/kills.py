@@ -19,14 +19,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from ranks import run
 
-from microddp.allreduce import (
+from microddp.comms import Comms
+from microddp.shared import (
+    room_of,
     shared_all_gather,
     shared_all_reduce,
     shared_broadcast,
     shared_reduce_scatter,
 )
-from microddp.comms import Comms
-from microddp.shared import room_of
 
 SIZES = (5, 1_000, 100_000, 1_000_000)  # float32: in one shot, in a piece, in several
 LIMIT = 2.0  # seconds after a death in which all others know of it

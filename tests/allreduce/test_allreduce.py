@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from wires import run_threads
 
 from microddp.allreduce import (
-    ALGORITHMS,
     all_reduce_cost,
     ring,
     ring_all_gather,
@@ -20,6 +19,7 @@ from microddp.allreduce import (
     ring_reduce_scatter,
 )
 from microddp.comms import MessageCounter
+from microddp.shared import ALL_REDUCES
 
 BY_MESSAGES = ("naive", "direct", "ring", "doubling")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -77,7 +77,7 @@ def check_against_oracles(comms, dtypes, sizes):
                     backend = of_rank(comms.rank, size, dtype)
                     dist.all_reduce(backend, getattr(dist.ReduceOp, BACKEND_OPS[op]))
                     assert torch.equal(expected, backend), ("the oracles differ", op, dtype, size)
-                for name, algorithm in ALGORITHMS.items():
+                for name, algorithm in ALL_REDUCES.items():
                     tensor = of_rank(comms.rank, size, dtype)
                     address = tensor.data_ptr()
                     assert algorithm(tensor, comms, op) is None
@@ -151,7 +151,7 @@ def test_all_ranks_hold_the_same_bits_whatever_the_rounding(comms):
                 expected = functools.reduce(FOLD[op], everyone)
                 expected = expected / comms.world_size if op == "mean" else expected
                 scale = everyone.abs().sum(0) if op in ("sum", "mean") else expected.abs()
-                for name, algorithm in ALGORITHMS.items():
+                for name, algorithm in ALL_REDUCES.items():
                     tensor = values.clone()
                     algorithm(tensor, comms, op)
                     assert equal_on_all_ranks(comms, tensor), (name, op, dtype)
@@ -165,7 +165,7 @@ def test_all_ranks_hold_the_same_bits_whatever_the_rounding(comms):
 @on_ranks(2, 3, 4, 5)
 def test_all_ranks_hold_the_same_zero_for_max_and_min_of_both_zeros(comms):
     for op in ("max", "min"):
-        for name, algorithm in ALGORITHMS.items():
+        for name, algorithm in ALL_REDUCES.items():
             tensor = torch.full((19,), 0.0 if comms.rank % 2 else -0.0)
             algorithm(tensor, comms, op)
             assert equal_on_all_ranks(comms, tensor), (name, op)
@@ -173,7 +173,7 @@ def test_all_ranks_hold_the_same_zero_for_max_and_min_of_both_zeros(comms):
 
 @on_ranks(2, 5)
 def test_the_mean_does_not_overflow_where_the_sum_does(comms):
-    for name, algorithm in ALGORITHMS.items():
+    for name, algorithm in ALL_REDUCES.items():
         tensor = torch.full((7,), 60_000.0, dtype=torch.float16)  # the largest float16 is 65504
         algorithm(tensor, comms, "mean")
         assert (tensor - 60_000).abs().max() <= 128, name
@@ -182,7 +182,7 @@ def test_the_mean_does_not_overflow_where_the_sum_does(comms):
 @on_ranks()
 def test_tensors_that_are_not_contiguous_are_reduced_in_place_and_their_gaps_left_alone(comms):
     n = comms.world_size
-    for name, algorithm in ALGORITHMS.items():
+    for name, algorithm in ALL_REDUCES.items():
         for op in ("sum", "mean", "max"):
             storage = torch.full((6, 10), float(comms.rank))
             columns = storage[:, ::3]
@@ -200,7 +200,7 @@ def test_tensors_that_are_not_contiguous_are_reduced_in_place_and_their_gaps_lef
 
 @on_ranks(3)
 def test_gradients_of_parameters_and_parameters_can_be_reduced(comms):
-    for algorithm in ALGORITHMS.values():
+    for algorithm in ALL_REDUCES.values():
         parameter = torch.nn.Parameter(torch.full((5,), float(comms.rank)))
         algorithm(parameter, comms, "sum")
         assert parameter.tolist() == [3] * 5
@@ -218,7 +218,7 @@ def test_what_cannot_be_reduced_is_refused_before_anything_is_sent(comms):
         (float8, "sum", "no sum of torch.float8_e4m3fn"),
         (float8, "product", "no product of torch.float8_e4m3fn"),
     ]
-    functions = [*ALGORITHMS.values(), ring_reduce_scatter]
+    functions = [*ALL_REDUCES.values(), ring_reduce_scatter]
     with MessageCounter(comms) as counter:
         for tensor, op, message in bad_arguments:
             for function in functions:
@@ -285,7 +285,7 @@ def test_messages_and_bytes_are_those_of_the_cost_model(comms):
         nbytes = 4 * size
         for name in BY_MESSAGES:
             with MessageCounter(comms) as counter:
-                ALGORITHMS[name](torch.ones(size), comms, "sum")
+                ALL_REDUCES[name](torch.ones(size), comms, "sum")
             by_rank = counter.gather()
             cost = all_reduce_cost(name, n, nbytes)
             assert sum(map(len, by_rank)) == cost.messages, name
@@ -346,8 +346,8 @@ def test_the_ring_allocates_at_most_one_chunk(comms):
     ring.PIECE_BYTES = 400
     assert allocated(ring_all_reduce, torch.ones(size), comms) <= 400 + probe
     # The same count finds the copies that the others make.
-    assert allocated(ALGORITHMS["doubling"], torch.ones(size), comms) >= 4 * size
-    assert allocated(ALGORITHMS["direct"], torch.ones(size), comms) >= 4 * size * (n - 1)
+    assert allocated(ALL_REDUCES["doubling"], torch.ones(size), comms) >= 4 * size
+    assert allocated(ALL_REDUCES["direct"], torch.ones(size), comms) >= 4 * size * (n - 1)
 
 
 # ---- over the most unhelpful network that the rules allow
@@ -368,7 +368,7 @@ def test_nothing_under_way_is_touched_whatever_the_shape_of_the_job(
 
         def reduce(comms):
             tensor = of_rank(comms.rank, size, torch.float64)
-            ALGORITHMS[algorithm](tensor, comms, op)
+            ALL_REDUCES[algorithm](tensor, comms, op)
             return tensor
 
         results, sent = run_threads(n, reduce)

@@ -6,15 +6,9 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from microddp.allreduce import (
-    Hierarchy,
-    direct_all_reduce,
-    hierarchical_all_reduce,
-    naive_all_reduce,
-    reduce_by,
-    ring_all_reduce,
-)
+from microddp.allreduce import direct_all_reduce, naive_all_reduce, ring_all_reduce
 from microddp.comms import MessageCounter
+from microddp.shared import Hierarchy, hierarchical_all_reduce, reduce_by
 
 # The ranks of one real machine, taken for several.
 PARTITIONS = {

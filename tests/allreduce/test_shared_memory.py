@@ -16,11 +16,11 @@ import torch.distributed as dist
 from kills import kill
 from ranks import on_ranks, run
 
-from microddp.allreduce import (
+from microddp.shared import (
+    collectives,
     shared_all_gather,
     shared_all_reduce,
     shared_broadcast,
-    shared_memory,
     shared_reduce_scatter,
 )
 from microddp.shared import room as rooms
@@ -339,7 +339,7 @@ def raises_in_the_middle(comms):
     tensor = torch.ones(3_000_000)
     shared_all_reduce(tensor, comms)
     if comms.rank == 0:
-        shared_memory._add_up = None  # not callable
+        collectives._add_up = None  # not callable
         with pytest.raises(TypeError):
             shared_all_reduce(tensor, comms)
         return 0.0

@@ -8,9 +8,9 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from microddp.allreduce import ALGORITHMS, shared_all_gather
 from microddp.bench.__main__ import main
 from microddp.bench.allreduce import Row, check_chunks, check_sum, conclusions
+from microddp.shared import ALL_REDUCES, shared_all_gather
 
 BENCH = ("-m", "microddp.bench", "allreduce")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -40,7 +40,7 @@ def test_reports_every_algorithm_against_the_backend(tmp_path):
     assert "gloo, 2 ranks on " in printed
     assert "Every result was the exact sum." in printed
     rows = json.loads(report.read_text())["rows"]
-    assert [row["algorithm"] for row in rows] == ["backend", *ALGORITHMS, "shared, no copies"]
+    assert [row["algorithm"] for row in rows] == ["backend", *ALL_REDUCES, "shared, no copies"]
     backend = rows[0]
     assert backend["ratio_to_backend"] is None
     for row in rows:

@@ -87,7 +87,7 @@ def test_refuses_what_it_cannot_do(options, complaint, capsys):
     refused("ddp", *options, complaint=complaint, capsys=capsys)
 
 
-@on_ranks(2)
+@on_ranks(2, timeout=180)  # PyTorch's profiler reads each step's events for seconds
 def test_all_strategies_send_every_model_alike(comms):
     for name, make in models(comms.device).items():
         if name in ("MLP 512", "MLP 1024"):  # the same as the first, but slow

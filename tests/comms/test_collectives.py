@@ -10,6 +10,7 @@ from ranks import on_ranks, run
 from microddp.comms import Comms
 from microddp.comms.collectives import DEFAULT_TIMEOUT
 from microddp.ddp import DDP
+from microddp.hosts import relink
 
 DEBUG = {"MICRODDP_DEBUG": "1"}
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -122,7 +123,7 @@ def test_a_problem_of_some_is_an_error_on_all_with_the_problems_of_each(comms):
 @on_ranks(2)
 def test_links_that_are_the_machines_own_stay_as_they_are(comms):
     with pytest.raises(RuntimeError, match=r"hosts in a box, .* got ranks 0, 1: the machine's own"):
-        comms.relink("1gbit")
+        relink(comms, "1gbit")
 
 
 @on_ranks()

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from microddp.ddp import DDP
 from microddp.replicas import check_replicas
+from microddp.shared import carrier
 
 WIDTH = 16
 SMALL = 0.0005  # MiB: a bucket of one or two layers here
@@ -28,7 +29,7 @@ class Pair:
     The replicas start with the ranks' own values, which construction has to make equal.
     """
 
-    def __init__(self, comms, make, process_group=None, all_reduce="backend", **options):
+    def __init__(self, comms, make, process_group=None, all_reduce=None, **options):
         self.comms = comms
         # Both alike: gradients that stay in the bucket are divided, others multiplied by 1/n.
         options.setdefault("gradient_as_bucket_view", comms.world_size % 2 == 1)
@@ -39,7 +40,8 @@ class Pair:
             if "broadcast_buffers" in options:
                 warnings.filterwarnings("ignore", "broadcast_buffers is deprecated", FutureWarning)
             if process_group is None:
-                self.ours = DDP(module, comms, all_reduce=all_reduce, **options)
+                by = carrier(all_reduce, comms) if all_reduce else None
+                self.ours = DDP(module, comms, all_reduce=by, **options)
             else:
                 self.ours = DDP(module, process_group=process_group, **options)
         with errors_from_warnings_of_ours_only():

@@ -24,10 +24,12 @@ from ddp_pairs import (
 from ranks import on_ranks, run
 from test_ddp_options import leaving_out
 
-from microddp.allreduce import BACKEND, Carrier, choice, fastest
+from microddp.carrier import BACKEND
 from microddp.comms import Comms
 from microddp.ddp import DDP
 from microddp.replicas import check_replicas
+from microddp.shared import carrier, fastest
+from microddp.shared import carriers as choice
 from microddp.shared import room as rooms
 from microddp.timing import Timeline, Timing
 
@@ -64,7 +66,7 @@ def test_uneven_inputs(comms):
     trained = []
     for name in (BACKEND, *NAMES):
         torch.manual_seed(0)
-        ddp = DDP(Branches(), comms, all_reduce=name, bucket_cap_mb=SMALL)
+        ddp = DDP(Branches(), comms, all_reduce=carrier(name, comms), bucket_cap_mb=SMALL)
         optimizer = sgd(ddp)
         with ddp.join():
             for step in range(3 + 2 * comms.rank):
@@ -85,7 +87,7 @@ def test_large_buckets_are_in_shared_memory_and_go_with_the_wrapper(comms):
     before = bytes_in_use()
     for _ in range(2):
         module = torch.nn.Sequential(*(torch.nn.Linear(1000, 1000) for _ in range(4)))
-        ddp = DDP(module, comms, all_reduce="shared", bucket_cap_mb=5.0)
+        ddp = DDP(module, comms, all_reduce=carrier("shared", comms), bucket_cap_mb=5.0)
         for _ in range(3):  # the buckets are planned anew after the first backward
             ddp(torch.ones(2, 1000)).sum().backward()
         room = rooms.room_of(comms)
@@ -102,7 +104,7 @@ def test_large_buckets_are_in_shared_memory_and_go_with_the_wrapper(comms):
 def test_a_timeline_sees_them(comms):
     timeline = Timeline(comms)
     for name in ("shared", "ring"):
-        ddp = DDP(Branches(), comms, all_reduce=name, bucket_cap_mb=SMALL)
+        ddp = DDP(Branches(), comms, all_reduce=carrier(name, comms), bucket_cap_mb=SMALL)
         ddp.reducer.buckets.timeline = timeline
         for step in range(2):
             x, y = data(comms.rank, step)
@@ -118,12 +120,19 @@ def test_a_timeline_sees_them(comms):
 @on_ranks(2)
 def test_what_is_not_known_or_not_alike_is_refused_on_every_rank(comms):
     with pytest.raises(ValueError, match=r"expected all_reduce of auto, backend, .*, got 'nccl'"):
-        DDP(Branches(), comms, all_reduce="nccl")
+        carrier("nccl", comms)
+    with pytest.raises(
+        RuntimeError, match=r"one all_reduce on all ranks, got \['shared', 'ring'\]"
+    ):
+        carrier("ring" if comms.rank else "shared", comms)
+    ring = carrier("ring", comms)
     with pytest.raises(RuntimeError, match="all_reduce"):
-        DDP(Branches(), comms, all_reduce="ring" if comms.rank else "shared")
+        DDP(Branches(), comms, all_reduce=ring if comms.rank else None)
+    with pytest.raises(TypeError, match=r"expected a carrier .*, got 'ring': see microddp.shared"):
+        DDP(Branches(), comms, all_reduce="ring")
     rooms.machines_of = choice.machines_of = lambda _: [[0], [1]]
     with pytest.raises(RuntimeError, match=r"these share memory as \[\[0\], \[1\]\]"):
-        DDP(Branches(), comms, all_reduce="shared")
+        carrier("shared", comms)
 
 
 @on_ranks(1, 2, 3)
@@ -136,8 +145,8 @@ def test_the_fastest_for_each_size_is_chosen_alike(comms):
         return {name: Timing((times[name][i],)) for name in by_name}
 
     choice.measure = measured
-    carrier = Carrier(comms, "auto")
-    names = [carrier.name_for(size) for size in (0, 1 << 12, (1 << 16) + 1, 1 << 20, 1 << 30)]
+    auto = carrier("auto", comms)
+    names = [auto.name_for(size) for size in (0, 1 << 12, (1 << 16) + 1, 1 << 20, 1 << 30)]
     if comms.world_size == 1:
         assert names == [BACKEND] * 5
     else:
@@ -148,7 +157,7 @@ def test_the_fastest_for_each_size_is_chosen_alike(comms):
             1 << 24: "shared",
         }
         assert names == [BACKEND, BACKEND, "shared", "shared", "shared"]
-        assert carrier.by_size is Carrier(comms, "auto").by_size, "measured once"
+        assert auto.by_size is carrier("auto", comms).by_size, "measured once"
 
 
 @on_ranks(3)
@@ -166,10 +175,10 @@ def test_slow_links_are_not_measured_for_long(comms):
 
 
 def on_a_gpu(comms):
-    comms.device = torch.device("cuda", 0)  # as far as choosing goes
+    comms.device, comms.through_host = torch.device("cuda", 0), True  # as far as choosing goes
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        names = [Carrier(comms, name).name_for(1 << 20) for name in ("auto", "shared", "ring")]
+        names = [carrier(name, comms).name for name in ("auto", "shared", "ring")]
     return names, [str(warning.message) for warning in warned]
 
 
@@ -190,8 +199,8 @@ def test_a_part_of_the_ranks(comms):
     if part is not None:
         assert isinstance(part, Comms)
         pair = Pair(part, Branches, process_group=part.group)
-        assert pair.ours.all_reduce == BACKEND
-        ddp = DDP(Branches(), part, all_reduce="shared", bucket_cap_mb=SMALL)
+        assert pair.ours.all_reduce.name == BACKEND
+        ddp = DDP(Branches(), part, all_reduce=carrier("shared", part), bucket_cap_mb=SMALL)
         twin = DDP(Branches(), part, bucket_cap_mb=SMALL)
         twin.module.load_state_dict(ddp.module.state_dict())
         for step in range(3):
@@ -206,7 +215,7 @@ def test_a_part_of_the_ranks(comms):
 def test_buffers_go_the_way_of_gradients(comms):
     for name in ("shared", BACKEND):
         model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-        ddp = DDP(model, comms, all_reduce=name)
+        ddp = DDP(model, comms, all_reduce=carrier(name, comms))
         met = rooms.room_of(comms).step
         with torch.no_grad():
             model[1].running_mean.fill_(comms.rank + 1.0)

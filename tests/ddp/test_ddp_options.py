@@ -23,10 +23,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.nn.functional import mse_loss
 
-from microddp.allreduce import ALGORITHMS, all_reduce_hook, ring_all_reduce
+from microddp.allreduce import all_reduce_hook, ring_all_reduce
 from microddp.comms import Comms
 from microddp.ddp import DDP
 from microddp.replicas import check_replicas
+from microddp.shared import ALL_REDUCES
 from microddp.timing import Timeline
 
 CAPS = ({}, {"bucket_cap_mb": SMALL})
@@ -248,7 +249,7 @@ def test_hooks_get_the_same_buckets_and_gradients_as_pytorchs(comms):
 
 @on_ranks(2, 3, 4)
 def test_every_algorithm_of_this_book_can_carry_the_gradients(comms):
-    for name, algorithm in ALGORITHMS.items():
+    for name, algorithm in ALL_REDUCES.items():
         for cap in CAPS:
             pair = Pair(comms, Branches, gradient_as_bucket_view=True, **cap)
             pair.ours.register_comm_hook((comms, algorithm), all_reduce_hook)

@@ -12,11 +12,11 @@ import torch
 from ranks import on_ranks
 
 import microddp
-from microddp.allreduce import ALGORITHMS
 from microddp.comms import cpu_cores
 from microddp.doctor import checks, machine
 from microddp.doctor.checks import CHECKS
 from microddp.doctor.job import JobFailed, JobStopped, _stories, run_job
+from microddp.shared import ALL_REDUCES
 
 FAILS = """
 import microddp
@@ -199,7 +199,7 @@ def test_a_wrong_primitive_is_found_by_name(comms):
 
 @on_ranks(2)
 def test_an_algorithm_that_leaves_the_sum_wrong_is_found_by_name(comms):
-    ALGORITHMS["ring"] = spoiled(ALGORITHMS["ring"])  # of this process only
+    ALL_REDUCES["ring"] = spoiled(ALL_REDUCES["ring"])  # of this process only
     with pytest.raises(AssertionError, match=f"^rank {comms.rank}: ring, torch.float32: "):
         CHECKS["allreduce"](comms)
 

@@ -16,11 +16,11 @@ from ranks import run
 from torch.nn.parallel import DistributedDataParallel
 
 import microddp
-from microddp.comms import Entry, read_record
-from microddp.comms.record import SLOTS, Record
 from microddp.doctor.__main__ import main
 from microddp.doctor.diagnosis import Rank, diagnose
 from microddp.doctor.hang import report
+from microddp.hang import Entry, read_record
+from microddp.hang.record import SLOTS, Record
 
 HERE = os.path.relpath(__file__)
 SECOND = 10**9  # nanoseconds

@@ -6,9 +6,8 @@ import re
 import pytest
 
 from microddp import figures
-from microddp.performance import break_down
 from microddp.report import human_seconds
-from microddp.timing import Span, tracks
+from microddp.timing import Span, break_down, tracks
 
 
 def steps_of(ranks):

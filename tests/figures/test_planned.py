@@ -10,7 +10,9 @@ from microddp.performance import step_budget
 def test_the_table_has_each_number_of_devices_on_each_link():
     device = figures.Device(1e15, 0.4, 3e-6)
     links = {"wide": 450e9, "a & b": 1.25e9}
-    form = figures.explore_plan({"one": device}, links, parameters=1e9, tokens=1024, ranks=8)
+    form = figures.explore_plan(
+        {"one": device}, links, parameters=1e9, tokens=1024, ranks=8, budget=step_budget
+    )
     rows = re.findall(r'<th scope="row">(\d+)</th><td>(.+?)</td><td>(.+?)</td>', form.still)
     assert [int(n) for n, *_ in rows] == [2**k for k in range(11)]
     assert "a &amp; b" in form.still

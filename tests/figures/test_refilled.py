@@ -6,9 +6,9 @@ import pytest
 
 from microddp import figures
 from microddp.allreduce import AllReduceCost
-from microddp.performance import Bucket, ComputeTimes, predict_plan
+from microddp.performance import predict_plan
 from microddp.report import human_seconds
-from microddp.timing import Timing
+from microddp.timing import Bucket, ComputeTimes, Timing
 
 SIZES = {"c": 4096, "b": 1024, "a": 8192}
 COMPUTE = ComputeTimes(0.1, 0.3, {"c": 0.1, "b": 0.15, "a": 0.3}, 0.0, 1e-9)
@@ -17,7 +17,9 @@ STEPS = {1: Timing((0.6, 0.5, 0.7)), 5000: Timing((0.4,)), 1 << 20: Timing((0.55
 
 
 def test_the_table_has_each_measured_cap():
-    picture = figures.explore_buckets(SIZES, COMPUTE, COST, 0.8, STEPS, title="T")
+    picture = figures.explore_buckets(
+        SIZES, COMPUTE, COST, 0.8, STEPS, predict=predict_plan, title="T"
+    )
     plans = {
         "each gradient alone": [("c",), ("b",), ("a",)],
         "4.88 KiB": [("c", "b"), ("a",)],
@@ -37,7 +39,9 @@ def test_the_table_has_each_measured_cap():
 
 
 def test_the_script_is_given_bytes_and_moments_in_the_planners_order():
-    data = figures.explore_buckets(SIZES, COMPUTE, COST, None, STEPS, title="T").data
+    data = figures.explore_buckets(
+        SIZES, COMPUTE, COST, None, STEPS, predict=predict_plan, title="T"
+    ).data
     assert data["gradients"] == [["c", 4096, 0.1], ["b", 1024, 0.15], ["a", 8192, 0.3]]
     assert data["measured"][0] == [1, 0.5, 0.6, 0.7]
     assert data["cores"] is None
@@ -45,4 +49,6 @@ def test_the_script_is_given_bytes_and_moments_in_the_planners_order():
 
 def test_a_gradient_that_was_not_recorded_is_not_guessed():
     with pytest.raises(KeyError, match="d"):
-        figures.explore_buckets({"d": 4}, COMPUTE, COST, None, STEPS, title="T")
+        figures.explore_buckets(
+            {"d": 4}, COMPUTE, COST, None, STEPS, predict=predict_plan, title="T"
+        )

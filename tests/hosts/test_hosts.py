@@ -15,7 +15,7 @@ import psutil
 import pytest
 from boxes import left, needs_hosts
 
-from microddp.hosts import Box, Cluster, Link, Uplink, calibrate, human_bits
+from microddp.hosts import Box, Cluster, Link, Uplink, calibrate, human_bits, links_of_this_job
 from microddp.hosts.__main__ import links, main
 
 HERE = Path(__file__).parent
@@ -119,7 +119,7 @@ class TestLinks:
         box = Box((Link(1e9), Link(1e8, 0.001)), 2, uplinks)
         for name, value in box.as_environment().items():
             monkeypatch.setenv(name, value)
-        assert Box.of_this_job() == box
+        assert links_of_this_job() == box
         expected = "2 hosts in a box with links of 1 Gbit/s or 100 Mbit/s and 1 ms of delay"
         assert str(box) == expected + written
 
@@ -147,7 +147,7 @@ class TestLinks:
             plain.relink("1gbit", host=1, uplink=[2])
 
     def test_outside_there_is_no_box(self):
-        assert Box.of_this_job() is None
+        assert links_of_this_job() is None
 
 
 LISTENS = """
@@ -383,8 +383,8 @@ import time
 from pathlib import Path
 import torch
 import microddp
-from microddp.allreduce import hierarchical_all_reduce, ring_all_reduce
-from microddp.shared import machines_of
+from microddp.allreduce import ring_all_reduce
+from microddp.shared import hierarchical_all_reduce, machines_of
 
 def sent():  # by this host, bytes
     (link,) = [line for line in Path("/proc/net/dev").read_text().splitlines() if "eth0" in line]
@@ -467,6 +467,7 @@ RELINKS = """
 import time
 import torch
 import microddp
+from microddp import hosts
 
 comms = microddp.init()
 tensor, least, boxes = torch.zeros(2**17), [], []
@@ -479,7 +480,7 @@ for speed, of in (
     ("50mbit", {"uplink": [1]}),
     ("400mbit", {}),
 ):
-    comms.relink(speed, **of)
+    hosts.relink(comms, speed, **of)
     seconds = []
     for _ in range(3):
         comms.barrier()
@@ -493,7 +494,7 @@ assert str(comms.subgroup([0, 1]).box) == str(comms.box)
 large = torch.ones(2**21)
 pending = comms.all_reduce(large, async_op=True)
 time.sleep(0.05)
-comms.relink("100mbit")
+hosts.relink(comms, "100mbit")
 pending.wait()
 assert large.unique().tolist() == [2.0]
 # A host that is cut off can ask for its link, and another speed does not mend it.
@@ -513,7 +514,7 @@ else:
 received, mended = comms.all_gather_data(moment)
 assert received > mended
 try:
-    comms.relink("fast" if comms.rank else "1gbit")
+    hosts.relink(comms, "fast" if comms.rank else "1gbit")
 except RuntimeError as error:
     comms.print(error)
     for box in boxes:

@@ -13,16 +13,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from microddp.ddp import DDP
 from microddp.model import FullMLP, gradient_bytes
-from microddp.performance import (
-    DDPPerformanceAnalyzer,
-    Overhead,
-    StepSummary,
-    StepTimes,
-    break_down,
-    median_step,
-)
-from microddp.schedule import STRATEGIES
-from microddp.timing import NOT_RECORDED, Span, Timing
+from microddp.performance import DDPPerformanceAnalyzer, Overhead, StepSummary, median_step
+from microddp.strategies import STRATEGIES
+from microddp.timing import NOT_RECORDED, Span, StepTimes, Timing, break_down
 
 
 def span(name, start, end, lane="compute"):

@@ -4,10 +4,10 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from microddp.performance import ComputeTimes
 from microddp.performance.calibration import SIZES, fit_network, measure_network, measured_work
 from microddp.performance.cluster import Way, simulate
 from microddp.performance.network import Network, Port
+from microddp.timing import ComputeTimes
 
 
 def test_a_fit_by_hand():

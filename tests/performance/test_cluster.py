@@ -11,20 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from microddp.bucketing import bucket_caps, plan_in_order
+from microddp.buckets import bucket_caps, plan_in_order
 from microddp.model import FullMLP
-from microddp.performance.cluster import (
-    SIMULATED,
-    Call,
-    Layer,
-    Op,
-    Variation,
-    Way,
-    Work,
-    program,
-    simulate,
-)
+from microddp.performance.cluster import Variation, Way, program, simulate
 from microddp.performance.network import Network, Port
+from microddp.program import Call, Layer, Op, Work
+from microddp.strategies import STRATEGIES
 
 # A second for each byte that a device sends in half an all-reduce on two devices.
 NETWORK = Network(2, Port(0.5, 0.0))
@@ -75,7 +67,7 @@ def test_copying_takes_time_before_what_is_copied_is_sent():
     )
 
 
-@given(st.sampled_from(SIMULATED), st.integers(1, 4), st.floats(0.1, 10), st.floats(1.01, 10))
+@given(st.sampled_from([*STRATEGIES]), st.integers(1, 4), st.floats(0.1, 10), st.floats(1.01, 10))
 def test_a_faster_link_never_makes_a_step_longer(strategy, accumulation, bandwidth, times):
     way = Way(strategy, bucket_cap_mb=1e-6, accumulation=accumulation, every=2)
     slow, fast = (
@@ -90,7 +82,7 @@ def test_a_faster_link_never_makes_a_step_longer(strategy, accumulation, bandwid
 def test_bytes_are_those_of_the_stages():
     n = 4
     work = Work((Layer(1, 2, (100, 4)), Layer(1, 2, (37,))))
-    found = {name: simulate(work, Network(n, Port(1, 0)), Way(name)).calls for name in SIMULATED}
+    found = {name: simulate(work, Network(n, Port(1, 0)), Way(name)).calls for name in STRATEGIES}
     size = 141 * 4
     padded = 144 * 4
     assert sum(c.nbytes for c in found["hooks"]) == sum(c.nbytes for c in found["naive"]) == size
@@ -149,7 +141,7 @@ def test_a_rare_pause_becomes_certain():
 
 def test_without_variation_one_clock_stands_for_all():
     same = Variation((1.0,))
-    for name in SIMULATED:
+    for name in STRATEGIES:
         one = simulate(WORK, NETWORK, Way(name), steps=3)
         all_ = simulate(WORK, NETWORK, Way(name), steps=3, variation=same)
         assert one.steps == pytest.approx(all_.steps)

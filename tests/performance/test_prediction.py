@@ -12,8 +12,6 @@ from microddp.bucketing import BucketedDDPHooks
 from microddp.ddp import DDP
 from microddp.model import FullMLP
 from microddp.performance import (
-    Bucket,
-    ComputeTimes,
     cores_for_each_rank,
     measure_all_reduce,
     measure_compute,
@@ -22,7 +20,8 @@ from microddp.performance import (
     predict_step,
 )
 from microddp.report import MIB
-from microddp.schedule import STRATEGIES
+from microddp.strategies import STRATEGIES
+from microddp.timing import Bucket, ComputeTimes
 
 
 def test_communication_time_is_the_models():

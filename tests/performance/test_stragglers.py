@@ -10,7 +10,8 @@ from torch.nn.functional import mse_loss
 import microddp.performance.stragglers as module
 from microddp.model import FullMLP
 from microddp.performance import LinkSpeed, find_stragglers, probe_links, straggler_report
-from microddp.schedule import STRATEGIES, take_step
+from microddp.step import take_step
+from microddp.strategies import STRATEGIES
 from microddp.timing import Span, Timeline
 
 UPDATE = 0.25  # seconds

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch.nn.functional import mse_loss
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from microddp import sharding  # noqa: F401 - registers its strategies
 from microddp.comms import Comms
 from microddp.model import FullMLP
-from microddp.schedule import STRATEGIES, take_step
+from microddp.step import take_step
+from microddp.strategies import STRATEGIES
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1024)
 comms = Comms.of_group(None, torch.device("cpu"))

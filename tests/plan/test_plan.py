@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from microddp.performance.cluster import Way, Work, simulate
+from microddp.performance.cluster import Way, simulate
 from microddp.plan import (
     Training,
     cheapest,
@@ -21,6 +21,7 @@ from microddp.plan import (
 from microddp.plan.__main__ import errors, main
 from microddp.plan.library import read
 from microddp.plan.published import summary
+from microddp.program import Work
 
 H100, NETWORK = devices()["h100"], links()["8x400gbit"]
 LLAMA_8B = {
@@ -183,7 +184,7 @@ def test_the_library_is_listed(capsys):
         (["--parameters", "1e9"], "expected --config, or --parameters and --layers"),
         (["--device", "h1000"], "did you mean 'h100'"),
         (["--link", "8x40gbit"], "did you mean '8x400gbit'"),
-        (["--strategies", "zero4"], "expected a strategy of naive, hooks"),
+        (["--strategies", "zero4"], "expected a strategy of none, naive, hooks"),
         (["--devices", "12"], "expected devices in whole nodes of 8, got 12"),
         (["--devices", "0"], "argument --devices"),
         (["--utilisation", "1.5"], "expected a utilisation of at most 1, got 1.5"),
@@ -206,7 +207,10 @@ def test_bad_input_is_refused_by_name(capsys, arguments, message):
         (lambda: Training(-1, 2, 3), "expected parameters above 0, got -1"),
         (lambda: Training(1, 2, 3, batch=0), "expected batch above 0, got 0"),
         (lambda: plan(Training(1, 2, 3, kept=2), H100, NETWORK, 8, "ddp"), "expected kept above 0"),
-        (lambda: plan(Training(1, 2, 3), H100, NETWORK, 8, "fsdp"), "expected a strategy of naive"),
+        (
+            lambda: plan(Training(1, 2, 3), H100, NETWORK, 8, "fsdp"),
+            "expected a strategy of none, naive",
+        ),
         (lambda: named("link", "", links()), "did you mean"),
         (lambda: count_parameters({"model_type": "gpt2"}), "expected a configuration of Llama's"),
         (lambda: count_parameters({**LLAMA_8B, "num_local_experts": 8}), "got 8 experts"),

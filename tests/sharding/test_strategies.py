@@ -12,11 +12,12 @@ from torch.nn.functional import mse_loss
 
 from microddp.model import FullMLP, gradient_bytes
 from microddp.replicas import check_replicas
-from microddp.schedule import STRATEGIES, take_step
+from microddp.step import take_step
+from microddp.strategies import STRATEGIES
 from microddp.timing import NOT_RECORDED, Timeline
 from microddp.train import TrainingConfig, train
 
-STAGES = [name for name, make in STRATEGIES.items() if not make.replicas]
+STAGES = [name for name, make in STRATEGIES.items() if make.stage]
 SMALL = TrainingConfig(
     data="synthetic", channels=(8, 16), hidden=256, epochs=2, batch_size=768, seed=3
 )
@@ -31,7 +32,7 @@ def steps(comms, name, parts):
     torch.manual_seed(0)
     model = FullMLP(256, depth=3).double()
     make = STRATEGIES[name]
-    strategy = make(model, comms, 0.1) if make.replicas else make(model, comms, 0.1, carrier="ring")
+    strategy = make(model, comms, 0.1, **({"carrier": "ring"} if make.stage else {}))
     optimizer = torch.optim.AdamW(strategy.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(comms.rank)
     for _ in range(3):

@@ -11,9 +11,9 @@ from test_site import Visit
 
 from microddp import figures
 from microddp.allreduce import AllReduceCost
-from microddp.bucketing import plan_buckets
-from microddp.performance import Bucket, ComputeTimes, predict_plan
-from microddp.timing import Timing
+from microddp.buckets import plan_buckets
+from microddp.performance import predict_plan
+from microddp.timing import Bucket, ComputeTimes, Timing
 
 KIB = 1 << 10
 SIZES = {f"layer {i}": [4, 64, 256, 33][i % 4] * KIB for i in range(12)}
@@ -36,7 +36,9 @@ def planned(cap, sizes=SIZES):
 
 def picture(compute=COMPUTE, cost=COST, cores=1.0, measured=MEASURED, sizes=SIZES):
     timings = {cap: Timing(seconds) for cap, seconds in measured.items()}
-    return figures.explore_buckets(sizes, compute, cost, cores, timings, title="Refill")
+    return figures.explore_buckets(
+        sizes, compute, cost, cores, timings, predict=predict_plan, title="Refill"
+    )
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from ranks import on_ranks, run
 
 from microddp.data import CHARACTERS
 from microddp.replicas import check_replicas
-from microddp.schedule import STRATEGIES
+from microddp.strategies import STRATEGIES
 from microddp.timing import Span
 from microddp.train import Trainer, TrainingConfig, loop, mean_step, parse, train
 from microddp.train import __main__ as command

@@ -5,9 +5,10 @@ import torch
 from ranks import on_ranks
 
 from microddp.data import CHARACTERS, load_text
-from microddp.local_sgd import LocalSteps
+from microddp.local_sgd import Local, LocalSteps
 from microddp.model import token_loss
-from microddp.schedule import STRATEGIES, Local, Strategy
+from microddp.step import Strategy
+from microddp.strategies import STRATEGIES
 from microddp.workloads import LENGTH, Learned, character_model, learn, times_by_link
 from microddp.workloads.characters import WINDOW
 
@@ -78,7 +79,7 @@ def test_ranks_learn_what_one_device_learns(comms):
 @on_ranks(2)
 def test_local_steps_end_with_equal_weights_and_say_what_they_sent(comms):
     model = character_model()
-    strategy = Local(model, comms, LocalSteps(model, comms, 4))
+    strategy = Local(model, comms, local=LocalSteps(model, comms, 4))
     learn(strategy, load_text(LENGTH), comms, 6)
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
     assert torch.equal(*comms.all_gather(flat))

@@ -14,9 +14,10 @@ import torch
 from ranks import on_ranks, run
 
 import microddp
-from microddp.comms import Entry, name_members, read_record
-from microddp.comms.place import place
-from microddp.comms.record import SLOT_BYTES, SLOTS, Record, current_record
+from microddp.comms import name_members
+from microddp.hang import Entry, read_record
+from microddp.hang.place import place
+from microddp.hang.record import SLOT_BYTES, SLOTS, Record, current_record
 
 HERE = os.path.relpath(__file__)
 
@@ -150,7 +151,7 @@ def test_what_is_no_record_is_refused(tmp_path):
 
 
 def test_a_place_is_the_users_innermost_line():
-    ours = [(microddp.comms.record.__file__, 1), (torch.__file__, 2), ("<frozen runpy>", 3)]
+    ours = [(microddp.hang.record.__file__, 1), (torch.__file__, 2), ("<frozen runpy>", 3)]
     ours += [(threading.__file__, 4)]
     package = [(microddp.replicas.__file__, 5)]
     assert place([*ours, *package, ("/x/train.py", 6), ("/x/main.py", 7)]) == "/x/train.py:6"

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from microddp.comms.place import place
-from microddp.comms.record import Record, current_record
+from microddp.hang.place import place
+from microddp.hang.record import Record, current_record
 from microddp.report import whole_file
 
 LAST = 3  # calls that are told

@@ -11,8 +11,8 @@ from types import FrameType
 
 import torch
 
-COMMS = os.path.dirname(__file__) + os.sep
 MICRODDP = os.path.dirname(os.path.dirname(__file__)) + os.sep
+BELOW = (os.path.dirname(__file__) + os.sep, os.path.join(MICRODDP, "comms", ""))
 TORCH = os.path.dirname(torch.__file__) + os.sep
 PYTHON = sysconfig.get_path("stdlib") + os.sep
 
@@ -46,7 +46,7 @@ def locate(file: str) -> tuple[int, str]:
     """
     near = 1 if file.startswith(MICRODDP) else 2
     ours = file.startswith(PYTHON) and "-packages" not in file  # site-packages may be inside
-    if ours or file.startswith((COMMS, TORCH, "<frozen ")):
+    if ours or file.startswith((*BELOW, TORCH, "<frozen ")):
         near = 0
     here = file
     if os.path.isabs(file):

@@ -9,31 +9,21 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from microddp.allreduce.comm_hook import AtWait, on_thread
-from microddp.allreduce.hierarchical import hierarchical_all_reduce
-from microddp.allreduce.ring import ring_all_reduce
-from microddp.allreduce.shared_memory import shared_all_reduce, shared_broadcast
-from microddp.allreduce.whole_tensor import (
-    direct_all_reduce,
-    naive_all_reduce,
-    recursive_doubling_all_reduce,
-)
+from microddp.allreduce import ALGORITHMS, AllReduce, AtWait, on_thread
+from microddp.carrier import BACKEND, Carrier
 from microddp.comms import Comms, Pending
-from microddp.shared import by_comms, machines_of, room_of
+from microddp.shared.collectives import shared_all_reduce, shared_broadcast
+from microddp.shared.hierarchical import hierarchical_all_reduce
+from microddp.shared.room import by_comms, machines_of, room_of
 from microddp.timing import measure
 
-AllReduce = Callable[[torch.Tensor, Comms, str], None]
-
-ALGORITHMS: dict[str, AllReduce] = {
-    "naive": naive_all_reduce,
-    "direct": direct_all_reduce,
-    "ring": ring_all_reduce,
-    "doubling": recursive_doubling_all_reduce,
+# Through memory that ranks share.
+IN_MEMORY: dict[str, AllReduce] = {
     "shared": shared_all_reduce,
     "hierarchical": hierarchical_all_reduce,
 }
-BACKEND, AUTO = "backend", "auto"
-IN_MEMORY = ("shared", "hierarchical")  # through memory that ranks share
+ALL_REDUCES = ALGORITHMS | IN_MEMORY
+AUTO = "auto"
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)  # bytes that are measured
 ROUNDS = 5
 PATIENCE = 0.5  # seconds that a round of the next larger size may take
@@ -75,7 +65,7 @@ def fastest(comms: Comms) -> dict[int, str]:
 
 def reduce_by(name: str) -> AllReduce:
     """An all-reduce by its name, the backend's own among them."""
-    return _backend_all_reduce if name == BACKEND else ALGORITHMS[name]
+    return _backend_all_reduce if name == BACKEND else ALL_REDUCES[name]
 
 
 def _backend_all_reduce(tensor: torch.Tensor, comms: Comms, op: str) -> None:
@@ -85,42 +75,62 @@ def _backend_all_reduce(tensor: torch.Tensor, comms: Comms, op: str) -> None:
         comms.all_reduce(tensor, op)
 
 
-class Carrier:
-    """Adds gradients up over the ranks while backward goes on, by the all-reduce of its name.
+def carrier(name: str, comms: Comms) -> Carrier:
+    """What adds gradients up by a name. A collective, also where it fails.
 
-    Made on all ranks together. On a GPU it stays with the backend, NCCL where there is a GPU for
-    each rank, which moves tensors from GPU to GPU; it warns then.
+    On a GPU it stays with the backend, NCCL where there is a GPU for each rank, which moves tensors
+    from GPU to GPU; it warns then.
 
     Args:
+        name: one of ``ALL_REDUCES``, ``"backend"``, or ``"auto"``: the fastest for each size, as
+            measured here. All but the backend's run on a thread of their own.
         comms: the ranks.
-        name: one of ``ALGORITHMS``, ``"backend"``, or ``"auto"``: the fastest for each size, as
-            measured here.
-
-    Attributes:
-        by_size: its names, for tensors of up to so many bytes.
 
     Raises:
-        ValueError: there is no such name.
-        RuntimeError: on every rank: the ranks of this job cannot use it.
+        ValueError: on every rank: there is no such name.
+        RuntimeError: on every rank: the names differ, or the ranks of this job cannot use it, as
+            ranks of two machines cannot share memory.
+
+    Example:
+        >>> DDP(model, comms, all_reduce=carrier("shared", comms))
+    """
+    names = comms.headers.exchange(name)
+    if len(set(names)) > 1:
+        raise RuntimeError(f"rank {comms.rank}: expected one all_reduce on all ranks, got {names}")
+    if name not in (AUTO, BACKEND, *ALL_REDUCES):
+        known = ", ".join((AUTO, BACKEND, *ALL_REDUCES))
+        raise ValueError(f"rank {comms.rank}: expected all_reduce of {known}, got {name!r}")
+    if name in (AUTO, *IN_MEMORY) and comms.device.type != "cpu":
+        if comms.rank == 0:
+            warnings.warn(
+                f"all_reduce={name!r}: gradients are on a GPU, where {comms.backend} carries "
+                "them; memory that ranks share is main memory",
+                stacklevel=2,
+            )
+        name = BACKEND
+    if why := refused(name, comms):
+        raise RuntimeError(f"rank {comms.rank}: expected another all_reduce: {why}")
+    return Carrier(comms) if name == BACKEND else AlgorithmCarrier(comms, name)
+
+
+class AlgorithmCarrier(Carrier):
+    """Adds gradients up over the ranks by the all-reduce of a name, or the fastest for each size.
+
+    Made by :func:`carrier`.
+
+    Attributes:
+        by_size: names, for tensors of up to so many bytes.
     """
 
-    def __init__(self, comms: Comms, name: str = BACKEND) -> None:
-        if name not in (AUTO, BACKEND, *ALGORITHMS):
-            known = ", ".join((AUTO, BACKEND, *ALGORITHMS))
-            raise ValueError(f"rank {comms.rank}: expected all_reduce of {known}, got {name!r}")
-        self.comms = comms
-        if name in (AUTO, *IN_MEMORY) and comms.device.type != "cpu":
-            if comms.rank == 0:
-                warnings.warn(
-                    f"all_reduce={name!r}: gradients are on a GPU, where {comms.backend} carries "
-                    "them; memory that ranks share is main memory",
-                    stacklevel=3,
-                )
-            name = BACKEND
-        if why := refused(name, comms):
-            raise RuntimeError(f"rank {comms.rank}: expected another all_reduce: {why}")
+    def __init__(self, comms: Comms, name: str) -> None:
+        super().__init__(comms)
+        self.name = name
         self._free_cores = comms.cores > comms.ranks_on_cores * torch.get_num_threads()
         self.by_size: Mapping[int, str] = fastest(comms) if name == AUTO else {1: name}
+
+    @property
+    def maker(self) -> Callable[[Comms], Carrier]:
+        return partial(carrier, self.name)
 
     def name_for(self, nbytes: int) -> str:
         """The name of what carries a tensor of so many bytes."""
@@ -128,41 +138,24 @@ class Carrier:
         return self.by_size[min(larger, default=max(self.by_size))]
 
     def zeros(self, parameter: torch.Tensor, numel: int) -> torch.Tensor:
-        """A flat buffer of zeros for gradients of a parameter's kind, where it is added up best."""
         nbytes = numel * parameter.element_size()
         if self.comms.world_size > 1 and nbytes and self.name_for(nbytes) == "shared":
             return room_of(self.comms).zeros(numel, parameter.dtype)
-        return parameter.detach().new_zeros(numel)
+        return super().zeros(parameter, numel)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Pending:
-        """Begin to overwrite a tensor by that of rank ``src``, in memory where sums go through it.
-
-        Args:
-            tensor: contiguous.
-            src: a rank.
-        """
         if self.comms.world_size > 1 and self.name_for(tensor.nbytes) == "shared":
             shared_broadcast(tensor, self.comms, src)
             return Pending()
-        return self.comms.broadcast(tensor, src, async_op=True)
+        return super().broadcast(tensor, src)
 
     def start(
         self, buffer: torch.Tensor, is_last: bool
     ) -> dist.Work | torch.futures.Future[torch.Tensor]:
-        """Begin to add a buffer up over the ranks, in place.
-
-        Args:
-            buffer: of gradients.
-            is_last: whether no other is to follow in this backward. It is added up when it is
-                waited for, after all others.
-
-        Returns:
-            What to wait for.
-        """
         name = self.name_for(buffer.nbytes) if not buffer.is_sparse else BACKEND
         if name == BACKEND:
-            return self.comms.group.allreduce([buffer])
-        algorithm = ALGORITHMS[name]
+            return super().start(buffer, is_last)
+        algorithm = ALL_REDUCES[name]
         # What goes through memory is work for a core, and not for a link: where no core is free
         # beside those that compute, a thread would only take turns with backward.
         working = name == "shared" and not self._free_cores

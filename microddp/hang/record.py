@@ -22,12 +22,12 @@ import sys
 import textwrap
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from microddp.comms.place import frames_here, place
+from microddp.hang.place import frames_here, place
 
 SLOTS = 64  # calls that are kept
 SLOT_BYTES = 1024  # the longest call is 256 (agreement.HEADER_BYTES), a path may be as long
@@ -211,7 +211,7 @@ class Record:
         self._memory[: len(line)] = line
 
     def file(self, what: str) -> Path:
-        """One of this rank's files in the folder: see :func:`~microddp.comms.record.rank_file`."""
+        """One of this rank's files in the folder: see :func:`~microddp.hang.record.rank_file`."""
         assert self.folder is not None
         return rank_file(self.folder, self.rank, what)
 
@@ -237,7 +237,7 @@ class Record:
 
         Args:
             error: the exception.
-            frames: where it was raised, as for :func:`~microddp.comms.place.place`.
+            frames: where it was raised, as for :func:`~microddp.hang.place.place`.
         """
         text = textwrap.shorten(f"{type(error).__name__}: {error}", 256, placeholder=" ...")
         call = self.begin(ENDED_BY + text)
@@ -265,17 +265,6 @@ class Record:
 def rank_file(folder: Path, rank: int, what: str) -> Path:
     """A rank's file in the folder: its ``"record"``, ``"stack"`` or ``"torch.json"``."""
     return folder / f"rank{rank}.{what}"
-
-
-def name_members(ranks: Sequence[int]) -> str:
-    """Ranks as an entry has them: ``"0, 2-3"``."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1] = [spans[-1][0], rank]
-        else:
-            spans.append([rank])
-    return ", ".join("-".join(map(str, span)) for span in spans)
 
 
 _current: Record | None = None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from microddp.comms.record import SLOT_BYTES, SLOTS, Entry, rank_file
+from microddp.hang.record import SLOT_BYTES, SLOTS, Entry, rank_file
 
 HEADER = {
     **dict.fromkeys(("rank", "world_size", "pid"), int),
@@ -42,7 +42,7 @@ class History:
     folder: Path
 
     def file(self, what: str) -> Path:
-        """One of the rank's files: see :func:`~microddp.comms.record.rank_file`."""
+        """One of the rank's files: see :func:`~microddp.hang.record.rank_file`."""
         return rank_file(self.folder, self.rank, what)
 
 

@@ -9,12 +9,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from microddp.allreduce.choice import AUTO, BACKEND
-from microddp.allreduce.comm_hook import on_thread
-from microddp.allreduce.ring import ring_all_gather, ring_reduce_scatter
-from microddp.allreduce.shared_memory import shared_all_gather, shared_reduce_scatter
+from microddp.allreduce import on_thread, ring_all_gather, ring_reduce_scatter
+from microddp.carrier import BACKEND
 from microddp.comms import Comms
-from microddp.shared import machines_of
+from microddp.shared.carriers import AUTO
+from microddp.shared.collectives import shared_all_gather, shared_reduce_scatter
+from microddp.shared.room import machines_of
 from microddp.timing import Recorder
 
 Future = torch.futures.Future[torch.Tensor]

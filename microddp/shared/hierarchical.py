@@ -15,11 +15,10 @@ from itertools import pairwise
 
 import torch
 
-from microddp.allreduce.reduction import flattened
-from microddp.allreduce.ring import ring_all_reduce
-from microddp.allreduce.shared_memory import shared_all_gather, shared_reduce_scatter
+from microddp.allreduce import flattened, ring_all_reduce
 from microddp.comms import Comms
-from microddp.shared import by_comms, machines_of
+from microddp.shared.collectives import shared_all_gather, shared_reduce_scatter
+from microddp.shared.room import by_comms, machines_of
 
 # While one part of a tensor travels, the machine adds up the next, and hands the one before round.
 # Measured on two hosts of 2 and of 4 ranks, 16 MiB, links of 1 Gbit/s (two cores, AMD EPYC,
@@ -90,7 +89,7 @@ def hierarchical_all_reduce(
         hierarchy: of these ranks; default: by the machines that they have proved to be on.
 
     The others, and errors, are those of
-    :func:`~microddp.allreduce.shared_memory.shared_all_reduce`, but machines may be several, with
+    :func:`~microddp.shared.collectives.shared_all_reduce`, but machines may be several, with
     any number of ranks each.
     """
     hierarchy = hierarchy or _hierarchy_of(comms)

@@ -1,0 +1,237 @@
+"""Gradient buckets: which gradients travel together, and the flat buffer in which they do.
+
+Every message costs the same start-up time, however small it is. So gradients that are ready at
+about the same time travel together, in one flat buffer.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from microddp.report import MIB
+
+BUCKET_CAP_MB = 25.0
+# A small first bucket, so that communication begins early in backward. PyTorch's own default; its
+# developers disagree on what it gains (PyTorch issue 118421), and chapter 05 measures it.
+FIRST_BUCKET_CAP_MB = 1.0
+# Gradients that are all below this size are brought into their bucket in one call. Above, a call
+# costs less than the bytes, and those are still in the cache when the gradient comes.
+LARGE_BYTES = 1 << 20
+
+
+def bucket_caps(bucket_cap_mb: float | None) -> list[int]:
+    """The caps of the first bucket and of all others, in bytes, from a cap in MiB.
+
+    Who sets a cap sets that of the first bucket, too, as with PyTorch's DDP; ``None`` stands for
+    25 MiB after a first bucket of 1.
+    """
+    if bucket_cap_mb is None:
+        return [int(FIRST_BUCKET_CAP_MB * MIB), int(BUCKET_CAP_MB * MIB)]
+    return [int(bucket_cap_mb * MIB)]
+
+
+def plan_buckets(
+    tensors: Sequence[torch.Tensor], caps: Sequence[int], sparse: Sequence[bool] = ()
+) -> list[list[int]]:
+    """Deal tensors out to buckets in the order given, without splitting any.
+
+    A bucket takes tensors until it has reached its cap, so it may exceed it by almost a tensor. It
+    holds one dtype on one device, and each such kind fills buckets of its own.
+
+    Args:
+        tensors: what is to travel, in the order in which it becomes ready.
+        caps: bytes of the first bucket, the second, ...; the last holds for all that follow.
+        sparse: for each tensor whether its gradient is sparse; such a one travels alone.
+
+    Returns:
+        The indices of each bucket's tensors, in the order in which the buckets are full.
+
+    Source: PyTorch, torch/csrc/distributed/c10d/reducer.cpp, compute_bucket_assignment_by_size.
+    """
+    plan: list[list[int]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    held: dict[tuple[torch.dtype, torch.device], int] = {}  # bytes of those
+    filled: dict[tuple[torch.dtype, torch.device], int] = {}
+    for i, tensor in enumerate(tensors):
+        if sparse and sparse[i]:
+            plan.append([i])
+            continue
+        kind = (tensor.dtype, tensor.device)
+        filling.setdefault(kind, []).append(i)
+        held[kind] = held.get(kind, 0) + tensor.nbytes
+        if held[kind] >= caps[min(filled.get(kind, 0), len(caps) - 1)]:
+            plan.append(filling.pop(kind))
+            held[kind] = 0
+            filled[kind] = filled.get(kind, 0) + 1
+    return plan + sorted(filling.values(), key=lambda bucket: bucket[-1])
+
+
+def flat_zeros(parameter: torch.Tensor, numel: int) -> torch.Tensor:
+    """A flat buffer of a parameter's kind."""
+    return parameter.detach().new_zeros(numel)
+
+
+class GradientBucket:
+    """Gradients that travel together, side by side in one flat buffer.
+
+    It has the methods of ``torch.distributed.GradBucket``, so that a communication hook may be
+    given either.
+
+    Attributes:
+        views: of the buffer, one for each parameter in its shape; none if the gradient is sparse.
+        sparse: whether its only gradient holds but a few rows.
+        at_once: whether a gradient is brought in as soon as it comes, and not with all others.
+        grads: by slot, what has come and is not brought in; ``None`` for zero.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        index: int = 0,
+        is_last: bool = True,
+        sparse: bool = False,
+        zeros: Callable[[torch.Tensor, int], torch.Tensor] = flat_zeros,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._index, self._is_last = index, is_last
+        self.sparse = sparse
+        dense = [] if sparse else self._parameters
+        sizes = [p.numel() for p in dense]
+        self._flat = self._home = zeros(parameters[0], sum(sizes))
+        self.views = [
+            # A gradient is laid out like its parameter: channels last, say.
+            part.as_strided(p.shape, torch.empty_like(p, device="meta").stride())
+            for p, part in zip(dense, torch.split(self._flat, sizes), strict=True)
+        ]
+        self.at_once = max(p.nbytes for p in parameters) >= LARGE_BYTES
+        self.grads: list[torch.Tensor | None] = [None] * len(self._parameters)
+        self._absent: list[int] = []  # the slots of those that have not come, and count as zero
+
+    def index(self) -> int:
+        """Its place in the order in which buckets are sent."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether no bucket is sent after this one."""
+        return self._is_last
+
+    def buffer(self) -> torch.Tensor:
+        """The gradients as one dimension."""
+        return self._flat
+
+    def set_buffer(self, tensor: torch.Tensor) -> None:
+        """Let ``tensor``, of as many values, travel instead of the buffer."""
+        self._flat = tensor
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Views into the buffer, one for each parameter, in its shape."""
+        return self.views or [self._flat]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters whose gradients it holds."""
+        return self._parameters
+
+    def bring_in(self, slots: Sequence[int], divisor: int, as_view: bool) -> None:
+        """Copy what has come into the buffer, divided by ``divisor``.
+
+        With ``as_view`` the buffer becomes its home: ``.grad`` is a view of it.
+
+        Args:
+            slots: of the gradients.
+            divisor: the number of ranks that average.
+            as_view: see above.
+        """
+        if torch.is_grad_enabled():
+            if any(grad is not None and grad.requires_grad for grad in self.grads):
+                warnings.warn("gradients are averaged, not gradients of gradients", stacklevel=2)
+            with torch.no_grad():
+                self.bring_in(slots, divisor, as_view)
+            return
+        if self.sparse:
+            self._flat = self._sparse_gradient() / divisor
+            return
+        at_home: list[torch.Tensor] = []
+        grads, views = [], []
+        for slot in slots:
+            grad, view = self.grads[slot], self.views[slot]
+            self.grads[slot] = None
+            if grad is view:
+                at_home.append(view)
+            elif grad is None:
+                view.zero_()
+                self._absent.append(slot)
+            else:
+                grads.append(grad)
+                views.append(view)
+                if as_view:
+                    self._parameters[slot].grad = view
+        # Multiplied here, divided below: as PyTorch does, so that not a bit differs from its DDP.
+        # For many one call: each alone costs more than its bytes.
+        if len(grads) == len(self.views) > 1:
+            torch._foreach_copy_(views, grads)
+            self._home.mul_(1 / divisor)
+        else:
+            for view, grad in zip(views, grads, strict=True):
+                torch.mul(grad, 1 / divisor, out=view)
+        for part in [self._home] if len(at_home) == len(self.views) else at_home:
+            part.div_(divisor)
+
+    def _sparse_gradient(self) -> torch.Tensor:
+        (grad,), (parameter,) = self.grads, self._parameters
+        if grad is not None:
+            return grad.detach()
+        nowhere = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+        return torch.sparse_coo_tensor(nowhere, parameter.detach()[:0], parameter.shape)
+
+    def accept(self, reduced: torch.Tensor) -> None:
+        """Take a communication hook's result as what the buffer is to hold."""
+        if not self.sparse and reduced.data_ptr() != self._home.data_ptr():
+            self._home.copy_(reduced.view_as(self._home))
+        self._flat = reduced if self.sparse else self._home
+
+    def give_back(self, as_view: bool, unused: Sequence[int] = ()) -> None:
+        """Hand the reduced gradients to their parameters, but not to the slots ``unused``."""
+        kept = as_view and not self.sparse  # then all but the absent are where they belong
+        averages, mine, theirs = self.gradients(), [], []
+        for slot in self._absent if kept else range(len(averages)):
+            parameter, average = self._parameters[slot], averages[slot]
+            if slot in unused:
+                continue
+            if kept or self.sparse:
+                parameter.grad = average
+            elif parameter.grad is None:
+                parameter.grad = average.clone()
+            else:
+                mine.append(parameter.grad)
+                theirs.append(average)
+        self._absent = []
+        if mine:
+            torch._foreach_copy_(mine, theirs)  # one call: each would cost more than a small copy
+
+
+def plan_in_order(model: nn.Module, order: Sequence[int], caps: Sequence[int]) -> list[list[int]]:
+    """The bucket plan of a model whose gradients come in a given order.
+
+    Args:
+        model: its parameters that require gradients, in their order, are meant by number.
+        order: of their gradients.
+        caps: as for :func:`plan_buckets`.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    sparse = sparse_gradients(model)
+    plan = plan_buckets([parameters[i] for i in order], caps, [sparse[i] for i in order])
+    return [[order[j] for j in members] for members in plan]
+
+
+def sparse_gradients(model: nn.Module) -> list[bool]:
+    """For each parameter that requires a gradient whether that holds but a few rows."""
+    sparse = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+    }
+    return [id(p) in sparse for p in model.parameters() if p.requires_grad]

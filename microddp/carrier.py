@@ -1,0 +1,62 @@
+"""What adds gradients up while backward goes on: here, the backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from microddp.comms import Comms, Pending
+
+BACKEND = "backend"
+
+
+class Carrier:
+    """Adds gradients up over the ranks, by the backend's all-reduce.
+
+    :func:`microddp.shared.carrier` makes others. Made on all ranks together.
+
+    Attributes:
+        comms: the ranks.
+        name: of what it adds up by.
+    """
+
+    name = BACKEND
+
+    def __init__(self, comms: Comms) -> None:
+        self.comms = comms
+
+    @property
+    def maker(self) -> Callable[[Comms], Carrier]:
+        """What makes another one like it; can be pickled."""
+        return type(self)
+
+    def zeros(self, parameter: torch.Tensor, numel: int) -> torch.Tensor:
+        """A flat buffer of zeros for gradients of a parameter's kind, where it is added up best."""
+        return parameter.detach().new_zeros(numel)
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Pending:
+        """Begin to overwrite a tensor by that of rank ``src``.
+
+        Args:
+            tensor: contiguous.
+            src: a rank.
+        """
+        return self.comms.broadcast(tensor, src, async_op=True)
+
+    def start(
+        self,
+        buffer: torch.Tensor,
+        is_last: bool,  # noqa: ARG002 - matters to others
+    ) -> dist.Work | torch.futures.Future[torch.Tensor]:
+        """Begin to add a buffer up over the ranks, in place.
+
+        Args:
+            buffer: of gradients.
+            is_last: whether no other is to follow in this backward.
+
+        Returns:
+            What to wait for.
+        """
+        return self.comms.group.allreduce([buffer])

@@ -1,0 +1,84 @@
+"""Who takes note of the calls that this process makes, so that a hang can be read.
+
+It is set from outside: :mod:`microddp.hang` does it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+# A module with a function start(rank, world_size, answers) that returns Calls; None: nobody.
+taken_by: str | None = None
+_current: Calls | None = None
+
+
+class Call(AbstractContextManager[None], Protocol):
+    """A call that was made; as a context, the time for which this rank waits in it."""
+
+    def begin(self) -> object:
+        """Note that it is made now."""
+        ...
+
+
+class Calls(Protocol):
+    """Takes note of what a process calls."""
+
+    def begin(
+        self, call: str, group: str = "", ranks: str = "", *, collective: bool = False
+    ) -> Call:
+        """Note that a call is made.
+
+        Args:
+            call: in words.
+            group: the name of the group of ranks.
+            ranks: its members; empty for all.
+            collective: whether to number it.
+        """
+        ...
+
+    def left(self, group: str = "", ranks: str = "") -> None:
+        """Note that this rank leaves a group, or, if none is named, the job."""
+        ...
+
+
+class Unnoted(AbstractContextManager[None]):
+    """Takes no note."""
+
+    def begin(
+        self, call: str = "", group: str = "", ranks: str = "", *, collective: bool = False
+    ) -> Unnoted:
+        """Do nothing; so does what is returned."""
+        del call, group, ranks, collective
+        return self
+
+    def left(self, group: str = "", ranks: str = "") -> None:
+        """Do nothing."""
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def start(rank: int, world_size: int, answers: bool) -> Calls:
+    """Begin to take note of this process's calls, in place of who did before.
+
+    Args:
+        rank: of this process in its job.
+        world_size: the number of ranks.
+        answers: whether the process is to tell of itself when it is asked, and when it ends.
+
+    Raises:
+        ValueError: ``MICRODDP_RECORD`` names no folder that can be written to.
+    """
+    global _current
+    if taken_by is None:
+        _current = Unnoted()
+    else:
+        _current = importlib.import_module(taken_by).start(rank, world_size, answers)
+    return _current
+
+
+def current() -> Calls | None:
+    """Who takes note in this process, if anybody does yet."""
+    return _current

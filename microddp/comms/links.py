@@ -1,0 +1,31 @@
+"""What is known of the links between the ranks, where something has set them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Protocol
+
+VARIABLE = "MICRODDP_LINKS"  # a module, with a function links_of_this_job()
+
+
+class Links(Protocol):
+    """Links of known speed between hosts that are one machine; in words, by ``str``."""
+
+    @property
+    def cores(self) -> int:
+        """Of all hosts together."""
+        ...
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """Of the slowest link, which a ring waits for."""
+        ...
+
+
+def known_links() -> Links | None:
+    """The links of this job, as told by the module that ``MICRODDP_LINKS`` names."""
+    if VARIABLE not in os.environ:
+        return None
+    links: Links | None = importlib.import_module(os.environ[VARIABLE]).links_of_this_job()
+    return links

@@ -1,0 +1,233 @@
+"""A step written down as data: what each device computes, starts and waits for, in its order.
+
+Each strategy writes its own (:meth:`microddp.step.Strategy.program`), so that what it does can be
+looked at, and played on devices that nobody has at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from microddp.buckets import bucket_caps, plan_buckets
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a layer takes on one device, for the samples of one step.
+
+    Attributes:
+        forward: seconds.
+        backward: seconds, until all gradients of the layer are there.
+        tensors: how many values each of its parameters has.
+    """
+
+    forward: float
+    backward: float
+    tensors: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a device does in a step, without the others.
+
+    Attributes:
+        layers: in the order of forward.
+        optimizer: seconds, for all parameters.
+        gradient_size: bytes of each value of a gradient as it is sent.
+        parameter_size: likewise, of a parameter.
+        copy: seconds to bring a byte of a gradient to where it is sent from.
+    """
+
+    layers: tuple[Layer, ...]
+    optimizer: float = 0.0
+    gradient_size: float = 4
+    parameter_size: float = 4
+    copy: float = 0.0
+
+    @classmethod
+    def from_operations(
+        cls, parameters: float, layers: int, tokens: float, rate: float, value_size: float = 2
+    ) -> Work:
+        """The work of a transformer, from its operations: 6 for each parameter and token.
+
+        Args:
+            parameters: of all layers together.
+            layers: equal ones.
+            tokens: of a device and step.
+            rate: operations a second that the device reaches.
+            value_size: bytes of a value that is sent.
+
+        Raises:
+            ValueError: a number is not above 0.
+
+        Source: Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1.
+        """
+        given = {"parameters": parameters, "layers": layers, "tokens": tokens, "rate": rate}
+        for name, number in given.items():
+            if not 0 < number < float("inf"):
+                raise ValueError(f"expected {name} above 0, got {number}")
+        forward = 2 * parameters * tokens / rate / layers
+        layer = Layer(forward, 2 * forward, (round(parameters / layers),))
+        return cls((layer,) * layers, gradient_size=value_size, parameter_size=value_size)
+
+    @property
+    def seconds(self) -> float:
+        """A step of one device alone."""
+        return sum(layer.forward + layer.backward for layer in self.layers) + self.optimizer
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective: its name in ``torch.distributed``, without ``_``, and bytes of the tensor."""
+
+    half: str
+    nbytes: float
+
+
+@dataclass(frozen=True)
+class Op:
+    """One line of a program: seconds of computing; or a call to start, or to wait for.
+
+    A call is waited for by the number of its start in the step.
+    """
+
+    seconds: float = 0.0
+    start: Call | None = None
+    wait: int | None = None
+
+
+Gradients = Sequence[tuple[int, int]]  # that travel together: of which layer, and how many values
+
+
+class Program:
+    """Ops in the order in which a device comes to them.
+
+    Args:
+        work: of a device.
+        devices: how many there are, all alike.
+        bucket_cap_mb: as for a strategy.
+        accumulation: micro-batches of a step, each with the work of all layers.
+        kept: the share of a gradient's bytes that is sent, where it is compressed.
+        every: steps from one meeting to the next, where weights are averaged.
+        step: its number, from 0, for what does not happen in each.
+
+    Attributes:
+        ops: that were written so far.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        devices: int,
+        *,
+        bucket_cap_mb: float | None = None,
+        accumulation: int = 1,
+        kept: float = 1.0,
+        every: int = 1,
+        step: int = 0,
+    ) -> None:
+        self.work, self.devices, self.bucket_cap_mb = work, devices, bucket_cap_mb
+        self.accumulation, self.kept, self.every, self.step = accumulation, kept, every, step
+        self.ops: list[Op] = []
+        self._started = 0
+
+    def compute(self, seconds: float) -> None:
+        """Write down some computing."""
+        if seconds:
+            self.ops.append(Op(seconds))
+
+    def start(self, half: str, nbytes: float) -> int:
+        """Write down that a collective is started; returns its number, for :meth:`wait`."""
+        self.ops.append(Op(start=Call(half, nbytes)))
+        self._started += 1
+        return self._started - 1
+
+    def wait(self, call: int) -> None:
+        """Write down that a collective is waited for."""
+        self.ops.append(Op(wait=call))
+
+    # ---- what several strategies do
+
+    def forward(self) -> None:
+        """Write down the forward pass of all layers."""
+        for layer in self.work.layers:
+            self.compute(layer.forward)
+
+    def backward_alone(self) -> None:
+        """Write down a backward pass that sends nothing."""
+        for layer in reversed(self.work.layers):
+            self.compute(layer.backward)
+
+    def micro_batches(self, count: int) -> None:
+        """Write down forward and backward of micro-batches that send nothing."""
+        for _ in range(count):
+            self.forward()
+            self.backward_alone()
+
+    def copy(self, gradients: Gradients) -> None:
+        """Write down that gradients are brought to where they are sent from."""
+        values = sum(count for _, count in gradients)
+        self.compute(values * self.work.gradient_size * self.work.copy)
+
+    def backward(
+        self, buckets: Sequence[Gradients], half: str, size: Callable[[Gradients], float]
+    ) -> None:
+        """Write down a backward pass that starts each bucket's collective with its last gradient.
+
+        Then all are waited for.
+        """
+        calls: list[int] = []
+        for i, layer in reversed([*enumerate(self.work.layers)]):
+            self.compute(layer.backward)
+            for bucket in buckets[len(calls) :]:
+                if min(place for place, _ in bucket) < i:
+                    break
+                self.copy(bucket)
+                calls.append(self.start(half, size(bucket)))
+        for call in calls:
+            self.wait(call)
+
+    # ---- what is sent together, and how large it is
+
+    def buckets(self, overlaps: bool, together: bool) -> list[Gradients]:
+        """The gradients that travel together, in the order of sending.
+
+        Args:
+            overlaps: whether they are sent during backward, or afterwards, in the order of layers.
+            together: whether buckets are filled, or each parameter's gradient travels alone.
+        """
+        ordered = [
+            (i, count) for i, layer in enumerate(self.work.layers) for count in layer.tensors
+        ]
+        if overlaps:
+            ordered.reverse()
+        if not together:
+            return [[each] for each in ordered]
+        # A dtype of so many bytes is all that the plan looks at.
+        kind = {2: torch.float16, 4: torch.float32}[int(self.work.gradient_size)]
+        sizes = [torch.empty(count, dtype=kind, device="meta") for _, count in ordered]
+        plan = plan_buckets(sizes, bucket_caps(self.bucket_cap_mb))
+        return [[ordered[i] for i in members] for members in plan]
+
+    def gradient_bytes(self, gradients: Gradients) -> float:
+        """Bytes that are sent of gradients."""
+        return sum(count for _, count in gradients) * self.work.gradient_size * self.kept
+
+    @property
+    def parameter_bytes(self) -> float:
+        """Bytes of all parameters."""
+        values = sum(sum(layer.tensors) for layer in self.work.layers)
+        return values * self.work.parameter_size
+
+    def padded(self, gradients: Gradients, size: float) -> float:
+        """Bytes of a flat tensor of as many values that the devices divide evenly.
+
+        Args:
+            gradients: whose values, or whose parameters'.
+            size: bytes of a value.
+        """
+        values = sum(count for _, count in gradients)
+        return -(-values // self.devices) * self.devices * size

@@ -1,0 +1,188 @@
+"""The ways in which a step's gradients are averaged: the table ``STRATEGIES``.
+
+A strategy is a class and a name in one place. Those that stand here average gradients;
+:mod:`microddp.sharding` and :mod:`microddp.local_sgd` register theirs when they are imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from microddp.bucketing import BucketedDDPHooks
+from microddp.comms import Comms
+from microddp.ddp import DDP
+from microddp.hooks import AllReduceHooks, bytes_held
+from microddp.step import Strategy
+from microddp.timing import NOT_RECORDED, Recorder, TorchDDPWatch
+
+Hooks = AllReduceHooks | BucketedDDPHooks
+Kind = TypeVar("Kind", bound=type[Strategy])
+STRATEGIES: dict[str, type[Strategy]] = {"none": Strategy}
+
+
+def register(name: str) -> Callable[[Kind], Kind]:
+    """Put a class of strategies into the table."""
+
+    def enter(kind: Kind) -> Kind:
+        STRATEGIES[name] = kind
+        return kind
+
+    return enter
+
+
+@register("naive")
+class Naive(Strategy):
+    """One by one, after backward."""
+
+    averages = True
+
+    def finish(self) -> None:
+        average_gradients(self.module, self.comms, self.timeline)
+
+
+def average_gradients(model: nn.Module, comms: Comms, timeline: Recorder = NOT_RECORDED) -> None:
+    """Average every gradient of ``model`` over all ranks, one by one.
+
+    The rank computes nothing meanwhile: the timeline shows each all-reduce, and all of them
+    together as a wait. Parameters without a gradient are left out; they must be the same ones on
+    every rank.
+
+    Args:
+        model: this rank's replica, after its backward.
+        comms: the ranks that share the gradients.
+        timeline: records the all-reduces and the wait for them.
+
+    Raises:
+        RuntimeError: another rank failed, or the time-out passed.
+    """
+    with timeline.span("wait for gradients", lane="wait"):
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                nbytes = bytes_held(parameter.grad)
+                with timeline.span(f"all-reduce {name}", "communication", nbytes):
+                    comms.all_reduce_mean(parameter.grad)
+
+
+@register("hooks")
+class Hooked(Strategy):
+    """One by one during backward, each as soon as it is ready."""
+
+    averages = overlaps = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comms: Comms,
+        bucket_cap_mb: float | None = None,
+        hooks: Hooks | None = None,
+    ) -> None:
+        super().__init__(model, comms)
+        self.hooks = hooks or self._hooks(bucket_cap_mb)
+
+    def _hooks(self, bucket_cap_mb: float | None) -> Hooks:
+        del bucket_cap_mb
+        return AllReduceHooks(self.module, self.comms)
+
+    def record(self, timeline: Recorder) -> None:
+        super().record(timeline)
+        self.hooks.record(timeline)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.hooks.no_sync()
+
+    def finish(self) -> None:
+        self.hooks.finish()
+
+    def remove(self) -> None:
+        self.hooks.remove()
+
+
+@register("bucketed")
+class Bucketed(Hooked):
+    """In buckets during backward, from the last parameter to the first."""
+
+    buckets = True
+
+    def _hooks(self, bucket_cap_mb: float | None) -> Hooks:
+        return BucketedDDPHooks(self.module, self.comms, bucket_cap_mb)
+
+    @classmethod
+    def plan(
+        cls, model: nn.Module, arrival: Sequence[int], bucket_cap_mb: float | None
+    ) -> list[list[int]]:
+        return super().plan(model, sorted(arrival, reverse=True), bucket_cap_mb)
+
+
+@register("ddp")
+class Wrapped(Strategy):
+    """In buckets during backward, by the book's own wrapper.
+
+    The end of backward waits. The model may be wrapped already.
+    """
+
+    averages = overlaps = buckets = True
+
+    def __init__(self, model: nn.Module, comms: Comms, bucket_cap_mb: float | None = None) -> None:
+        super().__init__(model, comms)
+        ddp = model if isinstance(model, DDP) else DDP(model, comms, bucket_cap_mb=bucket_cap_mb)
+        self.ddp = self.module = ddp
+        self.timeline = ddp.reducer.buckets.timeline
+
+    def record(self, timeline: Recorder) -> None:
+        super().record(timeline)
+        self.ddp.record(timeline)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.ddp.no_sync()
+
+    def remove(self) -> None:
+        self.ddp.reducer.remove()
+
+
+@register("torch")
+class WrappedByTorch(Strategy):
+    """In buckets during backward, by PyTorch's DDP, with gradients that are views of its buckets.
+
+    The end of backward waits. The model may be wrapped already.
+    """
+
+    averages = overlaps = buckets = True
+
+    def __init__(self, model: nn.Module, comms: Comms, bucket_cap_mb: float | None = None) -> None:
+        super().__init__(model, comms)
+        if not isinstance(model, TorchDDP):
+            model = TorchDDP(
+                model,
+                process_group=comms.group,
+                bucket_cap_mb=bucket_cap_mb,
+                gradient_as_bucket_view=True,
+            )
+        self.ddp = self.module = model
+        self._watch: TorchDDPWatch | None = None
+
+    def record(self, timeline: Recorder) -> None:
+        super().record(timeline)
+        if self._watch:
+            self._watch.remove()
+        # A watch takes time of its own: only while somebody looks.
+        self._watch = None if timeline is NOT_RECORDED else TorchDDPWatch(self.ddp, timeline)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.ddp.no_sync()
+
+    def finish(self) -> None:
+        if self._watch:
+            self._watch.finish()
+
+
+def strategy_of(model: nn.Module | Strategy, comms: Comms) -> Strategy:
+    """The strategy that a model has: a wrapper's own, or none."""
+    if isinstance(model, Strategy):
+        return model
+    kind = Wrapped if isinstance(model, DDP) else Strategy
+    return (WrappedByTorch if isinstance(model, TorchDDP) else kind)(model, comms)
