@@ -67,6 +67,12 @@ several_ranks = """\
 # %load_ext nbdistributed
 # %dist_init -n 2"""
 
+# The folders of the package that chapters import; a change in another one leaves their outputs be.
+PARTS = (
+    *("allreduce", "comms", "compression", "ddp", "doctor", "elastic", "figures", "hang", "hosts"),
+    *("performance", "plan", "sharding", "shared", "timing", "train", "workloads"),
+)
+
 sphinx_gallery_conf = {
     "examples_dirs": "../chapters",
     "gallery_dirs": "chapters",
@@ -90,7 +96,12 @@ gallery_launcher = {
     "hosts": "book_run.hosts",
     "timeout": 600,
     "log_dir": "gallery_logs",
-    "depends": ["microddp/**/*.py", "docs/_ext/*.py"],
+    # What makes a page and its outputs, and the hosts that a chapter may run on.
+    "depends": [
+        *(f"docs/_ext/{name}.py" for name in ("book_run", "chapter_cards", "figure_scraper")),
+        *("docs/_ext/gallery_*.py", "microddp/hosts/*.py"),
+    ],
+    "package": "microddp",
     # What ranks import takes seconds of each. Elsewhere a fork of such a process is not safe.
     "imports": imports if sys.platform == "linux" else None,
     "preload": ["gallery_markdown.install"],
@@ -100,7 +111,7 @@ gallery_launcher = {
 
 # Outputs of another machine on the same pages, taken in from a folder that its build recorded.
 other_build = {
-    "core": ["microddp/**/*.py"],
+    "core": ["microddp/*.py", *(f"microddp/{part}/*.py" for part in PARTS)],
     "label": "book_run.label",
     "record": os.environ.get("MICRODDP_OUTPUTS"),
     "there": os.environ.get("MICRODDP_THERE"),

@@ -13,13 +13,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
+from gallery_launcher_imports import files_of
 from gallery_launcher_job import ENVIRONMENT, Agent, JobFailed, run_job
 from gallery_launcher_kept import Kept, code_of
 from gallery_launcher_rank import Job, import_object, write_below_title
@@ -48,6 +49,7 @@ class Options:
     timeout: float = 1800  # seconds for one example, from its start to its end
     log_dir: str = "gallery_logs"  # relative to the folder of conf.py
     depends: Sequence[str] = ()  # globs, likewise; if such a file changes, all run again
+    package: str | None = None  # a folder, likewise; what of it an example imports counts for it
     imports: Sequence[str] | None = None  # modules; ranks are forked from a process that has them
     preload: Sequence[str] = ()  # import paths of callables that rank 0 calls first
     facts: str | None = None  # import path: example's globals -> what JSON can write
@@ -73,6 +75,7 @@ class Launcher:
     ranks: int
     log_dir: Path
     surroundings: str  # digest of what all examples depend on
+    package: Path | None
     server: Server | None  # for options.imports
 
     def generate_file_rst(
@@ -95,7 +98,7 @@ class Launcher:
 
         # The gallery makes its mark when rank 0 is done, this one is made when all ranks are.
         md5_mark, job_mark = (Path(target_dir, f"{fname}.{kind}") for kind in ("md5", "job"))
-        state = f"{self.surroundings} {hosts or ranks}"
+        state = f"{self.surroundings} {self._imported(source)} {hosts or ranks}"
         kept = Kept.read(job_mark) if md5_mark.is_file() else None
         if kept and (kept.state != state or gallery_conf["run_stale_examples"]):
             kept = None
@@ -138,6 +141,12 @@ class Launcher:
         Kept(state, **outcome["kept"]).write(job_mark)
         logger.info("%s: took %.1f s", fname, time.monotonic() - start)
         return outcome["result"]  # type: ignore[no-any-return]
+
+    def _imported(self, source: Path) -> str:
+        """Digest what an example imports from the package."""
+        if self.package is None:
+            return ""
+        return digest_of_files(files_of(source, self.package), self.package.parent)
 
     def _hosts(self, source: Path, file_conf: dict[str, Any]) -> Hosts | None:
         """The hosts of an example that does not set its own number of ranks; none: this machine.
@@ -197,13 +206,20 @@ def digest_of(folder: Path, patterns: Sequence[str]) -> str:
 
     Raises `ConfigError` if a glob matches no file.
     """
-    digest = hashlib.sha256()
+    found: list[Path] = []
     for pattern in patterns:
         files = sorted(path for path in folder.glob(pattern) if path.is_file())
         if not files:
             raise ConfigError(f"{folder}: no file matches {pattern!r}")
-        for path in files:
-            digest.update(f"{path.relative_to(folder)} {get_md5sum(path)}\n".encode())
+        found += files
+    return digest_of_files(found, folder)
+
+
+def digest_of_files(files: Iterable[Path], folder: Path) -> str:
+    """Digest files below a folder, with their names."""
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(f"{path.relative_to(folder)} {get_md5sum(path)}\n".encode())
     return digest.hexdigest()
 
 
@@ -232,7 +248,10 @@ def install(app: Sphinx) -> None:
         raise ConfigError("sphinx_gallery_conf['parallel'] is not possible with gallery_launcher")
     surroundings = _surroundings(confdir, options.depends)
     server = None if options.imports is None else Server(options.imports, ENVIRONMENT)
-    launcher = Launcher(options, ranks, confdir / options.log_dir, surroundings, server)
+    package = confdir / options.package if options.package else None
+    if package and not package.is_dir():
+        raise ConfigError(f"gallery_launcher['package']: no folder {package}")
+    launcher = Launcher(options, ranks, confdir / options.log_dir, surroundings, package, server)
     gen_rst.generate_file_rst = launcher.generate_file_rst
     if server:
         app.connect("env-before-read-docs", lambda *_: server.close())  # all examples have run

@@ -236,11 +236,14 @@ def test_timeout_when_some_ranks_have_ended(tmp_path: Path, timeout: int) -> Non
 def test_what_runs_again(tmp_path: Path) -> None:
     """A chapter runs if it failed, if it changed, or if what all depend on changed."""
     book = Book(tmp_path / "book")
-    options = {"ranks": 2, "depends": ["core/*.py"], "preload": PRELOAD}
+    options = {"ranks": 2, "depends": ["core/*.py"], "package": "parts", "preload": PRELOAD}
     book.configure(*LAUNCHER, launcher=options)
-    (book.root / "core").mkdir()
+    for folder in ("core", "parts"):
+        (book.root / folder).mkdir()
     book.write("core/module.py", "one = 1")
-    book.chapter("a_good", GOOD)
+    book.write("parts/used.py", "two = 2")
+    imports = "def later():\n    import parts.used\n"
+    book.chapter("a_good", GOOD + imports)
     book.chapter("b_fragile", "import os\nif 'FRAGILE' in os.environ: raise ValueError")
 
     first = book.build(FRAGILE="yes")
@@ -254,7 +257,13 @@ def test_what_runs_again(tmp_path: Path) -> None:
     book.write("docs/index.md", "# Other words\n\n```{toctree}\nchapters/index\n```\n")
     assert book.build().ran() == []
 
-    book.chapter("a_good", GOOD + "print('changed')")
+    book.write("parts/unused.py", "three = 3")
+    assert book.build().ran() == []
+    book.write("parts/used.py", "two = 1 + 1")
+    book.chapter("b_fragile", "import os\nif 'FRAGILE' in os.environ: raise TypeError")
+    assert book.build().ran() == ["a_good.py", "b_fragile.py"]
+
+    book.chapter("a_good", GOOD + imports + "print('changed')")
     assert book.build().ran() == ["a_good.py"]
     assert "changed" in book.page("a_good")
 

@@ -1,0 +1,68 @@
+"""What an example imports of a package: on a small one, and on the book."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "docs/_ext"))
+
+from gallery_launcher_imports import files_of  # noqa: E402
+
+PACKAGE = {
+    "__init__": "from p.base import one\n",
+    "base": "one = 1\n",
+    "named": "",
+    "inside/__init__": "from p.inside.first import name\n",
+    "inside/first": "import p.base\n\ndef name():\n    from p import late\n",
+    "inside/second": "",
+    "late": "",
+    "program/__init__": "",
+    "program/__main__": "from p.started import it\n",
+    "started": "",
+}
+ALWAYS = {"__init__", "base"}  # what the package itself imports
+INSIDE = ALWAYS | {"inside/__init__", "inside/first", "late"}
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("import os, other.p\nfrom . import p\n", set()),
+        ("import p", ALWAYS),
+        ("from p.inside import name", INSIDE),
+        ("def later():\n    import p.inside.second", INSIDE | {"inside/second"}),
+        ("run('-m', 'p.program')", ALWAYS | {"program/__init__", "program/__main__", "started"}),
+        ('SCRIPT = """\nfrom p import named\n"""', ALWAYS | {"named"}),
+        ("SCRIPT = 'a sentence: from p import named'", set()),
+        ('"""Text: p.named, and\n\nfrom p import named\n"""', set()),
+    ],
+)
+def test_what_is_executed(tmp_path, script, expected):
+    package = tmp_path / "p"
+    for name, text in PACKAGE.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / f"{name}.py").write_text(text)
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    files = files_of(path, package)
+    assert {str(file.relative_to(package).with_suffix("")) for file in files} == expected
+
+
+def parts_of(script):
+    files = files_of(script, ROOT / "microddp")
+    return {path.relative_to(ROOT / "microddp").parts[0] for path in files}
+
+
+def test_a_word_in_the_hint_of_a_lab_runs_no_chapter():
+    parts = {path.stem[:2]: parts_of(path) for path in ROOT.glob("chapters/[0-9]*.py")}
+    assert "performance" not in parts["00"]
+    assert {"train", "elastic", "doctor", "hang"} <= parts["13"], "in programs that it starts"
+    every = set.union(*parts.values())
+    assert not every & {"labs", "bench"}
+    spec = importlib.util.spec_from_file_location("conf", ROOT / "conf.py")
+    conf = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conf)
+    assert {part for part in every if not part.endswith(".py")} == set(conf.PARTS)
