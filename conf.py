@@ -48,6 +48,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(pathlib|argparse|typing|types)\..*"),
     (r"py:.*", r"torch\.(autograd\.profiler_util|distributed\.distributed_c10d)\..*"),
     (r"py:.*", r"torch\.(profiler\.profiler|_C\._profiler)\..*"),
+    (r"py:class", r"microddp\.strategies\.Kind"),  # a type variable
     (r"py:.*", r"(Callable|Iterator|Mapping|Sequence|Path|optional|P|P\.\w+|Figure|Axes)"),
 ]
 

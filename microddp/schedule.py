@@ -27,7 +27,7 @@ def naive_data_parallel_step(
     shards, a ``loss_fn`` that takes the mean and equal parameters at the start, the step is the
     one that a single process would take on the whole batch.
 
-    Arguments, result and errors are those of :func:`take_step`, with the ranks that share the
+    Arguments, result and errors are those of :func:`~microddp.step.take_step`, with the ranks that share the
     step, and a timeline that records its spans.
     """
     strategy = Naive(model, comms)
@@ -67,7 +67,7 @@ def ddp_step(
 ) -> torch.Tensor:
     """Train one step with gradients that are averaged during backward.
 
-    Arguments, result and errors are those of :func:`take_step`, with the ``hooks`` that
+    Arguments, result and errors are those of :func:`~microddp.step.take_step`, with the ``hooks`` that
     :func:`register_ddp_hooks` returned.
     """
     strategy = Hooked(model, hooks.comms, hooks=hooks)
