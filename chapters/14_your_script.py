@@ -737,7 +737,7 @@ NAMES = """
 03 microddp.data.ShardedBatches           torch.utils.data.DistributedSampler
 03 microddp.replicas.broadcast_parameters part:of:making:the:wrapper
 04 microddp.hooks.AllReduceHooks          torch.Tensor.register_post_accumulate_grad_hook
-05 microddp.bucketing.GradientBucket      torch.distributed.GradBucket
+05 microddp.buckets.GradientBucket        torch.distributed.GradBucket
 06 microddp.DDP                           torch.nn.parallel.DistributedDataParallel
 06 microddp.DDP.no_sync                   torch.nn.parallel.DistributedDataParallel.no_sync
 07 microddp.Comms.subgroup                torch.distributed.new_group

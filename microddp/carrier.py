@@ -15,7 +15,7 @@ BACKEND = "backend"
 class Carrier:
     """Adds gradients up over the ranks, by the backend's all-reduce.
 
-    :func:`microddp.shared.carrier` makes others. Made on all ranks together.
+    :func:`microddp.shared.carriers.carrier` makes others. Made on all ranks together.
 
     Attributes:
         comms: the ranks.

@@ -83,7 +83,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             that are used by several reentrant checkpoints.
         verify_replicas: instead of broadcasting, insist that the ranks' parameters are equal.
         all_reduce: what adds gradients up between the same ranks; default: the backend.
-            :func:`microddp.shared.carrier` makes others.
+            :func:`microddp.shared.carriers.carrier` makes others.
         device_ids: of one device at most, and only if the module is on a GPU. It changes nothing:
             the module computes where it is, and inputs have to be there.
         output_device: likewise.
@@ -246,7 +246,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         Args:
             state: handed to the hook.
-            hook: gets the :class:`~microddp.bucketing.GradientBucket`, with this rank's gradients
+            hook: gets the :class:`~microddp.buckets.GradientBucket`, with this rank's gradients
                 not divided yet, and returns a future of the tensor that it becomes. PyTorch's own
                 hooks work as they are.
 

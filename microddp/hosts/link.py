@@ -199,7 +199,7 @@ class Box:
         namespaces.ask("mend", host)
 
     def as_environment(self) -> dict[str, str]:
-        """What :func:`links_of_this_job` reads, and what makes :mod:`microddp.comms` ask it."""
+        """What :func:`links_of_this_job` reads, and what makes ``microddp.comms`` ask it."""
         return {VARIABLE: json.dumps(asdict(self)), comms_links.VARIABLE: __name__}
 
     def check(self, *hosts: int) -> None:
