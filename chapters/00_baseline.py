@@ -8,6 +8,7 @@ works out how long a large data set would take.
 """
 
 # %% tags=["imports"]
+# sphinx_gallery_builds = "a training loop that is timed part by part"
 # sphinx_gallery_ranks = 1
 import torch
 from torch.nn.functional import cross_entropy, mse_loss
@@ -161,7 +162,7 @@ figures.stacked_bars(
     split, title="A larger batch spends its time in forward and backward", xlabel="time of one step"
 )
 
-# %% [markdown]
+# %% [markdown] index=["throughput"]
 """
 **Explain.** For the larger batches the ratio is about the two that was predicted. At the smallest,
 each layer's fixed cost sets the time: the call itself, and reading its weights. Both are the same
@@ -207,7 +208,7 @@ figures.lines(
     log="xy",
 )
 
-# %% [markdown]
+# %% [markdown] index=["memory"]
 r"""
 **Explain.** The left end rises almost in proportion to the batch: a step takes nearly the same
 time for one sample as for four. Where the curve is flat, the device is as busy as this code can

@@ -8,6 +8,7 @@ about which numbers have to agree, and about three ways to get them wrong.
 """
 
 # %% tags=["imports"]
+# sphinx_gallery_builds = "two replicas in one process, their gradients averaged by hand"
 # sphinx_gallery_ranks = 1
 import copy
 
@@ -198,7 +199,7 @@ figures.lines(
     log="y",
 )
 
-# %% [markdown]
+# %% [markdown] index=["unequal shards"]
 r"""
 **Explain.** The upper curve is the distance between two replicas that never exchange gradients.
 The other two are the distance between an averaged replica and a single model. The averaged replicas

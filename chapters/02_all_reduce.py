@@ -30,6 +30,7 @@ from microddp.report import human_bytes, human_seconds, mark_least, table
 from microddp.timing import Timing, measure
 
 # %%
+# sphinx_gallery_builds = "three all-reduces from send and receive, the ring among them"
 # sphinx_gallery_hosts = "8 x 1gbit"
 comms = microddp.init()
 rank, n = comms.rank, comms.world_size
@@ -107,7 +108,7 @@ def direct(tensor):
     tensor.copy_(torch.stack(everyone).sum(0))
 
 
-# %% [markdown]
+# %% [markdown] index=["ring", "ring all-reduce"]
 r"""
 ## Ring: a chunk at a time
 
@@ -253,7 +254,7 @@ comms.print(f"rank 0 sends {whole} bytes in whole tensors, {chunked} in chunks")
 assert torch.equal(tensor, torch.full_like(tensor, n))
 assert whole == (n - 1) * size * 4
 
-# %% [markdown]
+# %% [markdown] index=["rounding", "reproducibility"]
 r"""
 It sends $(n-1)S$ bytes, as the direct way does. That is as much as the ring of chunks for two
 ranks, and $n/2$ times as much for $n$. It is a ring in shape only.
@@ -309,7 +310,7 @@ for op in ("sum", "max", "min", "product"):
 
 comms.print(f"{', '.join(WAYS)}: equal to the backend's for sum, max, min and product")
 
-# %% [markdown]
+# %% [markdown] index=["latency", "bandwidth", "alpha", "beta"]
 r"""
 ## What a message costs
 

@@ -26,12 +26,13 @@ from microddp.schedule import naive_data_parallel_step
 from microddp.timing import Timeline, measure
 
 # %%
+# sphinx_gallery_builds = "data-parallel training in a dozen lines"
 # sphinx_gallery_hosts = "4 x 1gbit"
 comms = microddp.init()
 rank, n = comms.rank, comms.world_size
 comms.print(comms.describe())
 
-# %% [markdown]
+# %% [markdown] index=["seed"]
 """
 ## Replicate
 
@@ -213,7 +214,7 @@ if n > 1:  # else there is nobody to be apart from
         ylabel="distance from rank 0's weights",
     )
 
-# %% [markdown]
+# %% [markdown] index=["shuffle"]
 """
 ## Where it breaks: every rank shuffles for itself
 

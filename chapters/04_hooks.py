@@ -36,11 +36,12 @@ from microddp.report import human_bytes, human_seconds, table
 from microddp.timing import Timeline, exposed, overlapped, save_chrome_trace
 
 # %%
+# sphinx_gallery_builds = "an all-reduce that starts inside backward"
 # sphinx_gallery_hosts = "4 x 500mbit"
 comms = microddp.init()
 comms.print(comms.describe())
 
-# %% [markdown]
+# %% [markdown] index=["hook", "gradient hook"]
 """
 ## Two kinds of hooks
 
@@ -138,7 +139,7 @@ assert not any(row.name.startswith("norm.") for row in tracker.rows)
 order = [row.name for row in tracker.rows]
 assert order.index("tokens.weight") > order.index("blocks.0.qkv.weight")
 
-# %% [markdown]
+# %% [markdown] index=["overlap"]
 """
 ## An all-reduce inside backward
 

@@ -38,6 +38,7 @@ from microddp.report import MIB, human_bytes, human_seconds, mark_least, table
 from microddp.timing import ComputeTimes, measure
 
 # %%
+# sphinx_gallery_builds = "a bucket plan, and hooks that follow it"
 # sphinx_gallery_hosts = "4 x 500mbit"
 comms = microddp.init()
 comms.print(comms.describe())
@@ -123,7 +124,7 @@ few.print(f"{human_bytes(S)} of gradients, {n} ranks")
 few.print(table(rows, ["messages", "predicted", "measured, median (quartiles)"]))
 few.print(f"one by one takes {times[len(apart)].ratio(times[1]).median:.2f} times as long")
 
-# %% [markdown]
+# %% [markdown] index=["bucket", "first bucket"]
 """
 The bytes are the same, so the difference is the starts'. A shaped link gives some of it back: what
 is sent first after a pause, here 36 KiB, passes at once. So a small message takes less than the
@@ -361,7 +362,7 @@ few.print(f"{apart:.1e} from one device on the whole batch")
 assert torch.equal(weights, core)
 assert apart < 1e-9
 
-# %% [markdown]
+# %% [markdown] index=["bucket size", "bucket_cap_mb"]
 r"""
 ## Step time by bucket size
 
@@ -663,7 +664,10 @@ different sizes, but not this.)
   Measure it where you train.
 - Buckets are sent in one order on all ranks, and emptied after every step. A mistake in either may
   leave no trace but a wrong average or a growing message.
+"""
 
+# %% [markdown] index=["gradient_as_bucket_view"]
+r"""
 ## Appendix: views against copies
 
 In the hooks above, `parameter.grad` is a view of the bucket, and the optimizer reads the average

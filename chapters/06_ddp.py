@@ -37,6 +37,7 @@ from microddp.timing import measure
 
 # %%
 os.environ.pop("MICRODDP_DEBUG", None)  # its checks are collectives, and would be counted
+# sphinx_gallery_builds = "a small wrapper, and see what the full one adds"
 # sphinx_gallery_hosts = "4 x 1gbit"
 comms = microddp.init()
 rank, n = comms.rank, comms.world_size
@@ -227,7 +228,7 @@ another rank has loaded a checkpoint. With `verify_replicas=True` they must be e
 # %%
 assert shown(lambda: DDP(new_model(seed=rank), comms, verify_replicas=True)) == (n > 1)
 
-# %% [markdown]
+# %% [markdown] index=["forward_sync_buffers", "broadcast_buffers", "buffers"]
 """
 ## Buffers: whose statistics?
 
@@ -274,7 +275,7 @@ assert rows[1][2] == 0.0
 assert n == 1 or min(rows[0][1], rows[0][2], rows[1][1]) > 1e-3
 assert abs(rows[0][3] - rows[1][3]) < 1e-9
 
-# %% [markdown]
+# %% [markdown] index=["no_sync", "gradient accumulation"]
 """
 **Explain.** The forward pass of the evaluation went through the wrapper, and so began with a
 broadcast. Through `cnn.module` each rank would evaluate a model of its own, as far from the others'
@@ -400,7 +401,7 @@ assert max(rows[0][2], rows[2][2]) < 1e-9
 assert min(rows[1][2], rows[4][2]) > 0.01
 assert n == 1 or min(rows[3][2:]) > 1e-3
 
-# %% [markdown]
+# %% [markdown] index=["find_unused_parameters", "unused parameters"]
 """
 **Explain.** Longer steps lead to places with other gradients, so the undivided loss misses by
 another number than K - 1. With the late flag, K - 1 of K micro-batches in a step are the rank's
@@ -480,7 +481,7 @@ comms.all_reduce_mean(mean)
 for head, expected in list(zip(heads.heads, mean, strict=False))[: min(n, 2)]:
     torch.testing.assert_close(head.weight.grad, expected)  # the mean, with zeros for who did not
 
-# %% [markdown]
+# %% [markdown] index=["join", "uneven inputs"]
 """
 The means are the predicted ones. A rank that did not use head 1 has a gradient for it now. It needs
 one, to take the same step as the others. The price is paid in every iteration: the walk through the
@@ -566,7 +567,7 @@ if n > 1:
 else:
     comms.print("Uneven inputs take two ranks; torchrun --nproc-per-node=4 starts four.")
 
-# %% [markdown]
+# %% [markdown] index=["communication hook", "comm hook"]
 r"""
 **Explain.** To weight its loss, a rank must know how many samples all ranks have. They have to tell
 each other before `join`: inside it, a rank that has run out answers the wrapper's own collectives

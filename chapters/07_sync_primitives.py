@@ -42,12 +42,13 @@ from microddp.timing import measure
 
 # %%
 os.environ.pop("MICRODDP_DEBUG", None)  # a later section sets it where it belongs
+# sphinx_gallery_builds = "the chores of a training job, and mistakes that hang or spoil one"
 # sphinx_gallery_hosts = "4 x 1gbit"
 comms = microddp.init()
 rank, n = comms.rank, comms.world_size
 comms.print(comms.describe())
 
-# %% [markdown]
+# %% [markdown] index=["barrier"]
 """
 ## Who waits: the barrier
 
@@ -66,7 +67,7 @@ comms.print(table(rows, ["rank", "comes at", "leaves at"]))
 if comms.box or comms.local_world_size == n:
     assert min(left for _, left in times) >= max(came for came, _ in times)
 
-# %% [markdown]
+# %% [markdown] index=["collectives", "all_gather", "reduce_scatter"]
 r"""
 A barrier makes ranks meet in time. It is needed before something that is not a message: before a
 clock is read, or a file that another rank wrote. Before a collective it is of no use, since whoever
@@ -311,7 +312,7 @@ assert n == 1 or found["every n-th, rank by rank"] < 0.5
 The second line is the accuracy of a good model whose predictions were shuffled. No error says so.
 """
 
-# %% [markdown]
+# %% [markdown] index=["device mesh", "subgroup"]
 """
 ## Whom to ask: a mesh
 
@@ -524,12 +525,18 @@ takes about the time of the bytes that it really sends.
 - Every rank must make the same calls in the same order with the same shapes. A rank that does not
   shows up as a time-out somewhere else, or as a wrong number (first appendix).
 - Do not unpickle what a rank or a file sends, unless you would run its program.
+"""
 
+# %% [markdown] index=["time-out", "timeout"]
+r"""
 ## Appendix: when it hangs
 
 This appendix is about mistakes. Each is a few lines that many have written, and the ranks that
 stayed run them all.
+"""
 
+# %% [markdown] index=["deadlock"]
+r"""
 ## Where it breaks: only rank 0 enters
 
 Collectives are paired by their order. Whoever enters one waits for those it receives from, in an

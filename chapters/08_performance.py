@@ -50,6 +50,7 @@ from microddp.strategies import STRATEGIES
 from microddp.timing import Timeline, Timing, break_down, measure
 
 # %%
+# sphinx_gallery_builds = "a clock for every part of a step, and a prediction to hold against it"
 # sphinx_gallery_hosts = "4 x 1gbit"
 comms = microddp.init()
 comms.print(comms.describe())
@@ -59,7 +60,7 @@ few.print(f"{n} of {comms.world_size} ranks stay")
 if n == 1:
     few.print("One rank waits for nobody; add --nproc-per-node=2 to see communication.")
 
-# %% [markdown]
+# %% [markdown] index=["exposed communication"]
 r"""
 ## Taking a step apart
 
@@ -322,7 +323,7 @@ few.print(table(rows, headers))
 if by_speed:
     relink(few, usual)
 
-# %% [markdown]
+# %% [markdown] index=["strong scaling", "weak scaling", "scaling efficiency"]
 """
 **Explain.** The prediction follows the ratio of computing to bytes, and not the size: where the
 computing for each MiB grows, as larger layers leave the caches or are used more often, the share
@@ -611,7 +612,7 @@ for link, of_link in errors.items():
     few.print(f"{link}: {longer} of {len(of_link)} steps took longer than the book predicts,")
     few.print(f"  which is {signed:+.0%} in the middle")
 
-# %% [markdown]
+# %% [markdown] index=["break-even"]
 r"""
 **Explain.** The predictions leave out what ranks do to each other. One that is late makes all wait,
 and threads that want the same core take turns by the scheduler's choice. Both make a real step

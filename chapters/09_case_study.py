@@ -36,6 +36,7 @@ from microddp.timing import measure
 from microddp.workloads import batches, load_case, new_model
 
 # %%
+# sphinx_gallery_builds = "one language model trained on one device and on several"
 # sphinx_gallery_hosts = "4 x 1gbit"
 comms = microddp.init()
 comms.print(comms.describe())
@@ -251,7 +252,7 @@ few.print(f"the split is {where}")
 low, high = times["one"].ratio(times["N"]).spread
 few.print(f"speed-up by rounds: {low:.2f} to {high:.2f} (quartiles)")
 
-# %% [markdown]
+# %% [markdown] index=["profiler", "profile"]
 """
 **Explain.** A speed-up of N needs the last two to be nothing. A shard takes more than 1/N of the
 batch: the optimizer's work, the start of each kernel and the time to read the weights are the same
@@ -333,7 +334,7 @@ few.print(table(rows, headers, floats=".1%"))
 misses = [f"{(row[3] - row[2]) * 100:+.1f}" for row in rows]
 few.print(f"measured less predicted, percentage points: {', '.join(misses)}")
 
-# %% [markdown]
+# %% [markdown] index=["mixed precision", "bf16", "autocast"]
 """
 **Explain.** The formula leaves the optimizer out, which also runs once a step. That alone would
 make its predictions a little low; the published pair misses on the other side (exercise 2). And
@@ -465,7 +466,7 @@ wall = s.mean("wall")
 rows = [(name, human_seconds(t), wall / (wall - t)) for name, t in savings.items()]
 few.print(table(rows, ["if there were", "a step saves", "speed-up at most"]))
 
-# %% [markdown]
+# %% [markdown] index=["FSDP", "fully_shard", "ZeRO", "sharding"]
 r"""
 What would save most is what to work on. The course's profile on four H100 says 15.2 % of the step
 for the GPU, 20.9 % for communication and 61.1 % for the CPU. There the GPU waits for Python to
@@ -497,7 +498,7 @@ rows = [
 ]
 few.print(table(rows, ["ranks", "DDP keeps", "FSDP keeps", "DDP sends", "FSDP sends"]))
 
-# %% [markdown]
+# %% [markdown] index=["padding"]
 """
 The layers that are gathered at the moment come on top. Sharding is for models that leave no choice,
 and for links that carry the additional bytes in time.

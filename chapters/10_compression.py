@@ -35,6 +35,7 @@ from microddp.timing import Timing, measure
 from microddp.workloads import LENGTH, character_model, learn, times_by_link
 
 # %%
+# sphinx_gallery_builds = "three ways to send less, and error feedback, which keeps the rest"
 # sphinx_gallery_hosts = "4 x 10gbit"
 comms = microddp.init()
 comms.print(comms.describe())
@@ -42,7 +43,7 @@ rank, n = comms.rank, comms.world_size
 if n == 1:
     comms.print("One rank sends nothing: add --nproc-per-node=2 for the effect of small messages.")
 
-# %% [markdown]
+# %% [markdown] index=["top-k"]
 r"""
 ## The largest values
 
@@ -129,7 +130,7 @@ def train(state=None):
     return comms.all_gather(torch.stack(losses)).mean(dim=0), begin != end, end
 
 
-# %% [markdown]
+# %% [markdown] index=["error feedback"]
 r"""
 ## Where it breaks: what was not sent is forgotten
 
@@ -175,7 +176,7 @@ same = torch.equal(weights, results[f"{FEW} of {VALUES}"][2])
 comms.print(f"bitwise the weights that the core's top-k trains: {same}")
 assert same
 
-# %% [markdown]
+# %% [markdown] index=["int8", "sign", "PowerSGD", "quantization"]
 """
 **Explain.** With and without feedback a step sends as many values. With it, each carries all that
 has waited for it. Many weights do not move at all in so few steps, with feedback or without: it is
@@ -376,7 +377,7 @@ for name in NAMES:
 comms.print(f"plain all-reduce: {human_bytes(S * 2 * (n - 1) / n)} a rank, by formula")
 comms.print(table(rows, ["", "predicted", f"counted, {n} ranks", "from the mean"]))
 
-# %% [markdown]
+# %% [markdown] index=["compression", "gradient compression"]
 r"""
 ## Where it pays
 

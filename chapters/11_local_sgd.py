@@ -28,6 +28,7 @@ from microddp.strategies import STRATEGIES
 from microddp.workloads import LENGTH, character_batches, character_model, learn, times_by_link
 
 # %%
+# sphinx_gallery_builds = "training whose ranks meet now and then, and DiLoCo"
 # sphinx_gallery_hosts = "4 x 1gbit"
 comms = microddp.init()
 comms.print(comms.describe())
@@ -37,7 +38,7 @@ few.print(f"{n} of {comms.world_size} ranks stay")
 if n == 1:
     few.print("One rank is the average of itself: add --nproc-per-node=2.")
 
-# %% [markdown]
+# %% [markdown] index=["local SGD", "weight averaging"]
 r"""
 As before, ranks without a core or GPU of their own leave. The results are those of the ranks that
 stay; the mean of many is further from each of them than the mean of two.
@@ -285,7 +286,7 @@ draw(
     f"By time: {best} is at {TARGET:.2f} in 1/{needed['DDP'] / needed[best]:.1f} of DDP's time",
 )
 
-# %% [markdown]
+# %% [markdown] index=["DiLoCo", "outer optimizer", "pseudo-gradient"]
 r"""
 **Explain.** Every loss is of one run. Where rows are not in the order of $H$, their difference is
 no more than noise. (DDP and $H = 1$ are not the same with AdamW: each rank divides by the size of

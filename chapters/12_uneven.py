@@ -37,6 +37,7 @@ from microddp.strategies import STRATEGIES
 from microddp.timing import NOT_RECORDED, Timeline, measure
 
 # %%
+# sphinx_gallery_builds = "an all-reduce for unequal links, and shards for unequal ranks"
 # sphinx_gallery_hosts = "4 x 1gbit"
 comms = microddp.init()
 comms.print(comms.describe())
@@ -319,7 +320,7 @@ if MBITS:
     assert gains[-1] > 1
     assert curves["by owners"][-1] > curves["weighted"][-1]
 
-# %% [markdown]
+# %% [markdown] index=["straggler", "slow rank", "slow link"]
 r"""
 **Explain.** With equal links there is nothing to shift: both send the same bytes. Below some speed
 (exercise 2) the slow link carries the tensor once each way and nothing else, and then nothing but
@@ -456,7 +457,7 @@ if "both" in reports:
         bars, title="A slow rank: the others wait for it. A slow link: all wait", xlabel="a step"
     )
 
-# %% [markdown]
+# %% [markdown] index=["heterogeneous"]
 r"""
 In the upper bars, the rank that does not wait for others is the one that others wait for. In the
 lower ones there is no such rank.

@@ -38,6 +38,7 @@ from microddp.report import human_seconds, table, whole_file
 from microddp.train.checkpoint import Checkpoints
 
 # %%
+# sphinx_gallery_builds = "training that outlives its ranks, and a reader for hangs"
 # sphinx_gallery_ranks = 3
 run = os.environ.get("TORCHELASTIC_RUN_ID", str(os.getpid()))  # the same on all ranks
 RECORDS = Path(tempfile.gettempdir(), f"microddp-records-{run}")
@@ -61,7 +62,7 @@ M1 = 54 * 24 * 3600 / 419 * 16384  # seconds
 rows = [(f"{count:,}", human_seconds(M1 / count)) for count in (1, 8, 256, 1024, 16384, 100_000)]
 comms.print(table(rows, ["devices", "time between interruptions"]))
 
-# %% [markdown]
+# %% [markdown] index=["hang", "deadlock", "stuck", "flight recorder"]
 r"""
 One device runs for years, a job of a thousand for two days, one of ten thousand for hours. Others
 count more: in another cluster of Meta's, jobs of 1024 GPUs failed every 7.9 hours ([Kokolis and
@@ -245,7 +246,7 @@ said = on_rank_0(raises_on_one_rank)
 show_wrapped(said)
 assert "cannot be read" in said
 
-# %% [markdown]
+# %% [markdown] index=["elastic"]
 r"""
 The others fail when rank 1's connections close, and torchrun ends whoever is still there. The
 records remain. (The numbers count all collectives of a group, and `init` makes one.)
@@ -330,7 +331,7 @@ comms.print(said)
 assert codes == [0, 0, -9]
 assert said.count("[60.0, 60.0, 60.0]") == 2
 
-# %% [markdown]
+# %% [markdown] index=["restart", "torchrun", "fault tolerance"]
 r"""
 **Explain.** Each weight is 60, one for each step: of three ranks up to the thirtieth, of two from
 there on. The step that was lost was taken again with larger shares. That is the whole idea, and the
@@ -519,7 +520,7 @@ comms.print(f"restart: bitwise the losses without a fault; elastic: off by {off:
 assert off < 1e-3
 assert cost["elastic"] == min(cost.values())
 
-# %% [markdown]
+# %% [markdown] index=["checkpoint interval"]
 r"""
 **Explain.** A restart costs what a start costs: the processes, Python's imports, the ranks'
 meeting, the state from the disk. Here that is seconds, most of it imports on two cores; in a

@@ -40,6 +40,7 @@ from microddp.model import Transformer, token_loss
 from microddp.report import table
 
 # %%
+# sphinx_gallery_builds = "a script of stock PyTorch for any number of devices, to download"
 # sphinx_gallery_ranks = 2
 comms = microddp.init()
 rank, n, device = comms.rank, comms.world_size, comms.device
@@ -94,7 +95,7 @@ last = comms.all_gather_data(losses[-1])
 comms.print(f"{len(losses)} steps; the last loss on each rank: {', '.join(map(str, last))}")
 assert len(set(last)) == 1
 
-# %% [markdown]
+# %% [markdown] index=["DistributedDataParallel", "init_process_group"]
 r"""
 The same number on each rank, to the last digit, and as many steps as on one device. Nothing was
 gained, and nothing failed. A script that was not changed at all looks as if it worked.
@@ -147,7 +148,7 @@ comms.print(f"last loss, of one process {expected[-1]:.6f}, mean over the ranks 
 comms.print(f"weights {distance(model, alone):.0e} from those of one process")
 assert distance(model, alone) < 1e-4
 
-# %% [markdown]
+# %% [markdown] index=["sampler", "DistributedSampler", "set_epoch"]
 r"""
 Equal up to rounding. That is the test to have for a script of one's own: few steps, no noise, $n$
 ranks against one, before anything else is changed.
@@ -192,7 +193,7 @@ def noise(seed):
 comms.print("one seed for all ranks:", noise(0))
 comms.print("seed + rank:           ", noise(0 + rank))
 
-# %% [markdown]
+# %% [markdown] index=["batch size", "learning rate", "warm-up"]
 r"""
 So: build the model, then seed once more with the rank. The file below makes the seed of each epoch
 from seed, epoch and rank. A resumed run then draws what the whole one drew, if no process of a
@@ -288,7 +289,7 @@ $\sqrt k$.) All of this is the loss on what was trained on; the paper's claim is
 Where the rule stops depends on the task: try two or three doublings from your own batch on.
 """
 
-# %% [markdown]
+# %% [markdown] index=["evaluation"]
 r"""
 ## Evaluation
 
@@ -369,7 +370,7 @@ if rank == 0:
         comms.print(textwrap.fill(str(error), 90))
 dist.barrier()
 
-# %% [markdown]
+# %% [markdown] index=["clipping", "clip_grad_norm"]
 r"""
 Chapter 13 reads such a hang. So: compute on all ranks, then print on one.
 
@@ -413,7 +414,7 @@ headers = ["gradient", "norm found on each rank", "clipped to", "distance"]
 comms.print(table(rows, headers, floats=("", "", ".4f", ".1e")))
 assert rows[1][3] < 1e-5
 
-# %% [markdown]
+# %% [markdown] index=["GradScaler", "mixed precision"]
 r"""
 Clipped early, each rank has scaled its gradient by a norm of its own. With several ranks the mean
 of these is another gradient, and shorter than the limit.
@@ -462,7 +463,7 @@ def overflow(averaged):
 for name, averaged in (("averaged", True), ("each rank's own gradients", False)):
     comms.print(f"{name}:", "; ".join(comms.all_gather_data(overflow(averaged))))
 
-# %% [markdown]
+# %% [markdown] index=["torch.compile", "compile"]
 r"""
 Averaged, what is not finite on one rank is not finite on any: all skip the step, and all halve the
 scale, without a message for it. Where the scaler looks at gradients that are not averaged yet, one
@@ -522,7 +523,7 @@ rows = [compiled(way) for way in ("not compiled", "inside", "around", "inside, n
 comms.print(table(rows, ["torch.compile", "pieces", "first gradient after"]))
 torch._dynamo.config.optimize_ddp = True
 
-# %% [markdown]
+# %% [markdown] index=["SyncBatchNorm", "batch normalization"]
 r"""
 **Explain.** Both are cut, because a model is cut when it is compiled, and that happens in the first
 forward, in which the wrapper is there. Not cut, here by a switch, it is one piece, and the first
@@ -554,7 +555,7 @@ try:
 except ValueError as error:
     comms.print(f"SyncBatchNorm: {error}")
 
-# %% [markdown]
+# %% [markdown] index=["DataLoader", "num_workers", "pinned memory"]
 r"""
 Where a model has such layers, and a rank few samples, it matters. Layers that look at one sample
 only, `LayerNorm` or `GroupNorm`, need nothing.
@@ -606,7 +607,7 @@ for ranks in (count for count in (1, 2, 4, 8) if count <= n):
 headers = ["ranks", "workers each", "samples/s, at most about", "measured"]
 comms.print(table(rows, headers, floats=".0f"))
 
-# %% [markdown]
+# %% [markdown] index=["checkpoint", "resume"]
 r"""
 **Explain.** One rank without workers uses one core. More workers or more ranks use the others, and
 where all are busy, more of either gains nothing: what a worker more unpacks, another does not. Then
@@ -676,7 +677,7 @@ epochs, same = (re.findall(r"epoch (\d): loss ([\d.]+)", text) for text in (firs
 assert [epoch for epoch, _ in same] == ["0", "1", "2"]
 assert {*epochs} >= {*same[1:]}
 
-# %% [markdown]
+# %% [markdown] index=["slow", "debugging"]
 r"""
 **Explain.** One process goes on where two stopped, to the same printed losses. (The other one of
 the two fails, since its partner has gone. With `torchrun --max-restarts=9` both would be started

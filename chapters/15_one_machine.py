@@ -40,6 +40,7 @@ from microddp.shared import (
 from microddp.timing import Timing, measure
 
 # %%
+# sphinx_gallery_builds = "an all-reduce through memory that ranks share, and one by machine"
 # sphinx_gallery_hosts = "2 x 1gbit, 2 ranks each"
 comms = microddp.init()
 comms.print(comms.describe())
@@ -109,7 +110,7 @@ def on_one_machine(calls, **options):
     return {name: Timing(tuple(of)) for name, of in told.items()}
 
 
-# %% [markdown]
+# %% [markdown] index=["shared memory", "semaphore"]
 r"""
 ## Two meetings and a sum
 
@@ -451,7 +452,7 @@ figures.times_by_size(
     models={"two meetings": predicted},
 )
 
-# %% [markdown]
+# %% [markdown] index=["hierarchical all-reduce", "topology"]
 r"""
 **Explain.** For small tensors the prediction is meetings and calls, for large ones copies. Where
 the measured time is below, a part of what one rank wrote may still have been in the cache when it
@@ -580,7 +581,7 @@ if found and senders.box:
         xlabel=f"an all-reduce of {human_bytes(LARGEST)}",
     )
 
-# %% [markdown]
+# %% [markdown] index=["NVLink", "NVLS", "SHARP", "tree"]
 r"""
 **Explain.** The bytes are those of the formula, but for headers and the barrier around the call.
 With two machines of two, $S$ by $1.5\,S$ is 0.67: so much of the ring's time on the wire is the

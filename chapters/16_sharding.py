@@ -38,13 +38,14 @@ from microddp.strategies import STRATEGIES
 from microddp.timing import measure
 
 # %%
+# sphinx_gallery_builds = "training of which each rank keeps an n-th, in three stages"
 # sphinx_gallery_hosts = "2 x 1gbit"
 comms = microddp.init()
 comms.print(comms.describe())
 few = comms.timed()  # the ranks that have a core or a GPU of their own
 n, rank = few.world_size, few.rank
 
-# %% [markdown]
+# %% [markdown] index=["ZeRO", "memory of a rank"]
 r"""
 ## Who keeps what
 
@@ -84,7 +85,7 @@ rows = [
 ]
 few.print(table(rows, ["parameters", "devices", "DDP", "stage 1", "stage 2", "stage 3"]))
 
-# %% [markdown]
+# %% [markdown] index=["ZeroRedundancyOptimizer"]
 r"""
 Stage 1 leaves every rank $8\Psi$ bytes, and stage 2 $4\Psi$, however many devices there are: 560
 and 280 GB for 70B. Stage 3 has no such floor.
@@ -278,7 +279,7 @@ def stage_2(model):
 tried["stage 2"] = try_out(stage_2)
 check("stage 2")
 
-# %% [markdown]
+# %% [markdown] index=["FSDP", "fully_shard"]
 """
 ## Stage 3: parameters only while they are needed
 
@@ -409,7 +410,7 @@ by_core(core).remove()  # whole again
 tried["core"] = (parameters_to_vector(core.parameters()).detach(),)
 check("core")
 
-# %% [markdown]
+# %% [markdown] index=["sharding, time of"]
 r"""
 ## When does it cost time?
 
@@ -583,7 +584,7 @@ few.print(" -> ".join(calls))
 assert calls.index("module") < calls.index("parameter")
 assert (calls.count("module"), calls.count("parameter")) == (2, 1)
 
-# %% [markdown]
+# %% [markdown] index=["meta device", "deferred initialisation"]
 r"""
 ## Training that no rank could hold
 

@@ -46,11 +46,12 @@ from microddp.strategies import STRATEGIES
 from microddp.timing import measure
 
 # %%
+# sphinx_gallery_builds = "a simulator of many devices, held against what was measured"
 # sphinx_gallery_hosts = "8 x 1gbit"
 comms = microddp.init()
 comms.print(comms.describe())
 
-# %% [markdown]
+# %% [markdown] index=["simulator", "discrete-event simulation"]
 r"""
 ## A clock for each device
 
@@ -302,7 +303,7 @@ for kind, is_training in (("trainings", True), ("all-reduces", False)):
     median, ninety, most = summary(errors)
     comms.print(f"{kind}: median {median:.1%}, nine of ten within {ninety:.1%}, at most {most:.0%}")
 
-# %% [markdown]
+# %% [markdown] index=["scaling to many devices", "weak scaling"]
 r"""
 **Explain.** There are misses, and they teach most.
 
@@ -364,7 +365,7 @@ assert all(first > last for first, _, last in drop.values())
 left = {name: last / middle for name, (_, middle, last) in drop.items()}
 assert left["tree"] > left["hierarchical"] > left["ring"]
 
-# %% [markdown]
+# %% [markdown] index=["tokens per device"]
 r"""
 **Explain.** The largest loss comes early: the link between nodes is slower than those inside, and a
 node has one for its eight devices. From two nodes on a ring's bytes hardly grow, and those of the
@@ -502,7 +503,7 @@ comms.print("simulated step, in the time of computing alone")
 comms.print(table(rows, headers))
 assert [float(row[2]) for row in rows] == sorted(float(row[2]) for row in rows)
 
-# %% [markdown]
+# %% [markdown] index=["mean time between failures", "checkpoint interval"]
 r"""
 **Explain.** A step is as long as that of the slowest device. With what was measured here, 1024
 devices nearly always have one as late as the latest of the forty. With $n$ devices none has bad
@@ -546,7 +547,7 @@ figures.lines(
 headers = ["devices", "between failures", "best interval", "left, by formula", "drawn"]
 comms.print(table(rows, headers))
 
-# %% [markdown]
+# %% [markdown] index=["plan a training", "price of a training"]
 """
 **Explain.** Sixteen times the devices fail sixteen times as often. So they should save four times
 as often, and lose more, to checkpoints and to what is trained again.

@@ -27,8 +27,8 @@ def naive_data_parallel_step(
     shards, a ``loss_fn`` that takes the mean and equal parameters at the start, the step is the
     one that a single process would take on the whole batch.
 
-    Arguments, result and errors are those of :func:`~microddp.step.take_step`, with the ranks that share the
-    step, and a timeline that records its spans.
+    Arguments, result and errors are those of :func:`~microddp.step.take_step`, with the ranks that
+    share the step, and a timeline that records its spans.
     """
     strategy = Naive(model, comms)
     strategy.record(timeline)
@@ -67,8 +67,8 @@ def ddp_step(
 ) -> torch.Tensor:
     """Train one step with gradients that are averaged during backward.
 
-    Arguments, result and errors are those of :func:`~microddp.step.take_step`, with the ``hooks`` that
-    :func:`register_ddp_hooks` returned.
+    Arguments, result and errors are those of :func:`~microddp.step.take_step`, with the ``hooks``
+    that :func:`register_ddp_hooks` returned.
     """
     strategy = Hooked(model, hooks.comms, hooks=hooks)
     strategy.timeline = timeline  # of the phases; the hooks have been told of theirs
