@@ -1,4 +1,4 @@
-"""The layout that CONTRIBUTING draws, what loads no plots, and what the environment can set."""
+"""The house that CONTRIBUTING draws, what loads no plots, and what the environment can set."""
 
 import ast
 import re
@@ -10,23 +10,20 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "microddp"
-# From the ground up: a part imports parts of lower floors, or of its own folder.
-FLOORS = (
-    ("report",),
-    ("comms",),
-    ("hang", "hosts", "elastic", "timing", "model", "data"),
-    ("allreduce",),
-    ("replicas", "deferred", "parts", "hooks", "carrier", "buckets"),
-    ("bucketing",),
-    ("ddp", "program", "figures", "shared"),
-    ("step",),
-    ("strategies",),
-    ("schedule", "compression", "local_sgd", "sharding"),
-    ("performance", "workloads"),
-    ("train", "bench", "doctor", "plan"),
-    ("labs",),
-)
-FLOOR = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
+LINE = "---"  # in the picture: below it is the core
+
+
+def floors():
+    """The floors of the house that CONTRIBUTING draws, from the ground up; ``LINE`` is one."""
+    house = (ROOT / "CONTRIBUTING.md").read_text().partition("## The house")[2]
+    picture = re.findall(r"^    (.+)$", house.partition("From outside")[0], re.MULTILINE)
+    return [
+        [LINE] if line == LINE else re.findall(r"(\w+)(?:/|\.py)", re.split(r"   +", line)[0])
+        for line in reversed(picture)
+    ]
+
+
+FLOOR = {part: floor for floor, parts in enumerate(floors()) for part in parts}
 
 
 def imports(path):
@@ -58,6 +55,25 @@ def test_imports_go_one_way(path):
 def test_every_part_has_a_floor():
     parts = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
     assert parts - {"__init__", "__pycache__", "py"} <= set(FLOOR)
+
+
+def test_the_core_imports_nothing_from_behind_the_doors():
+    """As imports go down, and it is the house's lower part; here also at run time."""
+    core = {part for part, floor in FLOOR.items() if floor < FLOOR[LINE]}
+    assert {"comms", "allreduce", "ddp", "step", "strategies"} <= core
+    code = (
+        "import sys, microddp; microddp.DDP; import microddp.schedule\n"
+        "print(*{name.split('.')[1] for name in sys.modules if name.startswith('microddp.')})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert set(done.stdout.split()) <= core
+
+
+def test_the_readme_has_every_part():
+    tree = (ROOT / "README.md").read_text().partition("## What is where")[2]
+    assert set(FLOOR) - {LINE} <= set(re.findall(r"(\w+)(?:/|\.py)", tree))
 
 
 def test_nobody_reaches_for_another_files_private_names():
