@@ -25,7 +25,7 @@ import torch
 from microddp.allreduce.comm_hook import AtWait, all_reduce_hook, on_thread
 from microddp.allreduce.cost import (
     AllReduceCost,
-    Cost,
+    FittedCost,
     all_reduce_cost,
     bus_bandwidth,
     estimate_communication_time,

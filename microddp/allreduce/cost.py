@@ -11,7 +11,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Cost:
+class AllReduceCost:
     """What an all-reduce algorithm sends, by the alpha-beta model's assumptions.
 
     Attributes:
@@ -31,7 +31,7 @@ class Cost:
         return self.rounds * (alpha + beta * self.round_bytes)
 
 
-def all_reduce_cost(algorithm: str, world_size: int, nbytes: int) -> Cost:
+def all_reduce_cost(algorithm: str, world_size: int, nbytes: int) -> AllReduceCost:
     """The cost of reducing ``nbytes`` over ``world_size`` ranks, each with one full-duplex link.
 
     The ring is counted with one message for each chunk; large chunks travel as several pieces.
@@ -52,11 +52,11 @@ def all_reduce_cost(algorithm: str, world_size: int, nbytes: int) -> Cost:
         raise ValueError(f"expected at least one rank, got {n}")
     match algorithm:
         case "naive":
-            return Cost(2 * (n - 1), size, 2 * (n - 1), size * max(n - 1, 0))
+            return AllReduceCost(2 * (n - 1), size, 2 * (n - 1), size * max(n - 1, 0))
         case "direct":
-            return Cost(n - 1, size, n * (n - 1), size * (n - 1))
+            return AllReduceCost(n - 1, size, n * (n - 1), size * (n - 1))
         case "ring":
-            return Cost(2 * (n - 1), size / n, 2 * n * (n - 1), 2 * size * (n - 1) / n)
+            return AllReduceCost(2 * (n - 1), size / n, 2 * n * (n - 1), 2 * size * (n - 1) / n)
         case "doubling":
             doublings = int(math.log2(n))
             power = 2**doublings
@@ -64,7 +64,7 @@ def all_reduce_cost(algorithm: str, world_size: int, nbytes: int) -> Cost:
             rounds = doublings + (2 if extra else 0)
             # The busiest rank also returns the result to the rank that has no partner.
             sent = size * (doublings + (1 if extra else 0))
-            return Cost(rounds, size, power * doublings + 2 * extra, sent)
+            return AllReduceCost(rounds, size, power * doublings + 2 * extra, sent)
     raise ValueError(f"expected 'naive', 'direct', 'ring' or 'doubling', got {algorithm!r}")
 
 
@@ -149,7 +149,7 @@ def fit_alpha_beta(
 
 
 @dataclass(frozen=True)
-class AllReduceCost:
+class FittedCost:
     """What an all-reduce costs on a group of ranks, fitted to a sweep over sizes.
 
     Attributes:

@@ -7,19 +7,19 @@ from dataclasses import asdict
 
 import torch
 
-from microddp.allreduce import AllReduceCost
+from microddp.allreduce import FittedCost
 from microddp.buckets import plan_buckets
 from microddp.figures.live import Live, html_table
 from microddp.report import human_bytes, human_seconds
 from microddp.timing import Bucket, ComputeTimes, Prediction, Timing
 
-Predict = Callable[[ComputeTimes, Sequence[Bucket], AllReduceCost, float | None], Prediction]
+Predict = Callable[[ComputeTimes, Sequence[Bucket], FittedCost, float | None], Prediction]
 
 
 def explore_buckets(
     gradients: Mapping[str, int],
     compute: ComputeTimes,
-    cost: AllReduceCost,
+    cost: FittedCost,
     cores: float | None,
     measured: Mapping[int, Timing],
     *,

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from microddp.allreduce import AllReduceCost, fit_alpha_beta
+from microddp.allreduce import FittedCost, fit_alpha_beta
 from microddp.comms import Comms, cpu_cores
 from microddp.hooks import HookTracker
 from microddp.report import MIB
@@ -37,9 +37,7 @@ from microddp.timing import (
 SWEEP = tuple(1 << shift for shift in range(10, 25, 2))  # 1 KiB to 16 MiB
 
 
-def measure_all_reduce(
-    comms: Comms, sizes: Sequence[int] = SWEEP, repeat: int = 10
-) -> AllReduceCost:
+def measure_all_reduce(comms: Comms, sizes: Sequence[int] = SWEEP, repeat: int = 10) -> FittedCost:
     """Fit the cost of the backend's all-reduce to measurements. A collective.
 
     On links of known speed, beta is what they take for the bytes that an all-reduce has to send.
@@ -66,7 +64,7 @@ def measure_all_reduce(
     alpha, beta = fit_alpha_beta(sizes, [times[str(size)].median for size in sizes], wire)
     cores = torch.tensor([busy / wall if comms.backend == "gloo" else 0.0], device=comms.device)
     comms.all_reduce_mean(cores)
-    return AllReduceCost(alpha, beta, float(cores))
+    return FittedCost(alpha, beta, float(cores))
 
 
 def measure_compute(
@@ -151,7 +149,7 @@ def predict_step(
     strategy: str,
     model: nn.Module,
     compute: ComputeTimes,
-    cost: AllReduceCost,
+    cost: FittedCost,
     cores: float | None = None,
     bucket_cap_mb: float | None = None,
     world_size: int = 1,
@@ -190,7 +188,7 @@ def predict_step(
 def predict_plan(
     compute: ComputeTimes,
     buckets: Sequence[Bucket],
-    cost: AllReduceCost,
+    cost: FittedCost,
     cores: float | None = None,
     *,
     overlap: bool = True,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import on_ranks
 
-from microddp.allreduce import Cost, all_reduce_cost, bus_bandwidth, fit_alpha_beta
+from microddp.allreduce import AllReduceCost, all_reduce_cost, bus_bandwidth, fit_alpha_beta
 from microddp.comms import Message, MessageCounter
 
 ALGORITHMS = ("naive", "direct", "ring", "doubling")
@@ -45,13 +45,13 @@ def test_messages_are_counted_once_at_a_time_and_an_error_ends_the_count(comms):
 @pytest.mark.parametrize(
     ("algorithm", "n", "cost"),
     [
-        ("naive", 4, Cost(6, 1200, 6, 3600)),
-        ("direct", 4, Cost(3, 1200, 12, 3600)),
-        ("ring", 4, Cost(6, 300, 24, 1800)),
-        ("doubling", 4, Cost(2, 1200, 8, 2400)),
-        ("doubling", 5, Cost(4, 1200, 10, 3600)),
-        ("doubling", 3, Cost(3, 1200, 4, 2400)),
-        ("ring", 2, Cost(2, 600, 4, 1200)),
+        ("naive", 4, AllReduceCost(6, 1200, 6, 3600)),
+        ("direct", 4, AllReduceCost(3, 1200, 12, 3600)),
+        ("ring", 4, AllReduceCost(6, 300, 24, 1800)),
+        ("doubling", 4, AllReduceCost(2, 1200, 8, 2400)),
+        ("doubling", 5, AllReduceCost(4, 1200, 10, 3600)),
+        ("doubling", 3, AllReduceCost(3, 1200, 4, 2400)),
+        ("ring", 2, AllReduceCost(2, 600, 4, 1200)),
     ],
 )
 def test_costs_computed_by_hand(algorithm, n, cost):

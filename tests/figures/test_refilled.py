@@ -5,14 +5,14 @@ import re
 import pytest
 
 from microddp import figures
-from microddp.allreduce import AllReduceCost
+from microddp.allreduce import FittedCost
 from microddp.performance import predict_plan
 from microddp.report import human_seconds
 from microddp.timing import Bucket, ComputeTimes, Timing
 
 SIZES = {"c": 4096, "b": 1024, "a": 8192}
 COMPUTE = ComputeTimes(0.1, 0.3, {"c": 0.1, "b": 0.15, "a": 0.3}, 0.0, 1e-9)
-COST = AllReduceCost(0.02, 1e-5, 0.5)
+COST = FittedCost(0.02, 1e-5, 0.5)
 STEPS = {1: Timing((0.6, 0.5, 0.7)), 5000: Timing((0.4,)), 1 << 20: Timing((0.55,))}
 
 

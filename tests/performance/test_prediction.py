@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from microddp.allreduce import AllReduceCost, estimate_communication_time
+from microddp.allreduce import FittedCost, estimate_communication_time
 from microddp.bucketing import BucketedDDPHooks
 from microddp.ddp import DDP
 from microddp.model import FullMLP
@@ -37,7 +37,7 @@ def test_communication_time_is_the_models():
 COMPUTE = ComputeTimes(forward=5, backward=10, ready={"b": 4, "a": 10}, optimizer=1, copy=0)
 BOTH = [Bucket(("b",), 3), Bucket(("a",), 2)]
 ONE = [Bucket(("b", "a"), 5)]
-NETWORK = AllReduceCost(alpha=0, beta=1, cores=0)  # that needs no processor
+NETWORK = FittedCost(alpha=0, beta=1, cores=0)  # that needs no processor
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ NETWORK = AllReduceCost(alpha=0, beta=1, cores=0)  # that needs no processor
         (BOTH, NETWORK, True, 18, 2, 3),  # b travels from 4 to 7, a from 10 to 12
         (ONE, NETWORK, True, 21, 5, 0),
         (BOTH, NETWORK, False, 21, 5, 0),
-        (BOTH, AllReduceCost(1, 1, 0), True, 19, 3, 4),  # each starts up for a second
-        (BOTH, AllReduceCost(0, 3, 0), True, 5 + 4 + 15 + 1, 9, 6),  # a waits for b: 4 to 13 to 19
+        (BOTH, FittedCost(1, 1, 0), True, 19, 3, 4),  # each starts up for a second
+        (BOTH, FittedCost(0, 3, 0), True, 5 + 4 + 15 + 1, 9, 6),  # a waits for b: 4 to 13 to 19
     ],
 )
 def test_buckets_travel_one_after_the_other_behind_backward(
@@ -59,13 +59,13 @@ def test_buckets_travel_one_after_the_other_behind_backward(
 
 def test_what_moves_bytes_takes_cores_from_backward(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    half = AllReduceCost(0, 1, cores=0.5)
+    half = FittedCost(0, 1, cores=0.5)
     # b travels from 4 to 7, and backward does 1.5 of 3 seconds' work: it ends at 11.5.
     predicted = predict_plan(COMPUTE, BOTH, half, cores=1)
     assert (predicted.step, predicted.exposed) == (5 + 11.5 + 2 + 1, 2)
     assert predict_plan(COMPUTE, BOTH, half, cores=2).step == 18  # enough cores for both
     # With none left over, nothing is gained over sending after backward.
-    full = AllReduceCost(0, 1, cores=1)
+    full = FittedCost(0, 1, cores=1)
     assert predict_plan(COMPUTE, BOTH, full, cores=1).step == 21
 
 

@@ -10,7 +10,7 @@ from live_page import write_page
 from test_site import Visit
 
 from microddp import figures
-from microddp.allreduce import AllReduceCost
+from microddp.allreduce import FittedCost
 from microddp.buckets import plan_buckets
 from microddp.performance import predict_plan
 from microddp.timing import Bucket, ComputeTimes, Timing
@@ -21,7 +21,7 @@ TOTAL = sum(SIZES.values())
 # The last but one gradient comes first, and after the last of them backward goes on for a while.
 READY = {name: 0.01 * (i + 1) for i, name in enumerate(SIZES)} | {"layer 10": 0.001}
 COMPUTE = ComputeTimes(0.05, 0.121, READY, 0.0, 2e-9)
-COST = AllReduceCost(2e-3, 1e-7, 0.25)
+COST = FittedCost(2e-3, 1e-7, 0.25)
 MEASURED = {1: (0.3, 0.31, 0.35), 256 * KIB: (0.27, 0.28, 0.29), TOTAL: (0.33, 0.33, 0.34)}
 
 
@@ -57,7 +57,7 @@ def test_equals_pythons(browser, page, monkeypatch):
     cases, ours = [], []
     for compute, alpha, beta, busy, cores, threads in grid:
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        cost = AllReduceCost(alpha, beta, busy)
+        cost = FittedCost(alpha, beta, busy)
         cases.append(picture(compute, cost, cores).data)
         for cap in caps:
             plan, buckets = planned(cap)
