@@ -331,10 +331,10 @@ group of those that stay, a *sub-group*:
 """
 
 # %%
-few = comms.timed(computing=False)
-few.print(f"{few.world_size} of {n} ranks are timed")
-if few.world_size == 1:
-    few.print("One rank has nobody to send to: what it exchanges below, it copies.")
+timed = comms.timed(computing=False)
+timed.print(f"{timed.world_size} of {n} ranks are timed")
+if timed.world_size == 1:
+    timed.print("One rank has nobody to send to: what it exchanges below, it copies.")
 
 # %% [markdown]
 """
@@ -343,9 +343,9 @@ the result:
 """
 
 # %%
-counts = sorted({count for count in (2, 3, 4, 6, 8, few.world_size) if count <= few.world_size})
-groups = {count: few.subgroup(range(count)) for count in counts}
-four = min(4, few.world_size)
+counts = sorted({count for count in (2, 3, 4, 6, 8, timed.world_size) if count <= timed.world_size})
+groups = {count: timed.subgroup(range(count)) for count in counts}
+four = min(4, timed.world_size)
 
 
 def measure_among(count, make_calls, **options):
@@ -354,7 +354,7 @@ def measure_among(count, make_calls, **options):
     if group:
         calls = make_calls(group)
         seconds = {name: t.seconds for name, t in measure(calls, group, **options).items()}
-    told = few.all_gather_data(seconds)[0]  # rank 0 is in all groups
+    told = timed.all_gather_data(seconds)[0]  # rank 0 is in all groups
     return {name: Timing(tuple(times)) for name, times in told.items()}
 
 
@@ -400,17 +400,17 @@ links' speed is known, that is beta, and alpha is what is left of the small mess
 
 # %%
 alpha, beta = fit_alpha_beta(list(message_seconds), list(message_seconds.values()))
-few.print(f"alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte")
-if few.box:
-    known = few.box.seconds_per_byte
-    few.print(f"the links: {known * 1e9:.3f} ns/byte; the fit is {beta / known:.2f} of that")
+timed.print(f"alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte")
+if timed.box:
+    known = timed.box.seconds_per_byte
+    timed.print(f"the links: {known * 1e9:.3f} ns/byte; the fit is {beta / known:.2f} of that")
     alpha, beta = fit_alpha_beta(*zip(*message_seconds.items(), strict=True), beta=known)
-    few.print(f"with beta as it is known, alpha {human_seconds(alpha)}")
+    timed.print(f"with beta as it is known, alpha {human_seconds(alpha)}")
 rows = [
     (human_bytes(m), human_seconds(t), human_seconds(alpha + beta * m))
     for m, t in message_seconds.items()
 ]
-few.print(table(rows, ["message", "measured", "alpha + beta m"]))
+timed.print(table(rows, ["message", "measured", "alpha + beta m"]))
 
 # %% [markdown]
 r"""
@@ -464,19 +464,19 @@ for nbytes, backend in timings["backend"].items():
     marked = mark_least([f"{ratio:.2f}" for ratio in ratios], ratios)
     bus = bus_bandwidth(nbytes, timings["ring"][nbytes].median, four) / 1e9
     rows.append((human_bytes(nbytes), backend, *marked, bus))
-few.print("our four in units of the backend's time; * the least median of them")
-few.print(table(rows, ["size", "backend", *WAYS, "ring GB/s"]))
+timed.print("our four in units of the backend's time; * the least median of them")
+timed.print(table(rows, ["size", "backend", *WAYS, "ring GB/s"]))
 rows = [
     (human_bytes(m), *(models[name](m) / timings[name][m].median for name in WAYS))
     for m in timings["backend"]
 ]
-few.print("predicted / measured")
-few.print(table(rows, ["size", *WAYS], floats=("", *[".2f"] * len(WAYS))))
+timed.print("predicted / measured")
+timed.print(table(rows, ["size", *WAYS], floats=("", *[".2f"] * len(WAYS))))
 for nbytes in (min(timings["ring"]), max(timings["ring"])):
     ours = {name: timings[name][nbytes] for name in WAYS}
     least = min(ours.values(), key=lambda timing: timing.median)
     fastest = [name for name, timing in ours.items() if not least.clearly_below(timing)]
-    few.print(f"fastest of ours at {human_bytes(nbytes)}: {', '.join(fastest)}")
+    timed.print(f"fastest of ours at {human_bytes(nbytes)}: {', '.join(fastest)}")
 
 # %% [markdown]
 r"""
@@ -520,7 +520,7 @@ if counts:  # with one rank there is none
         curves[name] = counts, [times[name].median * 1e3 for times in by_count]
         curves[f"{name}, predicted"] = counts, [s * 1e3 for s in predicted]
         off = [t[name].median / s for t, s in zip(by_count, predicted, strict=True)]
-        few.print(f"{name}: measured / predicted {min(off):.2f} to {max(off):.2f}")
+        timed.print(f"{name}: measured / predicted {min(off):.2f} to {max(off):.2f}")
     slower = by_count[-1]["naive"].ratio(by_count[-1]["ring"]).median
     figures.lines(
         curves,
@@ -569,7 +569,7 @@ def call_times(call, group, policy):
 
 
 # %%
-paused, group = {}, groups[min(2, few.world_size)]
+paused, group = {}, groups[min(2, timed.world_size)]
 if comms.device.type == "cpu" and group:
     call = functools.partial(exchange, group, *torch.zeros(2, 1 << 14).unbind())
     for _, policy in itertools.product(range(2), ("other", "batch")):
@@ -582,9 +582,9 @@ for name, seconds in paused.items():
     long = sum(s > 1e-3 for s in seconds) / len(seconds)
     rows.append((name, human_seconds(sum(seconds) / len(seconds)), long))
 if not hasattr(os, "SCHED_BATCH"):
-    few.print("Left out: this system has no classes to choose from. Both curves are of its own.")
+    timed.print("Left out: this system has no classes to choose from. Both curves are of its own.")
 if paused:  # not on GPUs
-    few.print(table(rows, ["", "mean", "share over 1 ms"], floats=".1%"))
+    timed.print(table(rows, ["", "mean", "share over 1 ms"], floats=".1%"))
     long = {name: share for name, _, share in rows}
     figures.pauses(
         paused,

@@ -292,14 +292,14 @@ length is drawn:
 """
 
 # %%
-few = comms.timed()
+timed = comms.timed()
 wide = new_model(0, torch.float32, dim=512)
 optimizer = sgd(wide)
-x, y = (shard(tensor[:BATCH], few.rank, few.world_size) for tensor in digits.train.tensors)
+x, y = (shard(tensor[:BATCH], timed.rank, timed.world_size) for tensor in digits.train.tensors)
 timelines = []
 for _ in range(11):
-    timeline = Timeline(few)
-    naive_data_parallel_step(wide, cross_entropy, optimizer, (x, y), few, timeline)
+    timeline = Timeline(timed)
+    naive_data_parallel_step(wide, cross_entropy, optimizer, (x, y), timed, timeline)
     timelines.append(timeline.gather())
 
 
@@ -309,9 +309,9 @@ def length(spans):
 
 
 spans = sorted(timelines, key=length)[len(timelines) // 2]
-few.print(f"{few.world_size} ranks, {human_bytes(gradient_bytes(wide))} of gradients")
+timed.print(f"{timed.world_size} ranks, {human_bytes(gradient_bytes(wide))} of gradients")
 figures.timeline(spans, title="Communication begins only when backward has ended")
-for r in range(few.world_size):
+for r in range(timed.world_size):
     computed = max(s.end for s in spans if s.rank == r and s.name == "backward")
     sent = [s for s in spans if s.rank == r and s.lane == "communication"]
     assert len(sent) == collectives
@@ -329,25 +329,25 @@ ratios, round by round:
 one = new_model(0, torch.float32, dim=512)
 one_sgd = sgd(one)
 whole = tuple(tensor[:BATCH] for tensor in digits.train.tensors)
-together = partial(naive_data_parallel_step, wide, cross_entropy, optimizer, (x, y), few)
+together = partial(naive_data_parallel_step, wide, cross_entropy, optimizer, (x, y), timed)
 calls = {
     "one device, whole batch": partial(local_step, one, one_sgd, *whole),
     "one device, one shard": partial(local_step, one, one_sgd, x, y),
     "naive data parallel": together,
 }
-steps = measure(calls, few, repeat=11)
+steps = measure(calls, timed, repeat=11)
 
 # %% tags=["plumbing"]
 first = steps["one device, whole batch"]
 rows = [(name, timing, first.ratio(timing).median) for name, timing in steps.items()]
-headers = [f"step, {few.world_size} ranks timed", "median (quartiles)", "times as fast"]
-few.print(table(rows, headers))
+headers = [f"step, {timed.world_size} ranks timed", "median (quartiles)", "times as fast"]
+timed.print(table(rows, headers))
 share = 1 - steps["one device, one shard"].ratio(steps["naive data parallel"]).median
-few.print(f"{share:.0%} of the data-parallel step is communication and waiting")
-if few.box:
-    bandwidth = 1 / few.box.seconds_per_byte
-    wire = estimate_communication_time(gradient_bytes(wide), few.world_size, bandwidth)
-    few.print(f"the links alone need {wire * 1e3:.0f} ms for the bytes")
+timed.print(f"{share:.0%} of the data-parallel step is communication and waiting")
+if timed.box:
+    bandwidth = 1 / timed.box.seconds_per_byte
+    wire = estimate_communication_time(gradient_bytes(wide), timed.world_size, bandwidth)
+    timed.print(f"the links alone need {wire * 1e3:.0f} ms for the bytes")
 
 # %% [markdown]
 r"""

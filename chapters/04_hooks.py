@@ -95,18 +95,18 @@ next are slower, so that a step is long beside what the cores do for a message.)
 """
 
 # %%
-few = comms.timed()
-rank, n = few.rank, few.world_size
+timed = comms.timed()
+rank, n = timed.rank, timed.world_size
 torch.manual_seed(0)
-half = FullMLP(512, depth=8, inputs=64, outputs=10).to(few.device)
-half(torch.randn(32, 64, device=few.device)).sum().backward()  # a process's first one is slow
-rows = demonstrate_hook_order(half, few)
+half = FullMLP(512, depth=8, inputs=64, outputs=10).to(timed.device)
+half(torch.randn(32, 64, device=timed.device)).sum().backward()  # a process's first one is slow
+rows = demonstrate_hook_order(half, timed)
 
 # %%
 layers = [int(row.name.split(".")[1]) for row in rows]
 assert layers == sorted(layers, reverse=True)
 early = sum(row.nbytes for row in rows if row.seconds < rows[-1].seconds / 2)
-few.print(f"{early / gradient_bytes(half):.0%} of the bytes are ready in half the time")
+timed.print(f"{early / gradient_bytes(half):.0%} of the bytes are ready in half the time")
 figures.gradient_order(
     rows,
     forward=[name for name, _ in half.named_parameters()],
@@ -126,14 +126,14 @@ A parameter that is frozen has no hook, and one that the loss does not need has 
 
 # %%
 torch.manual_seed(0)
-model = Transformer(vocabulary=64, dim=32, depth=1, heads=2, context=16).to(few.device)
-model.spare = nn.Parameter(torch.zeros(3, device=few.device))  # that nothing uses
+model = Transformer(vocabulary=64, dim=32, depth=1, heads=2, context=16).to(timed.device)
+model.spare = nn.Parameter(torch.zeros(3, device=timed.device))  # that nothing uses
 model.norm.requires_grad_(False)
-tokens = torch.arange(8, device=few.device)[None]
+tokens = torch.arange(8, device=timed.device)[None]
 with HookTracker(model) as tracker:
     logits = model(tokens[:, :-1])
     tracker.start(cross_entropy(logits[0], tokens[0, 1:])).backward()
-few.print(tracker)
+timed.print(tracker)
 assert [row.name for row in tracker.rows if row.order is None] == ["spare"]
 assert not any(row.name.startswith("norm.") for row in tracker.rows)
 order = [row.name for row in tracker.rows]
@@ -187,13 +187,13 @@ the digits, in `float64`:
 """
 
 # %%
-digits = load_digits(few.device)
+digits = load_digits(timed.device)
 BATCH = 96 - 96 % n  # so that the ranks share it evenly
 
 
 def train(make_hooks, rank, n, check=lambda *_: None):
     torch.manual_seed(0)
-    model = FullMLP(64, depth=8, outputs=10).to(few.device, torch.float64)
+    model = FullMLP(64, depth=8, outputs=10).to(timed.device, torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     hooks = make_hooks(model)
     for x, y in ShardedBatches(digits.train, BATCH, rank, n).epoch(0):
@@ -213,13 +213,13 @@ def flat(model):
 
 
 # %%
-ours = train(lambda model: Hooks(model, few), rank, n)
-core = train(lambda model: AllReduceHooks(model, few), rank, n)
+ours = train(lambda model: Hooks(model, timed), rank, n)
+core = train(lambda model: AllReduceHooks(model, timed), rank, n)
 alone = train(lambda _: None, 0, 1)
 apart = ((flat(ours) - flat(alone)).norm() / flat(alone).norm()).item()
-few.print(f"bitwise equal to the core's: {torch.equal(flat(ours), flat(core))}")
-few.print(f"{apart:.1e} from one device on the whole batch")
-check_replicas(ours, few)
+timed.print(f"bitwise equal to the core's: {torch.equal(flat(ours), flat(core))}")
+timed.print(f"{apart:.1e} from one device on the whole batch")
+check_replicas(ours, timed)
 assert torch.equal(flat(ours), flat(core))
 assert apart < 1e-9
 
@@ -238,7 +238,7 @@ steps do the same things; they differ in when they start an all-reduce:
 
 # %%
 torch.manual_seed(0)
-wide = FullMLP(512, inputs=64, outputs=10).to(few.device)
+wide = FullMLP(512, inputs=64, outputs=10).to(timed.device)
 x, y = (tensor[: 700 * n].chunk(n)[rank] for tensor in digits.train.tensors)
 
 
@@ -254,8 +254,8 @@ def forward_and_backward(timeline):
 def naive(timeline):
     forward_and_backward(timeline)
     for name, parameter in wide.named_parameters():
-        parameter.grad.div_(few.world_size)
-        work = dist.all_reduce(parameter.grad, group=few.group, async_op=True)
+        parameter.grad.div_(timed.world_size)
+        work = dist.all_reduce(parameter.grad, group=timed.group, async_op=True)
         timeline.launched(f"all-reduce {name}", work)
         with timeline.span(f"wait for {name}", lane="wait"):
             work.wait()
@@ -263,7 +263,7 @@ def naive(timeline):
 
 # %%
 def hooked(timeline):
-    hooks = AllReduceHooks(wide, few, timeline)
+    hooks = AllReduceHooks(wide, timed, timeline)
     forward_and_backward(timeline)
     hooks.finish()
     hooks.remove()
@@ -283,7 +283,7 @@ def length(spans):
 def median_step(step):
     recorded = []
     for _ in range(5):
-        timeline = Timeline(few)
+        timeline = Timeline(timed)
         step(timeline)
         recorded.append(timeline.gather())
     return sorted(recorded, key=length)[len(recorded) // 2]
@@ -308,7 +308,7 @@ rows = [
     for name, spans in steps.items()
     for r in range(n)
 ]
-few.print(table(rows, ["step", "rank", "under way during compute (ms)", "exposed (ms)"]))
+timed.print(table(rows, ["step", "rank", "under way during compute (ms)", "exposed (ms)"]))
 
 # %% [markdown]
 """
@@ -326,7 +326,7 @@ with tempfile.TemporaryDirectory() as scratch:
     path = Path(os.environ.get("MICRODDP_TRACES", scratch), "04_hooks.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     save_chrome_trace(steps["hooks"], path)
-    few.print(f"{path.name}: {len(steps['hooks'])} spans, {human_bytes(path.stat().st_size)}")
+    timed.print(f"{path.name}: {len(steps['hooks'])} spans, {human_bytes(path.stat().st_size)}")
 
 # %% [markdown]
 r"""
@@ -353,7 +353,7 @@ results = {}
 for size in (64, 1280):
     batch = tuple(tensor[:size] for tensor in digits.train.tensors)
     names = ("none", "naive", "hooks")
-    results[size] = compare_strategies(names, wide, few, batch, cross_entropy, repeat=4)
+    results[size] = compare_strategies(names, wide, timed, batch, cross_entropy, repeat=4)
 
 # %% tags=["plumbing"]
 rows = []
@@ -362,8 +362,8 @@ for size, times in results.items():
     hidden = human_seconds(max(compute, compute / 3 + manual - compute))
     ratio = times["naive"].ratio(times["hooks"]).median
     rows.append((size, human_seconds(compute), times["naive"], times["hooks"], hidden, ratio))
-few.print(f"{n} ranks, {human_bytes(gradient_bytes(wide))} of gradients")
-few.print(table(rows, ["shard", "C", "naive", "hooks", "all hidden", "times as fast"]))
+timed.print(f"{n} ranks, {human_bytes(gradient_bytes(wide))} of gradients")
+timed.print(table(rows, ["shard", "C", "naive", "hooks", "all hidden", "times as fast"]))
 
 # %% [markdown]
 """
@@ -388,12 +388,12 @@ backward longer, and hooks gain little or nothing. Here are the steps again, on 
 """
 
 # %%
-usual = few.box and few.box.links[0].option
+usual = timed.box and timed.box.links[0].option
 if usual:
-    relink(few, "30gbit")
+    relink(timed, "30gbit")
     carried = {"naive": median_step(naive), "hooks": median_step(hooked)}
-    fast = compare_strategies(names, wide, few, batch, cross_entropy, repeat=4)
-    relink(few, usual)
+    fast = compare_strategies(names, wide, timed, batch, cross_entropy, repeat=4)
+    relink(timed, usual)
 
 # %% tags=["plumbing"]
 if usual:
@@ -402,9 +402,10 @@ if usual:
         {name: [s for s in spans if s.rank == 0] for name, spans in carried.items()},
         title=f"Naive takes {gains[1]:.2f} times as long as hooks where the cores carry messages",
     )
-    few.print(f"naive / hooks: {gains[0]:.2f} on links of {few.box.links[0]}, {gains[1]:.2f} here")
+    links = timed.box.links[0]
+    timed.print(f"naive / hooks: {gains[0]:.2f} on links of {links}, {gains[1]:.2f} here")
 else:
-    few.print("These are such links already, or links of a speed that nobody set.")
+    timed.print("These are such links already, or links of a speed that nobody set.")
 
 # %% [markdown]
 """
@@ -431,11 +432,11 @@ def train_and_watch(make_hooks):
     losses = []
 
     def check(model, loss):
-        few.all_reduce_mean(loss)
-        grads = few.all_gather(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        timed.all_reduce_mean(loss)
+        grads = timed.all_gather(torch.cat([p.grad.flatten() for p in model.parameters()]))
         losses.append((loss.item(), ((grads - grads[0]).norm() / grads[0].norm()).item()))
 
-    return train(lambda model: make_hooks(model, few), rank, n, check), losses
+    return train(lambda model: make_hooks(model, timed), rank, n, check), losses
 
 
 # %% [markdown]
@@ -455,13 +456,13 @@ rows = [
     (step + 1, *wrong_losses[step], *right_losses[step]) for step in (0, 1, len(right_losses) - 1)
 ]
 headers = ["step", "loss, wrong", "gradients differ by", "loss, right", "gradients differ by"]
-few.print(table(rows, headers, floats=".4f"))
+timed.print(table(rows, headers, floats=".4f"))
 
 # %%
 try:
-    check_replicas(wrong, few)
+    check_replicas(wrong, timed)
 except RuntimeError as error:
-    few.print(error)
+    timed.print(error)
 else:
     assert n == 1
 
@@ -485,13 +486,13 @@ warm up: on a GPU, a kernel's first call may wait for all that is under way, and
 # %%
 def gradient_norm(model):
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
-    return norm.to(few.device).reshape(1)
+    return norm.to(timed.device).reshape(1)
 
 
 # %%
 torch.manual_seed(0)
-model = SimpleCNN().to(few.device)
-hooks = AllReduceHooks(model, few)
+model = SimpleCNN().to(timed.device)
+hooks = AllReduceHooks(model, timed)
 mine = [tensor[: 8 * n].chunk(n)[rank] for tensor in digits.train.tensors]
 for late in (0.0, 0.5):
     model.zero_grad()
@@ -503,10 +504,10 @@ for late in (0.0, 0.5):
     final = gradient_norm(model)
 
 # %%
-early_norms, final_norms = (few.all_gather(norm).flatten() for norm in (early, final))
+early_norms, final_norms = (timed.all_gather(norm).flatten() for norm in (early, final))
 rows = zip(range(n), early_norms.tolist(), final_norms.tolist(), strict=True)
 headers = ["rank", "norm after backward", "norm after finish()"]
-few.print(table(rows, headers, floats=".4f"))
+timed.print(table(rows, headers, floats=".4f"))
 assert (final_norms == final_norms[0]).all()
 assert n == 1 or early_norms[0] != final_norms[0]
 
@@ -526,7 +527,7 @@ try:
     for _ in range(2):
         cross_entropy(model(mine[0]), mine[1]).backward()
 except RuntimeError as error:
-    few.print(error)
+    timed.print(error)
 else:
     raise AssertionError("a forgotten finish() must be an error")
 hooks.finish()

@@ -51,11 +51,11 @@ As before, ranks that have no core or GPU of their own leave, and the chapter is
 """
 
 # %%
-few = comms.timed()
-rank, n = few.rank, few.world_size
-few.print(f"{n} of {comms.world_size} ranks stay")
+timed = comms.timed()
+rank, n = timed.rank, timed.world_size
+timed.print(f"{n} of {comms.world_size} ranks stay")
 if n == 1:
-    few.print("One rank sends nothing: its all-reduces below are calls without a message.")
+    timed.print("One rank sends nothing: its all-reduces below are calls without a message.")
 
 # %% [markdown]
 r"""
@@ -68,11 +68,11 @@ cache either:
 """
 
 # %%
-POOL = torch.zeros(2**24, device=few.device)  # 64 MiB
+POOL = torch.zeros(2**24, device=timed.device)  # 64 MiB
 
 
 def reduce_next(count, starts):
-    few.all_reduce(POOL.narrow(0, next(starts), count))
+    timed.all_reduce(POOL.narrow(0, next(starts), count))
 
 
 calls = {}
@@ -81,20 +81,21 @@ for nbytes in (2**k for k in range(10, 24)):
     calls[nbytes] = partial(reduce_next, nbytes // 4, starts)
 
 # %%
-timings = measure(calls, few, repeat=11)
+timings = measure(calls, timed, repeat=11)
 alpha, beta = fit_alpha_beta(list(timings), [t.median for t in timings.values()])
-few.print(f"alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte")
-if few.box:  # each rank sends 2 (n-1)/n of the bytes, over a link of known speed
-    known = few.box.seconds_per_byte * 2 * (n - 1) / n
+timed.print(f"alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte")
+if timed.box:  # each rank sends 2 (n-1)/n of the bytes, over a link of known speed
+    known = timed.box.seconds_per_byte * 2 * (n - 1) / n
     alpha, beta = fit_alpha_beta(list(timings), [t.median for t in timings.values()], known)
-    few.print(f"from the links' speed: alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte")
+    found = f"alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte"
+    timed.print(f"from the links' speed: {found}")
 if beta > 0:  # else the size made no difference
-    few.print(f"{human_bytes(alpha / beta)} take as long to send as a message takes to start")
+    timed.print(f"{human_bytes(alpha / beta)} take as long to send as a message takes to start")
 figures.times_by_size(
     {"all-reduce": timings},
     models={"all-reduce": lambda m: alpha + beta * m},
     title=f"{human_seconds(alpha)} to start, {human_seconds(max(beta, 0) * MIB)} for each MiB"
-    + (", the links' own" if few.box else ""),
+    + (", the links' own" if timed.box else ""),
 )
 
 # %% [markdown]
@@ -106,23 +107,23 @@ they cost $P\alpha + \beta S$; together, $\alpha + \beta S$.
 """
 
 # %%
-narrow = FullMLP(64, depth=128).to(few.device)
+narrow = FullMLP(64, depth=128).to(timed.device)
 
 
 def reduce_all(tensors):
     for tensor in tensors:
-        few.all_reduce(tensor)
+        timed.all_reduce(tensor)
 
 
 # %%
 apart = [torch.zeros_like(p) for p in narrow.parameters()]
 together = [torch.cat([tensor.flatten() for tensor in apart])]
 S = together[0].nbytes
-times = measure({len(t): partial(reduce_all, t) for t in (apart, together)}, few)
+times = measure({len(t): partial(reduce_all, t) for t in (apart, together)}, timed)
 rows = [(p, human_seconds(p * alpha + beta * S), t) for p, t in times.items()]
-few.print(f"{human_bytes(S)} of gradients, {n} ranks")
-few.print(table(rows, ["messages", "predicted", "measured, median (quartiles)"]))
-few.print(f"one by one takes {times[len(apart)].ratio(times[1]).median:.2f} times as long")
+timed.print(f"{human_bytes(S)} of gradients, {n} ranks")
+timed.print(table(rows, ["messages", "predicted", "measured, median (quartiles)"]))
+timed.print(f"one by one takes {times[len(apart)].ratio(times[1]).median:.2f} times as long")
 
 # %% [markdown] index=["bucket", "first bucket"]
 """
@@ -173,7 +174,7 @@ rows = [
     (human_bytes(size), "\n".join(f"{names[i]} ({tensors[i].nbytes})" for i in bucket))
     for size, bucket in zip(sizes(tensors, buckets), buckets, strict=True)
 ]
-few.print(table(rows, ["bucket", "parameters (bytes)"], form="grid"))
+timed.print(table(rows, ["bucket", "parameters (bytes)"], form="grid"))
 
 # %% [markdown]
 """
@@ -214,7 +215,7 @@ PUBLISHED = {25: [2052000, 28852224, 15853824], 35: [2052000, 38297600, 6408448]
 resnet = resnet18()
 plans = {cap: plan(resnet, first=MIB, cap=cap * MIB) for cap in PUBLISHED}
 for cap, published in PUBLISHED.items():
-    few.print(f"cap {cap} MiB: {sizes(resnet, plans[cap])}, published {published}")
+    timed.print(f"cap {cap} MiB: {sizes(resnet, plans[cap])}, published {published}")
     assert sizes(resnet, plans[cap]) == published
 
 # %% tags=["plumbing"]
@@ -249,7 +250,7 @@ def torch_planner(tensors, caps):
 
 # %%
 torch.manual_seed(0)
-deep = FullMLP(256, depth=32).to(few.device)
+deep = FullMLP(256, depth=32).to(timed.device)
 parameters, total = list(deep.parameters()), gradient_bytes(deep)
 transformer = Transformer(vocabulary=1024, dim=128, depth=4, heads=4, context=32)
 
@@ -262,7 +263,7 @@ for tensors in models.values():
         ours = plan(tensors, *caps)
         assert ours == in_reverse(plan_buckets, tensors, *caps)
         assert ours == in_reverse(torch_planner, tensors, *caps)
-few.print(f"equal to PyTorch's plan and the core's: {', '.join(models)}, at 12 pairs of caps")
+timed.print(f"equal to PyTorch's plan and the core's: {', '.join(models)}, at 12 pairs of caps")
 
 # %% [markdown]
 """
@@ -332,7 +333,7 @@ Do they train as one device does on the whole batch, and exactly as the core's
 """
 
 # %%
-digits = load_digits(few.device)
+digits = load_digits(timed.device)
 BATCH = 96 - 96 % n  # so that the ranks share it evenly
 CAP = 256 << 10
 
@@ -340,7 +341,7 @@ CAP = 256 << 10
 # %%
 def train(hook, rank, n):
     torch.manual_seed(0)
-    model = FullMLP(64, outputs=10).to(few.device, torch.float64)
+    model = FullMLP(64, outputs=10).to(timed.device, torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     hooks = hook(model)
     for x, y in ShardedBatches(digits.train, BATCH, rank, n).epoch(0):
@@ -353,12 +354,12 @@ def train(hook, rank, n):
 
 
 # %%
-weights = train(lambda m: Hooks(m, few, plan(list(m.parameters()), CAP, CAP)), rank, n)
-core = train(lambda m: BucketedDDPHooks(m, few, CAP / MIB), rank, n)
+weights = train(lambda m: Hooks(m, timed, plan(list(m.parameters()), CAP, CAP)), rank, n)
+core = train(lambda m: BucketedDDPHooks(m, timed, CAP / MIB), rank, n)
 alone = train(lambda _: None, 0, 1)
 apart = ((weights - alone).norm() / alone.norm()).item()
-few.print(f"bitwise equal to the core's: {torch.equal(weights, core)}")
-few.print(f"{apart:.1e} from one device on the whole batch")
+timed.print(f"bitwise equal to the core's: {torch.equal(weights, core)}")
+timed.print(f"{apart:.1e} from one device on the whole batch")
 assert torch.equal(weights, core)
 assert apart < 1e-9
 
@@ -388,7 +389,7 @@ def predict(sizes, hidden, faster=1):
 
 # %%
 CAPS = {"alone": 1} | {human_bytes(2**k): 2**k for k in (19, 20, 21, 22, 23)}
-x, y = torch.randn(2, 1152, 256, device=few.device)
+x, y = torch.randn(2, 1152, 256, device=timed.device)
 sent = {name: sizes(parameters, plan(parameters, cap, cap)) for name, cap in CAPS.items()}
 
 
@@ -419,11 +420,11 @@ of chapter 03, which sends one gradient after the other when backward is over:
 """
 
 # %%
-solo = [few.subgroup([r]) for r in range(n)][rank]
+solo = [timed.subgroup([r]) for r in range(n)][rank]
 both = bucketed_step(plan(parameters, total, total), solo)
-calls = {name: bucketed_step(plan(parameters, cap, cap), few) for name, cap in CAPS.items()}
+calls = {name: bucketed_step(plan(parameters, cap, cap), timed) for name, cap in CAPS.items()}
 calls |= {"naive": naive_step, "forward": lambda: mse_loss(deep(x), y), "both": both}
-steps = measure(calls, few, warmup=1, repeat=4)
+steps = measure(calls, timed, warmup=1, repeat=4)
 naive, compute, together = (steps.pop(name) for name in ("naive", "forward", "both"))
 
 # %%
@@ -431,10 +432,10 @@ forward = compute.median
 backward = together.median - forward
 predicted = {name: (predict(s, True), predict(s, False)) for name, s in sent.items()}
 after = forward + backward + len(parameters) * alpha + beta * total
-few.print(f"forward {human_seconds(forward)}, backward {human_seconds(backward)}")
+timed.print(f"forward {human_seconds(forward)}, backward {human_seconds(backward)}")
 for i, what in enumerate(("messages are hidden", "nothing is hidden")):
     best = min(predicted, key=lambda name, i=i: predicted[name][i])
-    few.print(f"best cap if {what}: {best}, {human_seconds(predicted[best][i])} a step")
+    timed.print(f"best cap if {what}: {best}, {human_seconds(predicted[best][i])} a step")
 
 # %% [markdown]
 """
@@ -453,10 +454,10 @@ rows = [
 ]
 rows.append(("naive", len(parameters), "", human_seconds(after), f"{naive}"))
 headers = ["cap", "all-reduces", "all hidden", "none hidden", "measured (quartiles), * least"]
-few.print(table(rows, headers))
+timed.print(table(rows, headers))
 best = min(steps, key=lambda name: steps[name].median)
 for name in ("alone", best):
-    few.print(f"naive takes {naive.ratio(steps[name]).median:.2f} times cap '{name}', by rounds")
+    timed.print(f"naive takes {naive.ratio(steps[name]).median:.2f} times cap '{name}', by rounds")
 
 # %% tags=["plumbing"]
 average = [total / len(s) / MIB for s in sent.values()]
@@ -493,16 +494,16 @@ is taken to be ready after a tenth of that one:
 
 # %%
 alone = measure_compute(
-    deep, mse_loss, (x, y), lambda net: torch.optim.SGD(net.parameters()), few, repeat=3
+    deep, mse_loss, (x, y), lambda net: torch.optim.SGD(net.parameters()), timed, repeat=3
 )
 ready = {name: t / alone.backward * backward for name, t in alone.ready.items()}
 # The steps above have no optimizer, and their hooks' copies are a part of backward.
 alone = ComputeTimes(forward, backward, ready, optimizer=0.0, copy=0.0)
 
 # %%
-cost = replace(measure_all_reduce(few, (MIB, 2 * MIB), repeat=3), alpha=alpha, beta=beta)
-cores = cores_for_each_rank(few)
-few.print(f"a message keeps {cost.cores:.2f} cores of a rank busy")
+cost = replace(measure_all_reduce(timed, (MIB, 2 * MIB), repeat=3), alpha=alpha, beta=beta)
+cores = cores_for_each_rank(timed)
+timed.print(f"a message keeps {cost.cores:.2f} cores of a rank busy")
 
 # %% tags=["plumbing"]
 figures.explore_buckets(
@@ -532,10 +533,10 @@ send each gradient alone, and the buckets, with PyTorch's default cap:
 """
 
 # %%
-images, classes = torch.randn(16, 64, device=few.device), torch.arange(16, device=few.device)
+images, classes = torch.randn(16, 64, device=timed.device), torch.arange(16, device=timed.device)
 cases = {
-    "MLP": (deep, few, (x, y), mse_loss),
-    "CNN": (cnn.to(few.device), few, (images, classes % 10), cross_entropy),
+    "MLP": (deep, timed, (x, y), mse_loss),
+    "CNN": (cnn.to(timed.device), timed, (images, classes % 10), cross_entropy),
 }
 kinds = ("hooks", "bucketed")
 compared = {name: compare_strategies(kinds, *case, repeat=7) for name, case in cases.items()}
@@ -549,7 +550,7 @@ for name, times in compared.items():
     both = mark_least([*map(str, times.values())], [t.median for t in times.values()])
     rows.append((name, human_bytes(gradient_bytes(cases[name][0])), *counts, *both, ratio))
 headers = ["", "gradients", "alone", "buckets", "one by one", "bucketed, * least", "second / first"]
-few.print(table(rows, headers))
+timed.print(table(rows, headers))
 
 # %% [markdown]
 """
@@ -575,7 +576,7 @@ class Collector:
     def finish(self):
         flat = torch.cat([gradient.flatten() for gradient in self.gradients])
         self.sent.append(flat.nbytes)
-        few.all_reduce_mean(flat)
+        timed.all_reduce_mean(flat)
         parts = flat.split([gradient.numel() for gradient in self.gradients])
         for gradient, part in zip(self.gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
@@ -587,7 +588,7 @@ class Collector:
 rows, results = [], []
 for empties in (False, True):
     torch.manual_seed(0)
-    model = FullMLP(256, depth=4).to(few.device)
+    model = FullMLP(256, depth=4).to(timed.device)
     collector = Collector(model, empties)
     for _ in range(4):
         step(model, collector)
@@ -595,7 +596,7 @@ for empties in (False, True):
     results.append([p.grad for p in model.parameters()])
 
 # %%
-few.print(table(rows, ["sent", *(f"step {i}" for i in range(1, 5))]))
+timed.print(table(rows, ["sent", *(f"step {i}" for i in range(1, 5))]))
 torch.testing.assert_close(*results)
 assert rows[1][1:] == (human_bytes(gradient_bytes(model)),) * 4
 assert rows[0][4] == human_bytes(4 * gradient_bytes(model))
@@ -627,8 +628,8 @@ class EagerHooks(Hooks):
 # %%
 def two_branches(hook, xs, rank):
     torch.manual_seed(0)
-    branches = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2)).to(few.device)
-    hooks = hook(branches, few, [[1], [0]]) if hook else None
+    branches = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2)).to(timed.device)
+    hooks = hook(branches, timed, [[1], [0]]) if hook else None
     order = (0, 1) if rank % 2 == 0 else (1, 0)
     results = {i: branches[i](xs) for i in order}
     (results[0] + 2 * results[1]).square().mean().backward()
@@ -639,12 +640,12 @@ def two_branches(hook, xs, rank):
 
 # %%
 torch.manual_seed(rank)
-mine = torch.randn(16, 8, device=few.device)
-whole = two_branches(None, few.all_gather(mine).flatten(0, 1), rank=0)
+mine = torch.randn(16, 8, device=timed.device)
+whole = two_branches(None, timed.all_gather(mine).flatten(0, 1), rank=0)
 for hook in (EagerHooks, Hooks):
     got = two_branches(hook, mine, rank)
     error = ((got - whole).norm() / whole.norm()).item()
-    few.print(f"{hook.__name__}: gradients {error:.1e} from those of the whole batch")
+    timed.print(f"{hook.__name__}: gradients {error:.1e} from those of the whole batch")
     assert (error < 1e-5) == (hook is Hooks or n == 1)
 
 # %% [markdown]
@@ -690,11 +691,11 @@ def held(hooks):
 kinds, calls = {}, {}
 for name, as_view in {"views": True, "copies": False}.items():
     replica = copy.deepcopy(deep)
-    kinds[name] = BucketedDDPHooks(replica, few, 2.0, gradient_as_bucket_view=as_view)
+    kinds[name] = BucketedDDPHooks(replica, timed, 2.0, gradient_as_bucket_view=as_view)
     calls[name] = partial(step, replica, kinds[name])
-times = measure(calls, few, repeat=5)
+times = measure(calls, timed, repeat=5)
 rows = [(name, held(hooks) / total, times[name]) for name, hooks in kinds.items()]
-few.print(table(rows, ["", "memory / gradients", "step, median (quartiles)"]))
+timed.print(table(rows, ["", "memory / gradients", "step, median (quartiles)"]))
 assert held(kinds["views"]) == total
 assert held(kinds["copies"]) == 2 * total
 
@@ -728,7 +729,7 @@ places = {
     "small first": plan(parameters, small, cap),
     "small last": [[len(parameters) - 1 - i for i in b[::-1]] for b in forwards[::-1]],
 }
-measured = measure({k: bucketed_step(p, few) for k, p in places.items()}, few, repeat=5)
+measured = measure({k: bucketed_step(p, timed) for k, p in places.items()}, timed, repeat=5)
 
 # %% tags=["plumbing"]
 marked = mark_least([*map(str, measured.values())], [t.median for t in measured.values()])
@@ -736,7 +737,7 @@ rows = [
     (name, *(human_seconds(predict(sizes(parameters, p), True, faster)) for faster in (1, 10)), m)
     for (name, p), m in zip(places.items(), marked, strict=True)
 ]
-few.print(table(rows, ["", "all hidden", "network 10 x faster", "measured (quartiles), * least"]))
+timed.print(table(rows, ["", "all hidden", "network 10 x faster", "measured (quartiles), * least"]))
 
 # %% [markdown]
 """

@@ -667,8 +667,8 @@ this one does unless told otherwise:
 """
 
 # %%
-few = comms.timed()
-part = [tuple(shard(t[:BATCH], few.rank, few.world_size) for t in digits.train.tensors)]
+timed = comms.timed()
+part = [tuple(shard(t[:BATCH], timed.rank, timed.world_size) for t in digits.train.tensors)]
 WIDTHS = (128, 256, 512)
 
 
@@ -676,12 +676,12 @@ WIDTHS = (128, 256, 512)
 def contestants(dim):
     """A model of each kind, all alike."""
     bare, ours, theirs, views = (new_model(0, torch.float32, dim) for _ in range(4))
-    wrap = partial(TorchDDP, process_group=few.group)
+    wrap = partial(TorchDDP, process_group=timed.group)
     return {
         "no averaging": bare,
         "torch DDP": wrap(theirs),
         "torch DDP, views": wrap(views, gradient_as_bucket_view=True),
-        "microddp.DDP": DDP(ours, few),
+        "microddp.DDP": DDP(ours, timed),
     }
 
 
@@ -690,7 +690,7 @@ measured = {}
 for dim in WIDTHS:
     models = contestants(dim)
     calls = {name: partial(train, model, part, sgd(model)) for name, model in models.items()}
-    measured[dim] = measure(calls, few, repeat=11)
+    measured[dim] = measure(calls, timed, repeat=11)
 
 # %% tags=["plumbing"]
 rows = []
@@ -699,8 +699,8 @@ for dim, steps in measured.items():
     ratios = [mine.ratio(other) for other in others]
     written = [f"{r.median:.2f} ({r.spread[0]:.2f} to {r.spread[1]:.2f})" for r in ratios]
     rows.append((dim, *(human_seconds(timing.median) for timing in steps.values()), *written))
-few.print(f"median time of a step; ranks timed: {few.world_size}; ours / theirs, with quartiles")
-few.print(table(rows, ["width", *calls, "ours / torch, views", "ours / torch"]))
+timed.print(f"median time of a step on {timed.world_size} ranks; ours / theirs, with quartiles")
+timed.print(table(rows, ["width", *calls, "ours / torch, views", "ours / torch"]))
 figures.lines(
     {name: (WIDTHS, [measured[d][name].median * 1e3 for d in WIDTHS]) for name in calls},
     title=f"Width {dim}: our step takes {written[0]} times PyTorch's with views",

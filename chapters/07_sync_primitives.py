@@ -371,10 +371,10 @@ they have links of their own; elsewhere those without a core or GPU leave. `m` r
 """
 
 # %%
-few = comms.timed(computing=False)
-m = few.world_size
+timed = comms.timed(computing=False)
+m = timed.world_size
 doublings = math.ceil(math.log2(m))
-few.print(f"{m} of {n} ranks stay")
+timed.print(f"{m} of {n} ranks stay")
 
 # %%
 COST = {
@@ -422,10 +422,10 @@ def sent_since(before):
 # %%
 def call_on(name, parts):
     """A call of a collective whose largest tensor has ``parts`` numbers for each rank."""
-    x = brings(name, torch.ones(m * parts, device=comms.device), few)
+    x = brings(name, torch.ones(m * parts, device=comms.device), timed)
     if name == "reduce-scatter, ring":
-        return partial(ring_reduce_scatter, x, few)
-    return few.barrier if name == "barrier" else partial(collective, name, few, x)
+        return partial(ring_reduce_scatter, x, timed)
+    return timed.barrier if name == "barrier" else partial(collective, name, timed, x)
 
 
 # %%
@@ -436,21 +436,21 @@ can_count = comms.backend == "gloo" and hasattr(socket, "TCP_INFO") and any(byte
 
 # %%
 counted = {}
-for name in COST if m > 1 and all(few.all_gather_data(can_count)) else ():
+for name in COST if m > 1 and all(timed.all_gather_data(can_count)) else ():
     call = call_on(name, PART)
-    few.barrier()
+    timed.barrier()
     before = bytes_sent()
     call()
-    few.barrier()
-    counted[name] = max(few.all_gather_data(sent_since(before)))
+    timed.barrier()
+    counted[name] = max(timed.all_gather_data(sent_since(before)))
 
 # %%
 rows = [(name, human_bytes(COST[name][2] * S), human_bytes(sent)) for name, sent in counted.items()]
 if counted:
-    few.print(f"S = {human_bytes(S)}, {m} ranks: bytes of the rank that sends most")
-    few.print(table(rows, ["", "predicted", "counted"]))
+    timed.print(f"S = {human_bytes(S)}, {m} ranks: bytes of the rank that sends most")
+    timed.print(table(rows, ["", "predicted", "counted"]))
 else:
-    few.print("Bytes are counted for two ranks and more, on gloo, under Linux.")
+    timed.print("Bytes are counted for two ranks and more, on gloo, under Linux.")
 for name, sent in counted.items():
     expected = COST["all-reduce" if name == "reduce-scatter" else name][2] * S
     assert abs(sent - expected) < 0.02 * S, (name, sent, expected)
@@ -469,20 +469,20 @@ $\beta$ where the links' speed is not known:
 """
 
 # %%
-right, left = (few.rank + 1) % m, (few.rank - 1) % m
+right, left = (timed.rank + 1) % m, (timed.rank - 1) % m
 exchanges = {}
 for nbytes in (2**i for i in range(10, 23, 2)):
     out, into = torch.zeros(2, nbytes // 4, device=comms.device).unbind()
-    exchange = partial(few.sendrecv, out, right, into, left)
+    exchange = partial(timed.sendrecv, out, right, into, left)
     exchanges[nbytes] = exchange if m > 1 else partial(into.copy_, out)  # alone, one can only copy
-single = {size: t.median for size, t in measure(exchanges, few, repeat=31).items()}
-known = few.box.seconds_per_byte if few.box else None
+single = {size: t.median for size, t in measure(exchanges, timed, repeat=31).items()}
+known = timed.box.seconds_per_byte if timed.box else None
 alpha, beta = fit_alpha_beta(list(single), list(single.values()), known)
-few.print(f"alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte")
+timed.print(f"alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte")
 
 # %%
 timings = {
-    parts: measure({name: call_on(name, parts) for name in COST}, few, repeat=9)
+    parts: measure({name: call_on(name, parts) for name in COST}, timed, repeat=9)
     for parts in (1, PART)
 }
 
@@ -494,12 +494,12 @@ for parts, by_name in timings.items():
         predicted = rounds * (alpha + beta * share * 4 * m * parts)
         rows[name] += [human_seconds(predicted), human_seconds(timing.median)]
 headers = [f"{human_bytes(4 * m * parts)}, {w}" for parts in timings for w in ("pred.", "meas.")]
-few.print(table(rows.values(), ["", *headers]))
+timed.print(table(rows.values(), ["", *headers]))
 for parts, by_name in timings.items():
     costs = {name: COST[name][0] * (alpha + beta * COST[name][1] * 4 * m * parts) for name in COST}
     del costs["barrier"]  # has no bytes
     quicker = sum(by_name[name].median < seconds for name, seconds in costs.items())
-    few.print(f"{human_bytes(4 * m * parts)}: {quicker} of the {len(costs)} with bytes took less")
+    timed.print(f"{human_bytes(4 * m * parts)}: {quicker} of the {len(costs)} with bytes took less")
 
 # %% [markdown]
 r"""
@@ -548,23 +548,23 @@ not made.)
 """
 
 # %%
-rank, n = few.rank, m
-STUCK = n > 1 and few.backend == "gloo"  # whether there is somebody to wait for
+rank, n = timed.rank, m
+STUCK = n > 1 and timed.backend == "gloo"  # whether there is somebody to wait for
 
 
 def outcomes(mistake, *args, debug="0"):
     """How each rank fares when all ranks call ``mistake(group, *args)``."""
     os.environ["MICRODDP_DEBUG"] = debug  # read when a group is made; the next section turns it on
-    few.barrier()  # the time-out counts while the group is made, too
-    hasty, ending = few.subgroup(range(n), timeout=1.0), "went on"
+    timed.barrier()  # the time-out counts while the group is made, too
+    hasty, ending = timed.subgroup(range(n), timeout=1.0), "went on"
     os.environ["MICRODDP_DEBUG"] = "0"
     try:
-        if few.backend == "gloo":
+        if timed.backend == "gloo":
             mistake(hasty, *args)
     except RuntimeError as error:
         without_folder = re.sub(r"\[\S*/", "[", str(error))
         ending = shorten(without_folder, 150, placeholder=" ...")
-    endings = few.all_gather_data(ending)
+    endings = timed.all_gather_data(ending)
     hasty.close()
     return endings
 
@@ -572,7 +572,7 @@ def outcomes(mistake, *args, debug="0"):
 # %%
 def show(endings):
     for r, ending in enumerate(endings):
-        few.print(fill(f"[rank {r}] {ending}", 90, subsequent_indent=" " * 9))
+        timed.print(fill(f"[rank {r}] {ending}", 90, subsequent_indent=" " * 9))
 
 
 # %% [markdown]
@@ -585,7 +585,7 @@ and the function is right. Here it takes the ranks that stay away:
 
 # %%
 def log_loss(group, away):
-    loss = torch.ones(1, device=few.device)
+    loss = torch.ones(1, device=timed.device)
     if rank not in away:
         group.all_reduce_mean(loss)
     group.print(f"loss {loss.item():.3f}")
@@ -620,7 +620,7 @@ them enter a collective, but not the same one:
 
 # %%
 def two_orders(group, odd):
-    loss, threshold = torch.ones(2, 1, device=few.device)
+    loss, threshold = torch.ones(2, 1, device=timed.device)
     calls = [lambda: group.all_reduce(loss), lambda: group.broadcast(threshold)]
     for call in reversed(calls) if rank in odd else calls:
         call()
@@ -644,7 +644,7 @@ broadcasts:
 def swapped_sums(group, odd):
     sums = {"loss": 0.5, "images": 100.0}
     for name in sorted(sums, reverse=rank in odd):
-        total = torch.tensor([sums[name]], device=few.device)
+        total = torch.tensor([sums[name]], device=timed.device)
         group.all_reduce(total)
         sums[name] = total.item()
     group.print(f"0.5 and 100, summed over the ranks: {sums}")
@@ -652,9 +652,9 @@ def swapped_sums(group, odd):
 
 # %%
 def other_shape(group, odd):
-    tensor = torch.full((4 if rank in odd else 3,), float(rank), device=few.device)
+    tensor = torch.full((4 if rank in odd else 3,), float(rank), device=timed.device)
     group.broadcast(tensor)
-    received = few.all_gather_data(tensor.tolist())
+    received = timed.all_gather_data(tensor.tolist())
     group.print(f"rank 0 sent {received[0]}, the last rank has {received[-1]}")
 
 
@@ -711,7 +711,7 @@ all ranks meet at a barrier afterwards:
 
 # %%
 def evaluation(group, wrap, through, gradients, barrier):
-    model = wrap(SimpleCNN().to(few.device), group)
+    model = wrap(SimpleCNN().to(timed.device), group)
     a, b = next(batches.epoch(0))
     for step in range(4):
         if step == 3 and rank == 0:
@@ -727,7 +727,7 @@ def torch_ddp(module, group):
     return TorchDDP(module, process_group=group.group)
 
 
-_ = torch_ddp(nn.Linear(1, 1).to(few.device), few)  # imports longer than the time-out below
+_ = torch_ddp(nn.Linear(1, 1).to(timed.device), timed)  # imports longer than the time-out below
 
 # %%
 HANG = [("wrapper", True, False), ("wrapper", False, True)]
@@ -739,7 +739,7 @@ for case, wrap in itertools.product(HANG + GO_ON, (DDP, torch_ddp)):
     rows.append((*case, name, "hangs" if any(hangs) else "goes on"))
     assert hangs == {STUCK and case in HANG}
 headers = ["rank 0 evaluates", "gradients", "barrier", "DDP", "the job"]
-few.print(table(rows, headers))
+timed.print(table(rows, headers))
 
 # %% [markdown]
 """
@@ -760,7 +760,7 @@ Rank 0 saves, and the others wait until the file is there. Two lines, and one in
 
 # %%
 folder = tempfile.TemporaryDirectory()
-path = Path(few.all_gather_data(folder.name)[0], "model.pt")  # rank 0's
+path = Path(timed.all_gather_data(folder.name)[0], "model.pt")  # rank 0's
 
 
 def save(group):
@@ -783,13 +783,13 @@ when it is read; `weights_only=True` lets it make tensors, plain containers, and
 # %%
 if rank == 0:
     torch.save(module.state_dict(), path)
-few.barrier()
-restored = FullMLP(64, depth=4, outputs=10).to(few.device, torch.float64)
-restored.load_state_dict(torch.load(path, weights_only=True, map_location=few.device))
-check_replicas(restored, few)
-few.barrier()  # before rank 0 takes the folder away
+timed.barrier()
+restored = FullMLP(64, depth=4, outputs=10).to(timed.device, torch.float64)
+restored.load_state_dict(torch.load(path, weights_only=True, map_location=timed.device))
+check_replicas(restored, timed)
+timed.barrier()  # before rank 0 takes the folder away
 folder.cleanup()
-few.print(f"{n} equal models from one file")
+timed.print(f"{n} equal models from one file")
 
 # %% [markdown]
 """
@@ -802,8 +802,8 @@ a text, a tuple a list.
 """
 
 # %%
-told = few.all_gather_data({"rank": rank, 1: (2, 3), "note": "x" * rank})
-few.print(f"from the last rank: {told[-1]}")
+told = timed.all_gather_data({"rank": rank, 1: (2, 3), "note": "x" * rank})
+timed.print(f"from the last rank: {told[-1]}")
 assert [entry["rank"] for entry in told] == list(range(n))
 
 # %% [markdown]
@@ -822,8 +822,8 @@ class Surprise:
 
 received = [None] * n
 last = Surprise() if rank == n - 1 else "a text"
-dist.all_gather_object(received, last, group=few.group)
-few.print(f"rank 0 received {received[-1]}; its process is number {os.getpid()}")
+dist.all_gather_object(received, last, group=timed.group)
+timed.print(f"rank 0 received {received[-1]}; its process is number {os.getpid()}")
 assert received[-1] == os.getpid()
 
 # %% [markdown]
@@ -854,8 +854,8 @@ $ python -m microddp.labs start 07
    def gather_by_all_to_all(part):
        parts = part.new_zeros(m, *part.shape)
        parts[0] = part
-       result = few.all_to_all(parts.flatten(0, 1))
-       return result if few.rank == 0 else None
+       result = timed.all_to_all(parts.flatten(0, 1))
+       return result if timed.rank == 0 else None
    ```
 
    The zeros travel, too. With `bytes_sent` before and `sent_since` after both, each rank sends

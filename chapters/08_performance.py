@@ -54,11 +54,11 @@ from microddp.timing import Timeline, Timing, break_down, measure
 # sphinx_gallery_hosts = "4 x 1gbit"
 comms = microddp.init()
 comms.print(comms.describe())
-few = comms.timed()
-n = few.world_size
-few.print(f"{n} of {comms.world_size} ranks stay")
+timed = comms.timed()
+n = timed.world_size
+timed.print(f"{n} of {comms.world_size} ranks stay")
 if n == 1:
-    few.print("One rank waits for nobody; add --nproc-per-node=2 to see communication.")
+    timed.print("One rank waits for nobody; add --nproc-per-node=2 to see communication.")
 
 # %% [markdown] index=["exposed communication"]
 r"""
@@ -105,8 +105,8 @@ strategies take turns. The batch is large, so backward can hide something:
 # %%
 torch.manual_seed(0)
 DIM = 256
-model = FullMLP(DIM).to(few.device)
-batch = torch.randn(2, 64, DIM, device=few.device).unbind()
+model = FullMLP(DIM).to(timed.device)
+batch = torch.randn(2, 64, DIM, device=timed.device).unbind()
 
 
 def sgd(net):
@@ -120,13 +120,13 @@ def speed_of(group):
 
 # %%
 kinds = {name: make for name, make in STRATEGIES.items() if make.replicas}  # not in parts
-ways = {name: make(copy.deepcopy(model), few, bucket_cap_mb=1) for name, make in kinds.items()}
+ways = {name: make(copy.deepcopy(model), timed, bucket_cap_mb=1) for name, make in kinds.items()}
 optimizers = {name: sgd(strategy.module) for name, strategy in ways.items()}
 recorded = {name: [] for name in ("naive", "hooks", "bucketed", "ddp")}
-large = torch.randn(2, 768, DIM, device=few.device).unbind()
+large = torch.randn(2, 768, DIM, device=timed.device).unbind()
 for _ in range(9):
     for name, steps in recorded.items():
-        timeline = Timeline(few)
+        timeline = Timeline(timed)
         ways[name].record(timeline)
         take_step(ways[name], mse_loss, optimizers[name], large)
         steps.append(timeline.gather())
@@ -150,7 +150,7 @@ for name, steps in recorded.items():
     apart, times = (each(on_rank_0(medians[name])) for each in (take_apart, break_down))
     assert abs(apart["exposed"] - times.exposed) + abs(apart["hidden"] - times.hidden) < 1e-9
     rows.append((name, *(t * 1e3 for t in (times.total, times.exposed, times.hidden))))
-few.print(table(rows, ["ms, rank 0's median step", "step", "exposed", "hidden"]))
+timed.print(table(rows, ["ms, rank 0's median step", "step", "exposed", "hidden"]))
 
 # %% [markdown]
 """
@@ -172,17 +172,17 @@ and "torch" PyTorch's:
 """
 
 # %%
-analyzers = {name: DDPPerformanceAnalyzer(few) for name in ways}
+analyzers = {name: DDPPerformanceAnalyzer(timed) for name in ways}
 for _ in range(15):
     for name, strategy in ways.items():
-        few.barrier()
+        timed.barrier()
         analyzers[name].time_step(strategy, *batch, optimizers[name], loss_fn=mse_loss)
 
 # %%
 for analyzer in analyzers.values():
     del analyzer.steps[:3]  # to warm up
 summaries = {name: analyzer.summary() for name, analyzer in analyzers.items()}
-few.print(summaries["ddp"])
+timed.print(summaries["ddp"])
 assert n == 1 or summaries["naive"].ranks[0].hidden == 0
 
 # %% tags=["plumbing"]
@@ -198,7 +198,7 @@ rows = []
 for name in ("hooks", "bucketed", "ddp"):
     ours, first = summaries[name].ranks[0], summaries["naive"].ranks[0]
     rows.append((name, *(getattr(ours, p) * 1e3 - getattr(first, p) * 1e3 for p in PARTS[1:3])))
-few.print(table(rows, ["ms more than naive", "backward", "exposed"], floats=("", "+.1f", "+.1f")))
+timed.print(table(rows, ["ms more than naive", "backward", "exposed"], floats=("", "+.1f", "+.1f")))
 
 # %% [markdown]
 """
@@ -225,11 +225,11 @@ One convolutional network trains on all of these:
 
 # %%
 SPEEDS = ("100mbit", "300mbit", "1gbit", "3gbit", "10gbit")
-images = torch.randn(16, 64, device=few.device), torch.arange(16, device=few.device) % 10
+images = torch.randn(16, 64, device=timed.device), torch.arange(16, device=timed.device) % 10
 
 
 def overhead_of(cnn):
-    return DDPPerformanceAnalyzer(few).analyze_communication_overhead(cnn, *images, repeat=3)
+    return DDPPerformanceAnalyzer(timed).analyze_communication_overhead(cnn, *images, repeat=3)
 
 
 def share(seconds, alone):
@@ -238,21 +238,21 @@ def share(seconds, alone):
 
 # %%
 def new_cnn(channels):
-    return SimpleCNN(ModelConfig(channels, hidden=2 * channels[1])).to(few.device)
+    return SimpleCNN(ModelConfig(channels, hidden=2 * channels[1])).to(timed.device)
 
 
 small = new_cnn((96, 192, 384))
-usual, by_speed = few.box and few.box.links[0].option, {}
-for speed in SPEEDS if few.box else ():
-    relink(few, speed)
+usual, by_speed = timed.box and timed.box.links[0].option, {}
+for speed in SPEEDS if timed.box else ():
+    relink(timed, speed)
     overhead = overhead_of(small)
-    t, c = estimate_communication_time(overhead.nbytes, n, speed_of(few)), overhead.alone.median
+    t, c = estimate_communication_time(overhead.nbytes, n, speed_of(timed)), overhead.alone.median
     rest = max(0.0, t - 2 * c / 3)
-    by_speed[few.box.links[0]] = share(t, c), overhead.share, share(rest, c)
+    by_speed[timed.box.links[0]] = share(t, c), overhead.share, share(rest, c)
 
 # %% tags=["plumbing"]
 if by_speed:
-    relink(few, usual)
+    relink(timed, usual)
     names = ("nothing hidden", "measured", "all of backward hides")
     x = [link.bits_per_second / 1e9 for link in by_speed]
     columns = zip(*by_speed.values(), strict=True)
@@ -267,9 +267,10 @@ if by_speed:
     above = sum(measured > most + 0.01 for most, measured, _ in by_speed.values())
     below = sum(measured < least - 0.01 for _, measured, least in by_speed.values())
     between = len(by_speed) - above - below
-    few.print(f"between the two, to a percentage point: {between}; above {above}, below {below}")
-    few.print(f"at {fast} the wire takes {min(1, t / overhead.seconds):.0%} of what averaging adds")
-few.print("links of known speed: " + (", ".join(map(str, by_speed)) or "none here"))
+    timed.print(f"between the two, to a percentage point: {between}; above {above}, below {below}")
+    wire = min(1, t / overhead.seconds)
+    timed.print(f"at {fast} the wire takes {wire:.0%} of what averaging adds")
+timed.print("links of known speed: " + (", ".join(map(str, by_speed)) or "none here"))
 
 # %% [markdown]
 r"""
@@ -299,7 +300,7 @@ the same ratio of computing to bytes. For each MiB of gradients the table has th
 RULE = {(96, 192, 384): 0.6, (208, 416, 832): 0.4, (432, 864, 1728): 0.2}
 if by_speed and n > 1:
     wanted = bus_bandwidth(overhead.nbytes, 1.5 * overhead.alone.median, n)
-    relink(few, f"{wanted * 8e-6:.0f}mbit")
+    relink(timed, f"{wanted * 8e-6:.0f}mbit")
 rows, cnns = [], {}
 
 # %%
@@ -307,7 +308,7 @@ for channels, rule in RULE.items():
     cnn = new_cnn(channels)
     overhead = overhead_of(cnn)
     alone, millions = overhead.alone.median, overhead.nbytes / 4e6
-    t = estimate_communication_time(overhead.nbytes, max(n, 2), speed_of(few))
+    t = estimate_communication_time(overhead.nbytes, max(n, 2), speed_of(timed))
     shares = (share(t, alone), overhead.share, rule)
     times = (
         human_bytes(overhead.nbytes),
@@ -318,10 +319,10 @@ for channels, rule in RULE.items():
 
 # %% tags=["plumbing"]
 headers = ["parameters", "gradients", "computing", "a MiB", "none hidden", "measured", "the rule"]
-few.print(f"links of {human_bits(8 * speed_of(few))}")
-few.print(table(rows, headers))
+timed.print(f"links of {human_bits(8 * speed_of(timed))}")
+timed.print(table(rows, headers))
 if by_speed:
-    relink(few, usual)
+    relink(timed, usual)
 
 # %% [markdown] index=["strong scaling", "weak scaling", "scaling efficiency"]
 """
@@ -357,7 +358,7 @@ def train_step(net, optimizer, batch, loss_fn):
 
 # %%
 def make_steps(group, samples):
-    data = torch.randn(2, samples, DIM, device=few.device).unbind()
+    data = torch.randn(2, samples, DIM, device=timed.device).unbind()
     alone, wrapped = copy.deepcopy(model), DDP(copy.deepcopy(model), group)
     return tuple(partial(train_step, m, sgd(m), data, mse_loss) for m in (wrapped, alone))
 
@@ -365,8 +366,8 @@ def make_steps(group, samples):
 # %%
 curves = {}
 for kind in ("strong", "weak"):
-    scaling = measure_scaling(make_steps, few, 384, weak=kind == "weak", repeat=7)
-    few.print(f"{kind} scaling\n{scaling}\n")
+    scaling = measure_scaling(make_steps, timed, 384, weak=kind == "weak", repeat=7)
+    timed.print(f"{kind} scaling\n{scaling}\n")
     counts = [point.ranks for point in scaling.points]
     curves[kind] = (counts, [scaling.speedup(point) for point in scaling.points])
     allowed = [scaling.allowed(point) for point in scaling.points]
@@ -404,7 +405,7 @@ def accumulate(K, batch, autocast, net, optimizer):
     optimizer.zero_grad()
     for k in range(K):
         apart = net.no_sync() if k < K - 1 and isinstance(net, DDP) else nullcontext()
-        with apart, torch.autocast(few.device.type, torch.bfloat16, enabled=autocast):
+        with apart, torch.autocast(timed.device.type, torch.bfloat16, enabled=autocast):
             loss = mse_loss(net(batch[0]), batch[1]) / K
             loss.backward()
     optimizer.step()
@@ -413,10 +414,10 @@ def accumulate(K, batch, autocast, net, optimizer):
 # %%
 def variant(K=1, samples=64, cap=1.0, autocast=False, half_messages=False):
     """A step alone and a step together."""
-    data = torch.randn(2, samples, DIM, device=few.device).unbind()
-    alone, wrapped = copy.deepcopy(model), DDP(copy.deepcopy(model), few, bucket_cap_mb=cap)
+    data = torch.randn(2, samples, DIM, device=timed.device).unbind()
+    alone, wrapped = copy.deepcopy(model), DDP(copy.deepcopy(model), timed, bucket_cap_mb=cap)
     if half_messages:
-        wrapped.register_comm_hook(few.group, bf16_compress_hook)
+        wrapped.register_comm_hook(timed.group, bf16_compress_hook)
     return [partial(accumulate, K, data, autocast, m, sgd(m)) for m in (alone, wrapped)]
 
 
@@ -430,7 +431,7 @@ for name, options in VARIANTS.items():
     calls[name, "alone"], calls[name, "together"] = variant(**options)
 
 # %%
-times = measure(calls, few, repeat=5)
+times = measure(calls, timed, repeat=5)
 overheads = {
     name: Overhead(gradient_bytes(model), times[name, "alone"], times[name, "together"])
     for name in VARIANTS
@@ -457,12 +458,12 @@ figures.stacked_bars(
 caps = [name for name in VARIANTS if name.startswith("buckets")]
 best = min(caps, key=lambda name: overheads[name].together.median)
 told = all(overheads[best].together.clearly_below(overheads[c].together) for c in caps if c != best)
-few.print(f"shortest step: {best}{'' if told else ', not clearly below the others'}")
+timed.print(f"shortest step: {best}{'' if told else ', not clearly below the others'}")
 same = [shares[name] for name in ("buckets of 1 MiB", "accumulation of 1", "batch of 64")]
-few.print(f"one and the same step, timed three times: {min(same):.1%} to {max(same):.1%}")
+timed.print(f"one and the same step, timed three times: {min(same):.1%} to {max(same):.1%}")
 rows = [(K, shares[f"accumulation of {K}"], once / (once + K * (1 - once))) for K in (2, 4, 8)]
-few.print(f"accumulation, from {once:.0%} without")
-few.print(table(rows, ["micro-batches", "measured", "predicted"], floats=".0%"))
+timed.print(f"accumulation, from {once:.0%} without")
+timed.print(table(rows, ["micro-batches", "measured", "predicted"], floats=".0%"))
 
 # %% [markdown]
 r"""
@@ -515,8 +516,8 @@ def predict(net, compute, cost, cap):
 
 
 # %%
-cost = measure_all_reduce(few, repeat=5)
-few.print(
+cost = measure_all_reduce(timed, repeat=5)
+timed.print(
     f"all-reduce: alpha {human_seconds(cost.alpha)}, beta {cost.beta * 1e9:.3f} ns/byte, "
     f"{cost.cores:.2f} cores of each rank busy"
 )
@@ -530,7 +531,7 @@ the two, both must agree:
 """
 
 # %%
-compute = measure_compute(model, mse_loss, batch, sgd, few)
+compute = measure_compute(model, mse_loss, batch, sgd, timed)
 bare = replace(compute, copy=0.0), replace(cost, cores=0.0)
 for cap in (0.1, 1.0, 25.0):
     core = predict_step("ddp", model, *bare, bucket_cap_mb=cap).step
@@ -546,11 +547,11 @@ predicted and timed in {class}`~microddp.ddp.wrapper.DistributedDataParallel`, i
 
 
 # %%
-tokens = torch.randint(512, (4, 64), device=few.device)
-decoder = Transformer(512, dim=192, depth=3, heads=3, context=64).to(few.device)
-CASES = {f"MLP of width {dim}": (FullMLP(dim).to(few.device), dim, mse_loss) for dim in (128, 512)}
+tokens = torch.randint(512, (4, 64), device=timed.device)
+decoder = Transformer(512, dim=192, depth=3, heads=3, context=64).to(timed.device)
+CASES = {f"MLP of width {d}": (FullMLP(d).to(timed.device), d, mse_loss) for d in (128, 512)}
 CASES = {
-    name: (net, torch.randn(2, 64, dim, device=few.device).unbind(), loss_fn)
+    name: (net, torch.randn(2, 64, dim, device=timed.device).unbind(), loss_fn)
     for name, (net, dim, loss_fn) in CASES.items()
 }
 smallest, cnn = next(iter(cnns.items()))
@@ -561,56 +562,56 @@ CASES["transformer"] = (decoder, (tokens, tokens.roll(-1, 1)), token_loss)
 # %%
 def on_this_link(cost):
     """The cores spend as much on a byte as before, while it travels for longer or shorter."""
-    if few.box is None:
+    if timed.box is None:
         return cost
-    beta = 2 * (n - 1) / n / speed_of(few)
+    beta = 2 * (n - 1) / n / speed_of(timed)
     return replace(cost, beta=beta, cores=cost.cores * cost.beta / beta)
 
 
 def both(net, data, loss_fn, cap=1.0):
     """This chapter's prediction and the book's."""
-    compute, now = measure_compute(net, loss_fn, data, sgd, few, repeat=4), on_this_link(cost)
-    whole = predict_step("ddp", net, compute, now, cores_for_each_rank(few), cap)
+    compute, now = measure_compute(net, loss_fn, data, sgd, timed, repeat=4), on_this_link(cost)
+    whole = predict_step("ddp", net, compute, now, cores_for_each_rank(timed), cap)
     return predict(net, compute, now, cap), whole.step
 
 
 # %%
 rows, errors = [], {}
-speeds = ("500mbit", "2gbit") if few.box else ("as it is",)
+speeds = ("500mbit", "2gbit") if timed.box else ("as it is",)
 for speed, (name, (net, data, loss_fn)) in itertools.product(speeds, CASES.items()):
-    if few.box:
-        relink(few, speed)
-    wrapped = DDP(copy.deepcopy(net), few, bucket_cap_mb=1.0)
+    if timed.box:
+        relink(timed, speed)
+    wrapped = DDP(copy.deepcopy(net), timed, bucket_cap_mb=1.0)
     step = partial(train_step, wrapped, sgd(wrapped), data, loss_fn)
     predicted, seconds = [], []
     for _ in range(2):  # in turns, because a machine changes its pace
         predicted.append(both(net, data, loss_fn))
-        seconds += measure({"": step}, few, warmup=1, repeat=4)[""].seconds
+        seconds += measure({"": step}, timed, warmup=1, repeat=4)[""].seconds
     both_medians = [statistics.median(each) for each in zip(*predicted, strict=True)]
     measured = Timing(tuple(seconds))
-    link = human_bits(8 * speed_of(few)) if few.box else "this machine's"
+    link = human_bits(8 * speed_of(timed)) if timed.box else "this machine's"
     missed = [seconds / measured.median - 1 for seconds in both_medians]
     errors.setdefault(link, []).append(missed)
     rows.append((name, link, *map(human_seconds, both_medians), measured, *missed))
 
 # %% tags=["plumbing"]
-if few.box:
-    relink(few, usual)
+if timed.box:
+    relink(timed, usual)
 headers = ["model", "link", "predicted", "the book's", "measured (quartiles)", "error", "its error"]
-few.print(table(rows, headers, floats=("", "", "", "", "", "+.0%", "+.0%")))
+timed.print(table(rows, headers, floats=("", "", "", "", "", "+.0%", "+.0%")))
 flat = [missed for of_link in errors.values() for missed in of_link]
 middle = [statistics.median(map(abs, column)) for column in zip(*flat, strict=True)]
-few.print(f"median error {middle[0]:.0%}, of the book's {middle[1]:.0%}")
+timed.print(f"median error {middle[0]:.0%}, of the book's {middle[1]:.0%}")
 spreads = [[quartile / t.median - 1 for quartile in t.spread] for *_, t, _, _ in rows]
 inside = sum(
     low <= of_book <= high for (low, high), (_, of_book) in zip(spreads, flat, strict=True)
 )
-few.print(f"within the quartiles of what was measured: {inside} of the book's {len(flat)}")
+timed.print(f"within the quartiles of what was measured: {inside} of the book's {len(flat)}")
 for link, of_link in errors.items():
     signed = statistics.median(error for _, error in of_link)
     longer = sum(error < 0 for _, error in of_link)
-    few.print(f"{link}: {longer} of {len(of_link)} steps took longer than the book predicts,")
-    few.print(f"  which is {signed:+.0%} in the middle")
+    timed.print(f"{link}: {longer} of {len(of_link)} steps took longer than the book predicts,")
+    timed.print(f"  which is {signed:+.0%} in the middle")
 
 # %% [markdown] index=["break-even"]
 r"""
@@ -644,7 +645,7 @@ engineering](https://github.com/stas00/ml-engineering), network, 2025).
 
 # %%
 RANKS, SAMPLES = 8, 1024
-rates = measure_rates(few)
+rates = measure_rates(timed)
 H100 = 0.4 * 989e12, 2**20 * 2 * (RANKS - 1) / RANKS / 40e9
 HERE = rates.flops, cost.alpha * (RANKS - 1) / max(n - 1, 1)  # start-ups grow with the rounds
 
@@ -667,12 +668,12 @@ LINKS = {"10 Gbit/s Ethernet": 1.25, "PCIe 4.0 x16": 31.5, "NVLink 4 (H100)": 45
 if n > 1 and cost.beta > 0:
     LINKS["this machine's all-reduce"] = bus_bandwidth(1, cost.beta, n) / 1e9
 need_here, need_h100 = (break_even(1e9, *device) / 1e9 for device in (HERE, H100))
-few.print(f"1e9 parameters need {need_here:.3g} GB/s here, and {need_h100:.3g} GB/s on H100s")
+timed.print(f"1e9 parameters need {need_here:.3g} GB/s here, and {need_h100:.3g} GB/s on H100s")
 assert need_here < need_h100
 if n > 1:
-    least = 4 * rates.flops / (3 * n * speed_of(few))
-    few.print(f"{n} ranks are faster here, nothing hidden, from {least:.0f} samples a rank on")
-    few.print(f"(above, they had {384 // n} with strong scaling, and 384 with weak)")
+    least = 4 * rates.flops / (3 * n * speed_of(timed))
+    timed.print(f"{n} ranks are faster here, nothing hidden, from {least:.0f} samples a rank on")
+    timed.print(f"(above, they had {384 // n} with strong scaling, and 384 with weak)")
 
 # %% tags=["plumbing"]
 ends = (1e4, 1e11)
@@ -732,12 +733,12 @@ def judge(net, data, make_optimizer=sgd, times=None):
     step = partial(train_step, net, make_optimizer(net), data, mse_loss)
     if times:  # a step that was timed with its communication
         return find_bottleneck(step, rates, measured=times.total, exposed=times.exposed)
-    return find_bottleneck(step, rates, measured=measure({"": step}, few, repeat=3)[""].median)
+    return find_bottleneck(step, rates, measured=measure({"": step}, timed, repeat=3)[""].median)
 
 
 def case(dim, depth, samples, make_optimizer=sgd):
-    data = torch.randn(2, samples, dim, device=few.device).unbind()
-    return judge(FullMLP(dim, depth).to(few.device), data, make_optimizer)
+    data = torch.randn(2, samples, dim, device=timed.device).unbind()
+    return judge(FullMLP(dim, depth).to(timed.device), data, make_optimizer)
 
 
 def adam(net):
@@ -752,8 +753,8 @@ verdicts = {
     "this chapter's, naive": judge(ways["none"].module, batch, times=summaries["naive"].ranks[0]),
 }
 for name, verdict in verdicts.items():
-    few.print(f"{name}: {verdict}\n")
-if few.device.type == "cpu":
+    timed.print(f"{name}: {verdict}\n")
+if timed.device.type == "cpu":
     assert [v.bottleneck for v in verdicts.values()][:3] == ["compute", "memory", "host"]
 
 # %% [markdown]
@@ -768,28 +769,28 @@ two of the steps of "ddp" above:
 # %%
 def slow_loader(batches=8):
     for _ in range(batches):
-        if few.rank == n - 1:
+        if timed.rank == n - 1:
             time.sleep(2 * summaries["ddp"].ranks[0].total)
         yield batch
 
 
 # %%
-net = DDP(copy.deepcopy(model), few)
-optimizer, analyzer = sgd(net), DDPPerformanceAnalyzer(few)
+net = DDP(copy.deepcopy(model), timed)
+optimizer, analyzer = sgd(net), DDPPerformanceAnalyzer(timed)
 for inputs, targets in analyzer.batches(slow_loader()):
     analyzer.time_step(net, inputs, targets, optimizer, loss_fn=mse_loss)
 
 # %%
 summary = analyzer.summary()
-few.print(summary)
+timed.print(summary)
 figures.stacked_bars(
     summary.bars,
     title=f"Rank {summary.slowest} works {summary.spread:.1f} times as long, and waits least",
     xlabel="time of a step (medians)",
 )
 first, last = summary.ranks[0].exposed, summary.ranks[-1].exposed
-few.print(f"of rank 0's wait, {human_seconds(first)}, the late rank explains")
-few.print(f"at least {human_seconds(first - last)}, as it waits {human_seconds(last)} itself")
+timed.print(f"of rank 0's wait, {human_seconds(first)}, the late rank explains")
+timed.print(f"at least {human_seconds(first - last)}, as it waits {human_seconds(last)} itself")
 assert summary.slowest == n - 1
 assert n == 1 or first > last
 
@@ -822,8 +823,8 @@ the analyzer; a change within the quartiles is none:
 """
 
 # %%
-net = DDP(copy.deepcopy(model), few)
-optimizer, analyzer = sgd(net), DDPPerformanceAnalyzer(few)
+net = DDP(copy.deepcopy(model), timed)
+optimizer, analyzer = sgd(net), DDPPerformanceAnalyzer(timed)
 longer = [torch.cat([tensor] * 4) for tensor in batch]
 
 # %%
@@ -831,9 +832,9 @@ calls = {
     "plain": partial(train_step, net, optimizer, longer, mse_loss),
     "watched": partial(analyzer.time_step, net, *longer, optimizer, loss_fn=mse_loss),
 }
-clocked = measure(calls, few, repeat=30)
+clocked = measure(calls, timed, repeat=30)
 added = clocked["watched"].ratio(clocked["plain"]).median - 1
-few.print(f"with the analyzer, a step of {clocked['plain']} changes by {added:+.1%}")
+timed.print(f"with the analyzer, a step of {clocked['plain']} changes by {added:+.1%}")
 
 # %% [markdown]
 """
@@ -846,10 +847,10 @@ that [Perfetto](https://ui.perfetto.dev) opens:
 """
 
 # %%
-net = DDP(copy.deepcopy(model), few, bucket_cap_mb=1)
+net = DDP(copy.deepcopy(model), timed, bucket_cap_mb=1)
 with tempfile.TemporaryDirectory() as folder:
     step = partial(train_step, net, sgd(net), batch, mse_loss)
-    few.print(profile_steps(step, few, folder=folder))
+    timed.print(profile_steps(step, timed, folder=folder))
 
 # %% [markdown]
 r"""

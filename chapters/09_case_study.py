@@ -40,11 +40,11 @@ from microddp.workloads import batches, load_case, new_model
 # sphinx_gallery_hosts = "4 x 1gbit"
 comms = microddp.init()
 comms.print(comms.describe())
-few = comms.timed()
-rank, n = few.rank, few.world_size
-few.print(f"{n} of {comms.world_size} ranks stay")
+timed = comms.timed()
+rank, n = timed.rank, timed.world_size
+timed.print(f"{n} of {comms.world_size} ranks stay")
 if n == 1:
-    few.print("One rank sends nothing: add --nproc-per-node=2 for the effect of a split.")
+    timed.print("One rank sends nothing: add --nproc-per-node=2 for the effect of a split.")
 
 # %% [markdown]
 """
@@ -68,7 +68,7 @@ buckets while they are planned anew. The activations of a batch get a quarter on
 COPIES = 1 + 2 * (1 + 1 + 2) + 1 + 1
 with torch.device("meta"):  # shapes without memory
     needed = 1.25 * COPIES * gradient_bytes(new_model("full", pad=0))
-few.print(
+timed.print(
     f"{COPIES} times the parameters; with activations {human_bytes(needed)} a rank, full size"
 )
 
@@ -77,19 +77,19 @@ few.print(
 def room():
     """Bytes of this rank's GPU that are free for it, as the ranks on it share them alike."""
     gpus = torch.cuda.device_count()
-    sharing = math.ceil(min(few.local_world_size, max(2, gpus)) / gpus)
+    sharing = math.ceil(min(timed.local_world_size, max(2, gpus)) / gpus)
     return torch.cuda.mem_get_info()[0] / sharing
 
 
 # %%
 SIZE = "small"
-if few.device.type == "cuda":
-    least = min(few.all_gather_data(room()))  # all must choose alike
-    few.print(f"free for each rank: {human_bytes(least)} or more")
+if timed.device.type == "cuda":
+    least = min(timed.all_gather_data(room()))  # all must choose alike
+    timed.print(f"free for each rank: {human_bytes(least)} or more")
     SIZE = "full" if needed <= least else "small"
-case = load_case(SIZE, few)
+case = load_case(SIZE, timed)
 total = gradient_bytes(case.model)
-few.print(case.origin)
+timed.print(case.origin)
 
 # %% tags=["plumbing"]
 rows = [
@@ -97,7 +97,7 @@ rows = [
     ("gradients", human_bytes(total)),
     *case.statistics(),
 ]
-few.print(table(rows, []))
+timed.print(table(rows, []))
 
 # %% [markdown]
 """
@@ -126,7 +126,7 @@ def step(model, optimizer, micro_batches, bf16=False):
     optimizer.zero_grad()
     for batch in micro_batches:
         with nullcontext() if batch is micro_batches[-1] else model.no_sync():
-            with torch.autocast(few.device.type, torch.bfloat16, enabled=bf16):
+            with torch.autocast(timed.device.type, torch.bfloat16, enabled=bf16):
                 loss = model(**batch).loss / len(micro_batches)
             loss.backward()
     optimizer.step()
@@ -149,19 +149,19 @@ def train(model, data):
 
 # %%
 size = n * max(1, 16 // n)  # 16, or the nearest below that divides by the ranks
-whole = batches(case.train, size, few, whole=True)
+whole = batches(case.train, size, timed, whole=True)
 alone = train(copy.deepcopy(case.model), whole) if rank == 0 else []
-alone = few.all_gather_data(alone)[0]
+alone = timed.all_gather_data(alone)[0]
 # A wrapper, its hooks and its model refer to each other, so only the collector frees them.
 _ = gc.collect()
-split = train(DDP(copy.deepcopy(case.model), few), batches(case.train, size, few))
-split = [sum(losses) / n for losses in zip(*few.all_gather_data(split), strict=True)]
+split = train(DDP(copy.deepcopy(case.model), timed), batches(case.train, size, timed))
+split = [sum(losses) / n for losses in zip(*timed.all_gather_data(split), strict=True)]
 _ = gc.collect()
 
 # %%
 worst = max(abs(a - b) for a, b in zip(alone, split, strict=True))
-few.print(f"global batch {size}: one device of {size} against {n} of {size // n}")
-few.print(f"losses of {STEPS} steps differ by {worst:.1e} at most")
+timed.print(f"global batch {size}: one device of {size} against {n} of {size // n}")
+timed.print(f"losses of {STEPS} steps differ by {worst:.1e} at most")
 tolerance = 1e-3 if SIZE == "small" else 1e-2  # a GPU picks other kernels for other shapes
 assert worst < tolerance
 assert SIZE == "full" or not case.made_up or sum(split[-5:]) < 0.8 * sum(split[:5])
@@ -188,29 +188,29 @@ smaller.
 """
 
 # %%
-batch = next(batches(case.train, size, few, whole=True))
-shards = [b for b, _ in zip(batches(case.train, size, few), range(2), strict=False)]
+batch = next(batches(case.train, size, timed, whole=True))
+shards = [b for b, _ in zip(batches(case.train, size, timed), range(2), strict=False)]
 
 
 # %%
 def time_batches():
-    model, ddp = copy.deepcopy(case.model), DDP(copy.deepcopy(case.model), few)
-    optimizer, flat = adamw(model), torch.zeros(total // 4, device=few.device)
+    model, ddp = copy.deepcopy(case.model), DDP(copy.deepcopy(case.model), timed)
+    optimizer, flat = adamw(model), torch.zeros(total // 4, device=timed.device)
     calls = {
         "one": lambda: rank == 0 and step(model, optimizer, [batch]),
         "shard": lambda: step(model, optimizer, shards[:1]),
-        "all-reduce": lambda: few.all_reduce(flat),
+        "all-reduce": lambda: timed.all_reduce(flat),
         "N": partial(step, ddp, adamw(ddp), shards[:1]),
     }
-    return measure(calls, few, repeat=7)
+    return measure(calls, timed, repeat=7)
 
 
 # %%
 times = time_batches()
 _ = gc.collect()
 one, shard, reducing, split = (timing.median for timing in times.values())
-if few.device.type == "cuda":
-    few.print(f"at the peak {peak_memory(few.device) / total:.1f} times the parameters")
+if timed.device.type == "cuda":
+    timed.print(f"at the peak {peak_memory(timed.device) / total:.1f} times the parameters")
 
 # %% [markdown]
 """
@@ -235,22 +235,22 @@ rows = [
     ("speed-up", gain, one / split),
     ("speed-up / devices", f"{gain / 2:.0%}", f"{one / split / n:.0%}"),
 ]
-few.print(f"global batch {size} on {n} ranks")
-few.print(table(rows, ["a batch", "published, 2 GPUs", f"here, {n} x {few.device.type}"]))
+timed.print(f"global batch {size} on {n} ranks")
+timed.print(table(rows, ["a batch", "published, 2 GPUs", f"here, {n} x {timed.device.type}"]))
 
 # %% tags=["plumbing"]
 ideal, fixed, added = (f"{t * 1e3:.3g}" for t in (one / n, shard - one / n, split - shard))
-few.print(f"the split's {split * 1e3:.3g} ms: {ideal} are 1/{n} of one device's,")
-few.print(f"  {fixed} what a shard takes beyond that, {added} what the averaging adds")
+timed.print(f"the split's {split * 1e3:.3g} ms: {ideal} are 1/{n} of one device's,")
+timed.print(f"  {fixed} what a shard takes beyond that, {added} what the averaging adds")
 low, high = times["N"].spread
 where = "with both quartiles between the predictions"
 if low > shard + reducing or high < max(shard, reducing):
     where = "outside the predictions, and so are its quartiles"
 elif low < max(shard, reducing) or high > shard + reducing:
     where = "not told apart from a prediction: it lies between the quartiles"
-few.print(f"the split is {where}")
+timed.print(f"the split is {where}")
 low, high = times["one"].ratio(times["N"]).spread
-few.print(f"speed-up by rounds: {low:.2f} to {high:.2f} (quartiles)")
+timed.print(f"speed-up by rounds: {low:.2f} to {high:.2f} (quartiles)")
 
 # %% [markdown] index=["profiler", "profile"]
 """
@@ -278,12 +278,12 @@ all-reduces run beside the rest:
 # %%
 def profile(model, micro_batches, **options):
     one_step = partial(step, model, adamw(model), micro_batches, **options)
-    return profile_steps(one_step, few, steps=2)  # after one that makes the optimizer's state
+    return profile_steps(one_step, timed, steps=2)  # after one that makes the optimizer's state
 
 
-replica = DDP(copy.deepcopy(case.model), few)
+replica = DDP(copy.deepcopy(case.model), timed)
 summaries = {"fp32": profile(replica, shards[:1])}
-few.print(summaries["fp32"])
+timed.print(summaries["fp32"])
 
 # %% [markdown]
 r"""
@@ -325,14 +325,14 @@ rows = [
     (name, first, predicted(first, 2), second)
     for name, (first, second) in {
         "published, 4 H100": (0.422, 0.25),
-        f"here, {n} x {few.device.type}": shares,
+        f"here, {n} x {timed.device.type}": shares,
         "here, transfers alone": alone,
     }.items()
 ]
 headers = ["all-reduce's share", "1 micro-batch", "2, predicted", "2, measured"]
-few.print(table(rows, headers, floats=".1%"))
+timed.print(table(rows, headers, floats=".1%"))
 misses = [f"{(row[3] - row[2]) * 100:+.1f}" for row in rows]
-few.print(f"measured less predicted, percentage points: {', '.join(misses)}")
+timed.print(f"measured less predicted, percentage points: {', '.join(misses)}")
 
 # %% [markdown] index=["mixed precision", "bf16", "autocast"]
 """
@@ -367,9 +367,9 @@ def halved(group, bucket):
 
 # %%
 def gradients(hook=None, bf16=False):
-    replica = DDP(copy.deepcopy(case.model), few)
+    replica = DDP(copy.deepcopy(case.model), timed)
     if hook:
-        replica.register_comm_hook(few.group, hook)
+        replica.register_comm_hook(timed.group, hook)
     step(replica, torch.optim.SGD(replica.parameters(), lr=0.0), shards[:1], bf16)
     assert all(p.grad.dtype == torch.float32 for p in replica.parameters())
     return replica, torch.cat([p.grad.flatten() for p in replica.parameters()])
@@ -386,8 +386,8 @@ for name, arguments in {
     gc.collect()
     _, got = gradients(*arguments)
     rows.append((name, got.nbytes, ((got - exact).norm() / exact.norm()).item()))
-few.print(table(rows, ["", "bytes of gradients", "off by"], floats=".1e"))
-few.print(f"'halved' sent {sum(sent):,} bytes, {sum(sent) / total:.2f} of the gradients'")
+timed.print(table(rows, ["", "bytes of gradients", "off by"], floats=".1e"))
+timed.print(f"'halved' sent {sum(sent):,} bytes, {sum(sent) / total:.2f} of the gradients'")
 assert 2 * sum(sent) == total
 assert max(row[2] for row in rows[1:]) < 2**-7  # bf16 keeps 8 bits
 
@@ -437,7 +437,7 @@ rows = [
 ]
 headers = ["", "all-reduce / busy", "hidden / all-reduce", "multiplications / step"]
 headers += ["computing, a step", "a pair"]
-few.print(table(rows, headers, floats=".1%"))
+timed.print(table(rows, headers, floats=".1%"))
 
 # %% [markdown]
 """
@@ -464,7 +464,7 @@ savings = {
 }
 wall = s.mean("wall")
 rows = [(name, human_seconds(t), wall / (wall - t)) for name, t in savings.items()]
-few.print(table(rows, ["if there were", "a step saves", "speed-up at most"]))
+timed.print(table(rows, ["if there were", "a step saves", "speed-up at most"]))
 
 # %% [markdown] index=["FSDP", "fully_shard", "ZeRO", "sharding"]
 r"""
@@ -496,7 +496,7 @@ rows = [
     )
     for ranks, sent in ((ranks, full * (ranks - 1) / ranks) for ranks in (1, 2, 4, 8))
 ]
-few.print(table(rows, ["ranks", "DDP keeps", "FSDP keeps", "DDP sends", "FSDP sends"]))
+timed.print(table(rows, ["ranks", "DDP keeps", "FSDP keeps", "DDP sends", "FSDP sends"]))
 
 # %% [markdown] index=["padding"]
 """
@@ -515,11 +515,11 @@ def logits(pad, length):
     """Of the first pair that is shorter than the others, in a batch of so many tokens."""
     tokens, mask, _ = case.train.tensors
     vocabulary = max(int(tokens.max()) + 1, 4096)
-    classifier = new_model("small", case.pad, vocabulary).to(few.device)
+    classifier = new_model("small", case.pad, vocabulary).to(timed.device)
     classifier.config.pad_token_id = pad
     i = int(mask.sum(1).argmin())
     rows = torch.tensor([i, i])  # one row alone needs no padding token
-    batch = (x[rows, :length].to(few.device) for x in (tokens, mask))
+    batch = (x[rows, :length].to(timed.device) for x in (tokens, mask))
     with torch.no_grad():
         return classifier(*batch).logits[0]
 
@@ -529,7 +529,7 @@ try:
     logits(None, 64)
     raise AssertionError("expected an error")
 except ValueError as error:
-    few.print(error)
+    timed.print(error)
 
 # %% [markdown]
 """
@@ -549,7 +549,7 @@ for name, pad in (("the wrong token", case.pad + 1), ("the token of the batches"
     tight, padded = (logits(pad, shortest + extra) for extra in (0, more))
     rows.append((name, *tight.tolist(), *padded.tolist(), (tight - padded).abs().max().item()))
 headers = ["pad_token_id is", "logits", "", f"with {more} more columns", "", "differ by"]
-few.print(table(rows, headers, floats=(*("", *[".4f"] * 4), ".1e")))
+timed.print(table(rows, headers, floats=(*("", *[".4f"] * 4), ".1e")))
 assert rows[0][-1] > 1e-3
 assert rows[1][-1] < 1e-5
 

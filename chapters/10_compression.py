@@ -26,7 +26,7 @@ from microddp.comms import MessageCounter
 from microddp.compression import Compression, compress, compressor
 from microddp.data import ShardedBatches, load_digits, load_text
 from microddp.ddp import DDP
-from microddp.hosts import human_bits, relink
+from microddp.hosts import relink
 from microddp.model import FullMLP, gradient_bytes, parameter_count, token_loss
 from microddp.report import human_bytes, human_seconds, table
 from microddp.step import take_step
@@ -386,8 +386,8 @@ before:
 """
 
 # %%
-few = comms.timed()
-few.print(f"{few.world_size} of {n} ranks stay")
+timed = comms.timed()
+timed.print(f"{timed.world_size} of {n} ranks stay")
 
 # %% [markdown]
 r"""
@@ -406,20 +406,20 @@ right. The model has wide layers, few samples and one bucket, so that most of a 
 """
 
 # %%
-wide, PLAIN = FullMLP(512).to(few.device), "all-reduce"
-LINKS = [2.5, 3.5, 5, 7, 9.5, 12] if few.box and few.world_size > 1 else []  # Gbit/s
+wide, PLAIN = FullMLP(512).to(timed.device), "all-reduce"
+LINKS = [2.5, 3.5, 5, 7, 9.5, 12] if timed.box and timed.world_size > 1 else []  # Gbit/s
 PAYS = ("top-k:0.01", "top-k:0.05", "int8", "power:4", "power:32", "fp16")
 
 
 def strategy_of(name, model, cap=ONE_BUCKET):
-    made = STRATEGIES["none" if name == "alone" else "ddp"](copy.deepcopy(model), few, cap)
+    made = STRATEGIES["none" if name == "alone" else "ddp"](copy.deepcopy(model), timed, cap)
     if name not in (PLAIN, "alone"):
         compress(made, name)
     return made
 
 
 def step_of(strategy, samples):
-    data = torch.randn(2, samples, 512, device=few.device).unbind()
+    data = torch.randn(2, samples, 512, device=timed.device).unbind()
     optimizer = torch.optim.SGD(strategy.module.parameters(), lr=1e-4)
     return partial(take_step, strategy, mse_loss, optimizer, data)
 
@@ -429,8 +429,8 @@ def over_links(calls, links, turns):
     """Seconds of each call, by speed: the lower quartile. Speeds take turns, as calls do."""
     seconds = {speed: dict.fromkeys(calls, ()) for speed in links}
     for speed in links * turns:
-        relink(few, f"{speed}gbit")
-        for name, timing in measure(calls, few, warmup=1, repeat=3).items():
+        relink(timed, f"{speed}gbit")
+        for name, timing in measure(calls, timed, warmup=1, repeat=3).items():
             seconds[speed][name] += timing.seconds
     return {v: {name: Timing(s).spread[0] for name, s in of.items()} for v, of in seconds.items()}
 
@@ -478,7 +478,7 @@ for name, (c, predicted, met) in found.items():
     rows.append((name, human_seconds(c), predicted, f"{met:.1f}" if inside else beyond, ratio))
 headers = ["", "c", "predicted, Gbit/s", "measured", "predicted / measured"]
 formats = ["", "", ".1f", "", ".2f"]
-few.print(table(rows, headers, floats=formats) if rows else "links of known speed: none here")
+timed.print(table(rows, headers, floats=formats) if rows else "links of known speed: none here")
 crossed = {name: met for name, (*_, met) in found.items() if 0 < met < math.inf}
 if crossed:
     soonest = min(crossed, key=crossed.get)
@@ -498,7 +498,7 @@ if times:
         bits = 8e-9 * ways[PLAIN].sent_bytes()
         by_bytes = times[slowest][PLAIN] + bits * (1 / speed - 1 / slowest)
         rows.append((speed, 1e3 * by_bytes, 1e3 * t[PLAIN]))
-    few.print(
+    timed.print(
         table(rows, ["Gbit/s", "all-reduce's step by its bytes, ms", "measured"], floats=".1f")
     )
 
@@ -540,7 +540,7 @@ headers = [
     "backward, ms",
     "hidden, ms",
 ]
-few.print(table(rows, headers, floats=".1f"))
+timed.print(table(rows, headers, floats=".1f"))
 
 # %% [markdown]
 r"""
@@ -572,30 +572,30 @@ its steps.
 
 # %%
 STEPS = 112
-model = character_model(few.device)
-computing = learn(strategy_of("alone", model), text, few, STEPS).step
-if few.box:
-    relink(few, "100mbit")
+model = character_model(timed.device)
+computing = learn(strategy_of("alone", model), text, timed, STEPS).step
+if timed.box:
+    relink(timed, "100mbit")
 runs, sent = {}, {}
 for name in (PLAIN, *NAMES):
     strategy = strategy_of(name, model)
-    runs[name], sent[name] = learn(strategy, text, few, STEPS), strategy.sent_bytes()
+    runs[name], sent[name] = learn(strategy, text, timed, STEPS), strategy.sent_bytes()
 TARGET = runs[PLAIN].smooth[3 * STEPS // 4]
 reached = {name: run.seconds_to(TARGET) for name, run in runs.items()}
 
 # %% tags=["plumbing"]
-per_byte = few.box.seconds_per_byte if few.box else math.nan
+per_byte = timed.box.seconds_per_byte if timed.box else math.nan
 rows = []
 for name, run in runs.items():
-    predicted = (computing + sent[name] * per_byte) * 1e3 if few.box else None
+    predicted = (computing + sent[name] * per_byte) * 1e3 if timed.box else None
     numbers = human_bytes(sent[name]), predicted, run.step * 1e3, run.smooth[-1]
     there = run.steps_to(TARGET), reached[name], reached[PLAIN] / reached[name]
     rows.append((name, *numbers, *(there if math.isfinite(reached[name]) else (None,) * 3)))
 headers = ["", "sent", "ms, predicted", "ms a step", "last loss", "steps to it", "s", "speed-up"]
 formats = ["", "", ".1f", ".1f", ".2f", ".0f", ".2f", ".2f"]
-where = f"links of {human_bits(few.box.links[0].bits_per_second)}" if few.box else "this machine"
-few.print(f"{where}; computing {human_seconds(computing)} a step; to a loss of {TARGET:.2f}")
-few.print(table(rows, headers, floats=formats))
+where = f"links of {timed.box.links[0]}" if timed.box else "this machine"
+timed.print(f"{where}; computing {human_seconds(computing)} a step; to a loss of {TARGET:.2f}")
+timed.print(table(rows, headers, floats=formats))
 
 # %% tags=["plumbing"]
 FROM = STEPS // 8  # the first steps would flatten all that follows
@@ -643,13 +643,13 @@ hook forgets what it rounds away; this one keeps it. Still over the slow link, 4
 rows = []
 for precision, name in (("fp32", PLAIN), ("autocast", PLAIN), ("autocast", "bf16")):
     strategy = strategy_of(name, model)
-    on = torch.autocast(few.device.type, torch.bfloat16, enabled=precision == "autocast")
-    run = learn(strategy, text, few, 48, on)
+    on = torch.autocast(timed.device.type, torch.bfloat16, enabled=precision == "autocast")
+    run = learn(strategy, text, timed, 48, on)
     kinds = {str(p.grad.dtype).removeprefix("torch.") for p in strategy.module.parameters()}
     nbytes = human_bytes(strategy.sent_bytes())
     numbers = nbytes, human_seconds(run.step), run.smooth[-1]
     rows.append((precision, "as it is" if name == PLAIN else name, *kinds, *numbers))
-few.print(table(rows, ["computed in", "sent in", "gradients", "sent", "a step", "loss"]))
+timed.print(table(rows, ["computed in", "sent in", "gradients", "sent", "a step", "loss"]))
 assert {row[2] for row in rows} == {"float32"}
 
 # %% [markdown]
@@ -670,19 +670,19 @@ of the same gradient on every rank, large and small:
 # %%
 def sum_first(flat):
     half = flat.half()
-    few.all_reduce(half)
-    return (half / few.world_size).float()
+    timed.all_reduce(half)
+    return (half / timed.world_size).float()
 
 
 def divide_first(flat):
-    half = (flat / few.world_size).half()
-    few.all_reduce(half)
+    half = (flat / timed.world_size).half()
+    timed.all_reduce(half)
     return half.float()
 
 
 # %%
-kept = Compression(compressor("fp16"), few)
-weight = torch.nn.Parameter(torch.zeros(2, device=few.device))
+kept = Compression(compressor("fp16"), timed)
+weight = torch.nn.Parameter(torch.zeros(2, device=timed.device))
 
 
 def with_feedback(flat):
@@ -693,11 +693,11 @@ def with_feedback(flat):
 # %%
 rows = []
 for way in (sum_first, divide_first, with_feedback):
-    steps = [way(torch.tensor([6e4, 4e-8], device=few.device)) for _ in range(6)]
+    steps = [way(torch.tensor([6e4, 4e-8], device=timed.device)) for _ in range(6)]
     large, small = torch.stack(steps).mean(dim=0).tolist()
     rows.append((way.__name__, f"{large:.0f}", f"{small:.1e}"))
-few.print(table(rows, ["", "mean of 6 x 60000", "mean of 6 x 4e-8"]))
-assert few.world_size == 1 or rows[0][1] == "inf"
+timed.print(table(rows, ["", "mean of 6 x 60000", "mean of 6 x 4e-8"]))
+assert timed.world_size == 1 or rows[0][1] == "inf"
 assert math.isclose(large, 6e4, rel_tol=1e-3)
 assert math.isclose(small, 4e-8, rel_tol=0.3)
 
@@ -719,10 +719,10 @@ within 15 % of the least of a column:
 
 # %% tags=["plumbing"]
 PICK = {"10 Mbit/s": 1e7, "50 Mbit/s": 5e7, "100 Mbit/s": 1e8, "500 Mbit/s": 5e8}
-tried = {name: (run, sent[name]) for name, run in runs.items() if few.box}
+tried = {name: (run, sent[name]) for name, run in runs.items() if timed.box}
 rows = [(k, *cells) for k, cells in times_by_link(tried, TARGET, per_byte, PICK.values()).items()]
 headers = [f"to a loss of {TARGET:.2f}", *PICK]
-few.print(table(rows, headers) if rows else "links of known speed: none here")
+timed.print(table(rows, headers) if rows else "links of known speed: none here")
 
 # %% [markdown]
 r"""

@@ -32,11 +32,11 @@ from microddp.workloads import LENGTH, character_batches, character_model, learn
 # sphinx_gallery_hosts = "4 x 1gbit"
 comms = microddp.init()
 comms.print(comms.describe())
-few = comms.timed()
-n = few.world_size
-few.print(f"{n} of {comms.world_size} ranks stay")
+timed = comms.timed()
+n = timed.world_size
+timed.print(f"{n} of {comms.world_size} ranks stay")
 if n == 1:
-    few.print("One rank is the average of itself: add --nproc-per-node=2.")
+    timed.print("One rank is the average of itself: add --nproc-per-node=2.")
 
 # %% [markdown] index=["local SGD", "weight averaging"]
 r"""
@@ -60,12 +60,12 @@ averaging where the data belong to the ranks ([McMahan and others,
 """
 
 # %%
-text = load_text(LENGTH, few.device)
+text = load_text(LENGTH, timed.device)
 
 
 def average(model):
     flat = parameters_to_vector(model.parameters()).detach()
-    few.all_reduce_mean(flat)
+    timed.all_reduce_mean(flat)
     vector_to_parameters(flat, model.parameters())
 
 
@@ -73,7 +73,7 @@ def average(model):
 def local_sgd(model, make_optimizer, steps, every):
     """Train; returns how far the ranks were apart after each step, and before a meeting there."""
     optimizer, apart = make_optimizer(model.parameters()), []
-    batches = itertools.islice(character_batches(text, few), steps)
+    batches = itertools.islice(character_batches(text, timed), steps)
     for step, (x, y) in enumerate(batches, start=1):
         optimizer.zero_grad()
         token_loss(model(x), y).backward()
@@ -86,7 +86,7 @@ def local_sgd(model, make_optimizer, steps, every):
 
 def distance(model):
     """Of the ranks' weights from their mean, as a share of the mean's norm."""
-    everyone = few.all_gather(parameters_to_vector(model.parameters()).detach())
+    everyone = timed.all_gather(parameters_to_vector(model.parameters()).detach())
     mean = everyone.mean(dim=0)
     return ((everyone - mean).norm(dim=1).mean() / mean.norm()).item()
 
@@ -108,9 +108,9 @@ def adamw(parameters):
 
 # %%
 def ddp_weights(steps):
-    strategy = STRATEGIES["ddp"](character_model(few.device).double(), few)
+    strategy = STRATEGIES["ddp"](character_model(timed.device).double(), timed)
     optimizer = sgd(strategy.module.parameters())
-    for batch in itertools.islice(character_batches(text, few), steps):
+    for batch in itertools.islice(character_batches(text, timed), steps):
         take_step(strategy, token_loss, optimizer, batch)
     return parameters_to_vector(strategy.module.parameters()).detach()
 
@@ -118,11 +118,11 @@ def ddp_weights(steps):
 # %%
 begin, theirs = ddp_weights(0), ddp_weights(8)
 for every in (1, 8):
-    model = character_model(few.device).double()
+    model = character_model(timed.device).double()
     local_sgd(model, sgd, 8, every)
     mine = parameters_to_vector(model.parameters()).detach()
     off = ((mine - theirs).norm() / (theirs - begin).norm()).item()
-    few.print(f"a meeting every {every} of 8 steps: {off:.1e} of DDP's way from DDP's weights")
+    timed.print(f"a meeting every {every} of 8 steps: {off:.1e} of DDP's way from DDP's weights")
     assert every > 1 or off < 1e-9
 
 # %% [markdown]
@@ -135,7 +135,7 @@ times as many. A meeting takes it to zero. Here is the distance before meetings,
 """
 
 # %%
-models = {every: character_model(few.device) for every in (4, 16, 64)}
+models = {every: character_model(timed.device) for every in (4, 16, 64)}
 drifts = {every: local_sgd(model, adamw, 64, every) for every, model in models.items()}
 
 # %% tags=["plumbing"]
@@ -169,19 +169,19 @@ def test_loss(model):
     with torch.no_grad():
         tokens, targets = text.test[:256]
         loss = token_loss(model(tokens), targets)
-    few.all_reduce_mean(loss)
+    timed.all_reduce_mean(loss)
     return loss.item()
 
 
 # %%
-model = character_model(few.device)
+model = character_model(timed.device)
 local_sgd(model, adamw, 64, every=65)
 own = test_loss(model)
 average(model)
 mean = test_loss(model)
-model = character_model(few.device)
-learn(STRATEGIES["ddp"](model, few), text, few, 64)
-few.print(f"own weights {own:.3f}, their mean {mean:.3f}; with DDP {test_loss(model):.3f}")
+model = character_model(timed.device)
+learn(STRATEGIES["ddp"](model, timed), text, timed, 64)
+timed.print(f"own weights {own:.3f}, their mean {mean:.3f}; with DDP {test_loss(model):.3f}")
 
 # %% [markdown]
 r"""
@@ -209,19 +209,19 @@ STEPS = 192
 
 def train(name="ddp", every=0, **options):
     """By a strategy of that name or, if `every` is not 0, with a meeting every so many steps."""
-    model = character_model(few.device)
+    model = character_model(timed.device)
     if every:
-        strategy = Local(model, few, local=LocalSteps(model, few, every, **options))
+        strategy = Local(model, timed, local=LocalSteps(model, timed, every, **options))
     else:
-        strategy = STRATEGIES[name](model, few)
-    run = learn(strategy, text, few, STEPS)
+        strategy = STRATEGIES[name](model, timed)
+    run = learn(strategy, text, timed, STEPS)
     return run, strategy.sent_bytes(), test_loss(model)
 
 
 # %%
-fast, usual = train(), few.box
-if few.box:
-    relink(few, "100mbit")
+fast, usual = train(), timed.box
+if timed.box:
+    relink(timed, "100mbit")
 runs = {"DDP": train()}
 for every in (1, 4, 16, 64):
     runs[f"H = {every}"] = train(every=every)
@@ -230,10 +230,10 @@ computing = runs["never"][0].step
 TARGET = runs["DDP"][0].smooth[3 * STEPS // 4]
 
 # %% tags=["plumbing"]
-per_byte = few.box.seconds_per_byte if few.box else math.nan
+per_byte = timed.box.seconds_per_byte if timed.box else math.nan
 rows = []
 for name, (run, sent, tested) in runs.items():
-    predicted = (computing + sent * per_byte) * 1e3 if few.box else None
+    predicted = (computing + sent * per_byte) * 1e3 if timed.box else None
     needed = run.seconds_to(TARGET)
     there = (run.steps_to(TARGET), needed, runs["DDP"][0].seconds_to(TARGET) / needed)
     there = there if math.isfinite(needed) else (None,) * 3
@@ -241,11 +241,11 @@ for name, (run, sent, tested) in runs.items():
 headers = ["", "sent a step", "ms, predicted", "ms a step", "test loss", "steps to it", "s"]
 formats = ["", "", ".1f", ".1f", ".3f", ".0f", ".2f", ".2f"]
 message = runs["DDP"][1] * per_byte
-if few.box:
+if timed.box:
     ratio = f"t_S / c = {message / computing:.1f}"
-    few.print(f"t_S {human_seconds(message)}, c {human_seconds(computing)}, {ratio}")
-few.print(f"to a loss of {TARGET:.2f}; sent by formula; a blank: not in {STEPS} steps")
-few.print(table(rows, [*headers, "speed-up"], floats=formats))
+    timed.print(f"t_S {human_seconds(message)}, c {human_seconds(computing)}, {ratio}")
+timed.print(f"to a loss of {TARGET:.2f}; sent by formula; a blank: not in {STEPS} steps")
+timed.print(table(rows, [*headers, "speed-up"], floats=formats))
 
 
 # %% tags=["plumbing"]
@@ -318,10 +318,10 @@ SGD with Nesterov momentum, often with a rate of 0.7 and a momentum of 0.9.
 # %%
 def diloco(steps, every, sign=1, **outer_options):
     """Train; returns the shared weights and the loss of each step."""
-    model, losses = character_model(few.device), []
+    model, losses = character_model(timed.device), []
     inner, shared = adamw(model.parameters()), parameters_to_vector(model.parameters()).detach()
     outer = torch.optim.SGD([shared], **outer_options)
-    batches = itertools.islice(character_batches(text, few), steps)
+    batches = itertools.islice(character_batches(text, timed), steps)
     for step, (x, y) in enumerate(batches, start=1):
         inner.zero_grad()
         loss = token_loss(model(x), y)
@@ -330,19 +330,19 @@ def diloco(steps, every, sign=1, **outer_options):
         losses.append(loss.detach())
         if step % every == 0:
             shared.grad = sign * (shared - parameters_to_vector(model.parameters()).detach())
-            few.all_reduce_mean(shared.grad)
+            timed.all_reduce_mean(shared.grad)
             outer.step()
             vector_to_parameters(shared.clone(), model.parameters())
-    return shared, few.all_gather(torch.stack(losses)).mean(dim=0).tolist()
+    return shared, timed.all_gather(torch.stack(losses)).mean(dim=0).tolist()
 
 
 # %%
 DILOCO = Outer(lr=0.7, momentum=0.9)
-model = character_model(few.device)
-learn(Local(model, few, local=LocalSteps(model, few, 16, outer=DILOCO)), text, few, 64)
+model = character_model(timed.device)
+learn(Local(model, timed, local=LocalSteps(model, timed, 16, outer=DILOCO)), text, timed, 64)
 theirs = parameters_to_vector(model.parameters()).detach()
 mine, _ = diloco(64, 16, lr=0.7, momentum=0.9, nesterov=True)
-few.print(f"bitwise the core's: {torch.equal(mine, theirs)}")
+timed.print(f"bitwise the core's: {torch.equal(mine, theirs)}")
 assert torch.equal(mine, theirs)
 
 # %% [markdown]
@@ -362,8 +362,8 @@ $c + \frac{F}{H} \max(0, t_S/F - c)$.
 """
 
 # %%
-if few.box:
-    relink(few, "50mbit")
+if timed.box:
+    relink(timed, "50mbit")
 EVERY, F = 16, 4
 slow = {
     "mean": train(every=EVERY),
@@ -388,11 +388,11 @@ def predicted(name, sent, box):
 first = f"DDP, {usual.links[0]}" if usual else "DDP"
 rows = []
 for name, (run, sent, tested) in {first: fast, **slow}.items():
-    ms = predicted(name, sent, usual if name == first else few.box)
+    ms = predicted(name, sent, usual if name == first else timed.box)
     needed = run.seconds_to(TARGET) if math.isfinite(run.seconds_to(TARGET)) else None
     rows.append((name, human_bytes(sent), ms, run.step * 1e3, tested, needed))
 headers = ["", "sent a step", "ms, predicted", "ms a step", "test loss", f"s to {TARGET:.2f}"]
-few.print(table(rows, headers, floats=["", "", ".1f", ".1f", ".3f", ".2f"]))
+timed.print(table(rows, headers, floats=["", "", ".1f", ".1f", ".3f", ".2f"]))
 
 # %% tags=["plumbing"]
 both = {name: run for name, (run, *_) in {first: fast, **slow}.items()}
@@ -436,7 +436,7 @@ _, wrong = diloco(64, 16, sign=-1, lr=0.7)
 # %% tags=["plumbing"]
 rows = [(i, right[i - 1], right[i], wrong[i - 1], wrong[i]) for i in (16, 32, 48)]
 headers = ["meeting after step", "loss before", "after", "wrong sign: before", "after"]
-few.print(table(rows, headers))
+timed.print(table(rows, headers))
 jump = max(after - before for *_, before, after in rows)
 figures.lines(
     {"right": (range(1, 65), right), "wrong sign": (range(1, 65), wrong)},
@@ -461,9 +461,9 @@ rank. Layer or group normalisation has no such state:
 
 # %%
 try:
-    LocalSteps(SimpleCNN(ModelConfig(channels=(8,))).to(few.device), few, EVERY)
+    LocalSteps(SimpleCNN(ModelConfig(channels=(8,))).to(timed.device), timed, EVERY)
 except ValueError as error:
-    few.print(error)
+    timed.print(error)
 else:
     raise AssertionError("expected running statistics to be refused")
 
@@ -481,24 +481,24 @@ tell more. At 100 Mbit/s that is nearly the measurement again, at the others a p
 """
 
 # %%
-if few.box:
-    relink(few, "100mbit")
+if timed.box:
+    relink(timed, "100mbit")
 compressed = {}
 for name in ("int8", "power:4"):
-    strategy = STRATEGIES["ddp"](character_model(few.device), few)
+    strategy = STRATEGIES["ddp"](character_model(timed.device), timed)
     compress(strategy, name)
-    compressed[name] = learn(strategy, text, few, STEPS), strategy.sent_bytes()
+    compressed[name] = learn(strategy, text, timed, STEPS), strategy.sent_bytes()
 
 # %% tags=["plumbing"]
 PICK = {"10 Mbit/s": 1e7, "50 Mbit/s": 5e7, "100 Mbit/s": 1e8, "1 Gbit/s": 1e9}
 ways = {name: way[:2] for name, way in runs.items()} | compressed
-times = times_by_link(ways, TARGET, per_byte, PICK.values()) if few.box else {}
+times = times_by_link(ways, TARGET, per_byte, PICK.values()) if timed.box else {}
 rows = [(k, f"{ways[k][0].steps_to(TARGET):.0f}", *cells) for k, cells in times.items()]
 headers = [f"to a loss of {TARGET:.2f}", "steps", *PICK]
-few.print(table(rows, headers) if rows else "links of known speed: none here")
+timed.print(table(rows, headers) if rows else "links of known speed: none here")
 measured = {first: fast, f"H = {EVERY}, 50 Mbit/s": slow["mean"]}
 for name, (run, *_) in measured.items():
-    few.print(f"measured: {name} {run.seconds_to(TARGET):.2f} s")
+    timed.print(f"measured: {name} {run.seconds_to(TARGET):.2f} s")
 
 # %% [markdown]
 r"""
@@ -533,7 +533,7 @@ $ python -m microddp.labs start 11
 
 1. Let the ranks train 192 steps without a meeting, and average once at the end. How good is the
    mean on text that nobody was trained on? And if they begin with *different* weights? (Make the
-   model after `torch.manual_seed(few.rank)`, and take `local_sgd`, for `LocalSteps` begins with a
+   model after `torch.manual_seed(timed.rank)`, and take `local_sgd`, for `LocalSteps` begins with a
    broadcast.)
 
    <details class="solution"><summary>Solution</summary>

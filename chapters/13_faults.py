@@ -571,7 +571,7 @@ checkpoint and goes on:
 """
 
 # %%
-few = comms.timed()
+timed = comms.timed()
 MEAN, STEPS = 0.2, 300  # seconds between faults, steps to make
 inputs, targets = (tensor[:32] for tensor in load_digits().train.tensors)
 
@@ -620,9 +620,9 @@ def load(path, model, optimizer):
 # %%
 EVERY, LIVES = (4, 10, 25, 60, 150), 4  # of each rank
 with tempfile.TemporaryDirectory() as own:
-    newest, seeds = Path(own, "newest.pt"), range(LIVES * few.rank, LIVES * (few.rank + 1))
+    newest, seeds = Path(own, "newest.pt"), range(LIVES * timed.rank, LIVES * (timed.rank + 1))
     lives = [[mortal(every, seed, newest) for seed in seeds] for every in EVERY]
-lives = few.all_gather_data(lives)  # by rank, interval, life
+lives = timed.all_gather_data(lives)  # by rank, interval, life
 
 
 # %% tags=["plumbing"]
@@ -652,12 +652,12 @@ best, young = min(lost, key=lost.get), math.sqrt(2 * saves * MEAN) / step
 by_formula = [share_by_formula(t) for t in (young * step, 2 * young * step)]
 
 # %% tags=["plumbing"]
-few.print(f"a step, to save, to read: {', '.join(map(human_seconds, (step, saves, loads)))}")
-few.print(f"Young's interval: {human_seconds(young * step)}, {young:.0f} steps; by the formula")
-few.print("{:.0%} of the time are lost there, {:.0%} with one twice as long".format(*by_formula))
+timed.print(f"a step, to save, to read: {', '.join(map(human_seconds, (step, saves, loads)))}")
+timed.print(f"Young's interval: {human_seconds(young * step)}, {young:.0f} steps; by the formula")
+timed.print("{:.0%} of the time are lost there, {:.0%} with one twice as long".format(*by_formula))
 rows = [(k, human_seconds(k * step), 100 * formula[k], 100 * lost[k]) for k in EVERY]
 headers = ["steps between", "time", "lost, predicted, %", "measured, %"]
-few.print(table(rows, headers, floats=["", "", ".0f", ".0f"]))
+timed.print(table(rows, headers, floats=["", "", ".0f", ".0f"]))
 figures.lines(
     {
         "Young": (EVERY, [100 * v for v in formula.values()]),
@@ -692,20 +692,20 @@ file afterwards. **Predict.** Here are two checkpoints, and the newer one loses 
 
 # %%
 folder = RECORDS / "checkpoints"
-checkpoints = Checkpoints(folder, few, keep=2)
+checkpoints = Checkpoints(folder, timed, keep=2)
 for number in (10, 20):
     checkpoints.save(number, {"step": number, "weights": torch.full((1000,), float(number))})
 checkpoints.finish()
-if few.rank == 0:
+if timed.rank == 0:
     newest = folder / "checkpoint-20.pt"
     newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
 state = checkpoints.load()
-few.print(f"going on from step {state['step']}")
+timed.print(f"going on from step {state['step']}")
 assert state["step"] == 10
 assert state["weights"].eq(10).all()
 
 # %% tags=["plumbing"]
-if few.rank == 0:
+if timed.rank == 0:
     shutil.rmtree(RECORDS)
 
 # %% [markdown]

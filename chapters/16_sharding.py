@@ -42,8 +42,8 @@ from microddp.timing import measure
 # sphinx_gallery_hosts = "2 x 1gbit"
 comms = microddp.init()
 comms.print(comms.describe())
-few = comms.timed()  # the ranks that have a core or a GPU of their own
-n, rank = few.world_size, few.rank
+timed = comms.timed()  # the ranks that have a core or a GPU of their own
+n, rank = timed.world_size, timed.rank
 
 # %% [markdown] index=["ZeRO", "memory of a rank"]
 r"""
@@ -83,7 +83,7 @@ rows = [
     for name, count in MODELS.items()
     for devices in (8, 64, 1024)
 ]
-few.print(table(rows, ["parameters", "devices", "DDP", "stage 1", "stage 2", "stage 3"]))
+timed.print(table(rows, ["parameters", "devices", "DDP", "stage 1", "stage 2", "stage 3"]))
 
 # %% [markdown] index=["ZeroRedundancyOptimizer"]
 r"""
@@ -113,14 +113,14 @@ class Part:
     def average(self):
         """Of the mean of all gradients, bring this rank its part."""
         gradients = self.filled(parameters_to_vector([p.grad for p in self.parameters]))
-        part = ring_reduce_scatter(gradients, few, "mean")
+        part = ring_reduce_scatter(gradients, timed, "mean")
         self.mine.grad = part.clone()  # so that the memory of the rest can go
         for p in self.parameters:
             p.grad = None
 
     def gather(self):
         """Bring every rank's part to all."""
-        ring_all_gather(self.whole, few)
+        ring_all_gather(self.whole, timed)
 
 
 # %%
@@ -162,15 +162,15 @@ of its gradients has come:
 # %%
 def build():
     torch.manual_seed(0)
-    return FullMLP(256, depth=8).to(few.device)
+    return FullMLP(256, depth=8).to(timed.device)
 
 
 SIZE = gradient_bytes(build())
-batches = torch.randn(4, 2, 32, 256, generator=torch.Generator().manual_seed(rank)).to(few.device)
+batches = torch.randn(4, 2, 32, 256, generator=torch.Generator().manual_seed(rank)).to(timed.device)
 
 
 def ddp(model):
-    wrapped = microddp.DDP(model, few, all_reduce=carrier("ring", few))
+    wrapped = microddp.DDP(model, timed, all_reduce=carrier("ring", timed))
     adam = torch.optim.Adam(model.parameters())
 
     def step(batch):
@@ -212,7 +212,7 @@ def try_out(make):
         layer.register_forward_pre_hook(look("forward", f"layer {i} is about to compute"))
     for batch in batches:
         moments.clear()
-        with MessageCounter(few) as counter:
+        with MessageCounter(timed) as counter:
             step(batch)
     sent = sum(message.nbytes for message in counter.messages)
     for part in made[0]:
@@ -228,7 +228,7 @@ def check(name):
     weights, right = tried[name][0], tried["DDP"][0]
     assert torch.allclose(weights, right, rtol=1e-3, atol=1e-5), name
     same = "the same bits as" if torch.equal(weights, right) else "equal up to rounding to"
-    few.print(f"{name}: after {len(batches)} steps {same} DDP's weights")
+    timed.print(f"{name}: after {len(batches)} steps {same} DDP's weights")
 
 
 check("stage 1")
@@ -357,9 +357,9 @@ for stage, (name, (_, sent, moments)) in enumerate(tried.items()):
     rows.append((name, *map(human_bytes, (to_send, sent, right, most)), most / right))
     assert abs(most / right - 1) < 0.01, name
     assert n == 1 or abs(sent / to_send - 1) < 0.01, name
-few.print(f"{n} ranks, {human_bytes(SIZE)} of parameters; a step")
+timed.print(f"{n} ranks, {human_bytes(SIZE)} of parameters; a step")
 headers = ["", "to be sent", "counted", "kept at most, predicted", "measured", "ratio"]
-few.print(table(rows, headers, floats=".3f"))
+timed.print(table(rows, headers, floats=".3f"))
 
 # %% tags=["plumbing"]
 figures.explore_kept(
@@ -395,8 +395,8 @@ a wait after the optimizer's step.) Shard block by block, then the rest, as with
 # %%
 def by_core(model):
     for layer in model.layers:
-        fully_shard(layer, few)
-    sharded = fully_shard(model, few)
+        fully_shard(layer, timed)
+    sharded = fully_shard(model, timed)
     adam = torch.optim.Adam(model.parameters())
     for batch in batches:
         adam.zero_grad()
@@ -429,18 +429,18 @@ buckets of 1 MiB, stage 3 (`"zero3"` in the table of strategies) by layers of 1 
 WIDTH, DEPTH = 512, 8
 SAMPLES = (64, 256, 1024)
 ADAMW = partial(torch.optim.AdamW, lr=1e-4)
-wide = FullMLP(WIDTH, depth=DEPTH).to(few.device)
-link = few.box.seconds_per_byte if few.box else None
+wide = FullMLP(WIDTH, depth=DEPTH).to(timed.device)
+link = timed.box.seconds_per_byte if timed.box else None
 half = (n - 1) / n * gradient_bytes(wide) * link if link else None
 
 
 def step_of(name, batch):
     model = copy.deepcopy(wide)
     if name == "ddp":
-        model = microddp.DDP(model, few, bucket_cap_mb=1, all_reduce=carrier("ring", few))
-        strategy = STRATEGIES[name](model, few)
+        model = microddp.DDP(model, timed, bucket_cap_mb=1, all_reduce=carrier("ring", timed))
+        strategy = STRATEGIES[name](model, timed)
     else:
-        strategy = STRATEGIES[name](model, few, carrier="ring")
+        strategy = STRATEGIES[name](model, timed, carrier="ring")
     return partial(take_step, strategy, mse_loss, ADAMW(strategy.parameters()), batch)
 
 
@@ -452,11 +452,11 @@ def predicted(compute):
 
 results, ratios = [], {}
 for samples in SAMPLES:
-    batch = torch.randn(2, samples, WIDTH, device=few.device).unbind()
+    batch = torch.randn(2, samples, WIDTH, device=timed.device).unbind()
     steps = {name: step_of(name, batch) for name in ("ddp", "zero3")}
-    times = measure(steps, few, repeat=7)
+    times = measure(steps, timed, repeat=7)
     ratios[samples] = times["zero3"].ratio(times["ddp"])
-    compute = measure_compute(wide, mse_loss, batch, lambda m: ADAMW(m.parameters()), few, 3)
+    compute = measure_compute(wide, mse_loss, batch, lambda m: ADAMW(m.parameters()), timed, 3)
     results.append((samples, times, predicted(compute) if half else None))
 
 # %% tags=["plumbing"]
@@ -475,7 +475,7 @@ for samples, times, right in results:
     rows.append(row)
 headers = ["samples a rank", "DDP", "stage 3", "stage 3 / DDP", "DDP, predicted"]
 headers += ["stage 3, predicted", "ratio"]
-few.print(table(rows, headers[: len(rows[0])]))
+timed.print(table(rows, headers[: len(rows[0])]))
 
 # %% tags=["plumbing"]
 most, least = ratios[SAMPLES[0]], ratios[SAMPLES[-1]]
@@ -483,7 +483,7 @@ if least.spread[1] < most.spread[0]:
     verdict = "a smaller part of DDP's time"
 else:
     verdict = "no smaller part of DDP's time that this run can tell"
-few.print(f"With {SAMPLES[-1]} samples stage 3 adds {verdict} than with {SAMPLES[0]}.")
+timed.print(f"With {SAMPLES[-1]} samples stage 3 adds {verdict} than with {SAMPLES[0]}.")
 title = f"Stage 3 in DDP's time: {most.median:.2f} to {least.median:.2f}, by samples a rank"
 figures.lines(
     {"measured": (SAMPLES, [ratios[samples].median for samples in SAMPLES])}
@@ -518,7 +518,7 @@ rows = [
     (name, f"{many // few_} times as many GPUs", f"{there / here:.1%} of the speed of each")
     for name, (few_, here, many, there) in PUBLISHED.items()
 ]
-few.print(table(rows, ["published", "", "kept"]))
+timed.print(table(rows, ["published", "", "kept"]))
 
 # %% [markdown]
 """
@@ -531,14 +531,14 @@ n-th, and takes the norm of that, finds it too small, and each rank another one.
 
 # %%
 clipped = build()
-sharded = shard_blocks(clipped, few)
+sharded = shard_blocks(clipped, timed)
 backward(clipped, batches[0])
 gradients = [p.grad for p in clipped.parameters() if p.grad is not None]
 local = torch.stack([g.norm() for g in gradients]).norm().reshape(1)
-norm = clip_grad_norm(clipped.parameters(), 1.0, few)
-norms = few.all_gather(local).flatten()
-few.print(f"norm of each rank's part: {', '.join(f'{x:.4f}' for x in norms.tolist())}")
-few.print(f"of all: {norm:.4f}, the root of the sum of their squares")
+norm = clip_grad_norm(clipped.parameters(), 1.0, timed)
+norms = timed.all_gather(local).flatten()
+timed.print(f"norm of each rank's part: {', '.join(f'{x:.4f}' for x in norms.tolist())}")
+timed.print(f"of all: {norm:.4f}, the root of the sum of their squares")
 assert torch.allclose(norms.square().sum().sqrt(), norm)
 
 # %% [markdown]
@@ -553,16 +553,16 @@ itself:
 
 # %%
 mine = own_parts(sharded.course.pieces)
-(alone,) = filter(None, [few.subgroup([each]) for each in range(n)])
+(alone,) = filter(None, [timed.subgroup([each]) for each in range(n)])
 single = shard_blocks(build(), alone)
 try:
     load_parts(single.course.pieces, alone, [mine])
     assert n == 1
 except ValueError as error:
-    few.print(f"{str(error)[:110]} ...")
+    timed.print(f"{str(error)[:110]} ...")
 here = sum(entry["parts"]["parameter"].numel() for entry in mine.values())
 whole = sum(values.numel() for values in sharded.whole_state_dict().values())
-few.print(f"rank 0 has {here} of {count} values, and whole_state_dict() brings it {whole}")
+timed.print(f"rank 0 has {here} of {count} values, and whole_state_dict() brings it {whole}")
 assert rank or whole == count
 
 # %% [markdown]
@@ -580,7 +580,7 @@ twice, calls = nn.Linear(4, 4), []
 twice.register_full_backward_hook(lambda *_: calls.append("module"))
 twice.weight.register_post_accumulate_grad_hook(lambda _: calls.append("parameter"))
 twice(twice(torch.ones(1, 4, requires_grad=True))).sum().backward()
-few.print(" -> ".join(calls))
+timed.print(" -> ".join(calls))
 assert calls.index("module") < calls.index("parameter")
 assert (calls.count("module"), calls.count("parameter")) == (2, 1)
 
@@ -665,17 +665,17 @@ def last_words(printed, errors):
 # %%
 count = 24 * (1024 * 1024 + 1024)
 needed = [bytes_kept(stage, count, 4).total for stage in (0, 3)]
-few.print(
+timed.print(
     f"needed: DDP {human_bytes(needed[0])}, stage 3 {human_bytes(needed[1])}; allowed: 192 MiB more"
 )
 if sys.platform == "linux":
     said = outcomes("ddp", "zero3") if rank == 0 else []
-    ddp_said, sharded_said = few.all_gather_data(said)[0]
-    few.print(f"DDP:     {ddp_said}\nstage 3: {sharded_said}")
+    ddp_said, sharded_said = timed.all_gather_data(said)[0]
+    timed.print(f"DDP:     {ddp_said}\nstage 3: {sharded_said}")
     assert "allocate memory" in ddp_said
     assert sharded_said == "trained 3 steps"
 else:
-    few.print("Left out: this system holds no process to a limit on its memory.")
+    timed.print("Left out: this system holds no process to a limit on its memory.")
 
 # %% [markdown]
 r"""

@@ -159,13 +159,13 @@ def pausing(name):
     return nn.Sequential(*(PausingLayer(values, seconds) for _ in range(count))).to(comms.device)
 
 
-def step_of(way, model, few):
+def step_of(way, model, timed):
     kind, cap = WAYS[way]
     model = copy.deepcopy(model)
     if kind == "ddp":
-        model = microddp.DDP(model, few, bucket_cap_mb=cap, all_reduce=carrier("ring", few))
+        model = microddp.DDP(model, timed, bucket_cap_mb=cap, all_reduce=carrier("ring", timed))
     options = {"carrier": "ring"} if kind.startswith("zero") else {}
-    strategy = STRATEGIES[kind](model, few, cap, **options)
+    strategy = STRATEGIES[kind](model, timed, cap, **options)
     return partial(take_step, strategy, total, SGD(strategy.parameters()), BATCH)
 
 
@@ -209,10 +209,10 @@ def predicted(name, way, n, bandwidth):
 def ask(n, bandwidth, name, ways):
     """Measurements on n ranks, and what is predicted by rank 0, which has the fit."""
     rows = []
-    if few := comms.subgroup(range(n)):
+    if timed := comms.subgroup(range(n)):
         model = pausing(name)
-        steps = {way: step_of(way, model, few) for way in ways}
-        times = measure(steps, few, warmup=1, repeat=3)
+        steps = {way: step_of(way, model, timed) for way in ways}
+        times = measure(steps, timed, warmup=1, repeat=3)
         for way, timing in times.items() if port else ():
             guess = predicted(name, way, n, bandwidth or port.bandwidth)
             rows.append((n, bandwidth, name, way, timing.median, guess))
@@ -475,12 +475,12 @@ shows:
 
 # %%
 factors = []
-if few := two if comms.world_size > 1 else comms:
-    model = FullMLP(256, depth=4).to(few.device)
-    batch = torch.randn(2, 64, 256, device=few.device).unbind()
-    strategy = STRATEGIES["none"](model, few)
+if timed := two if comms.world_size > 1 else comms:
+    model = FullMLP(256, depth=4).to(timed.device)
+    batch = torch.randn(2, 64, 256, device=timed.device).unbind()
+    strategy = STRATEGIES["none"](model, timed)
     alone = partial(take_step, strategy, mse_loss, SGD(model.parameters()), batch)
-    timing = measure({"": alone}, few, repeat=40)[""]
+    timing = measure({"": alone}, timed, repeat=40)[""]
     factors = [seconds / timing.median for seconds in timing.seconds]
 factors = comms.all_gather_data(factors)[0]
 

@@ -35,7 +35,7 @@ SHORTER = {
         "samples, 512, device": "samples, 64, device",
         "STEPS = 112": "STEPS = 16",
         "load_text(LENGTH, ": "load_text(16, ",
-        "text, few, 48, on)": "text, few, 4, on)",
+        "text, timed, 48, on)": "text, timed, 4, on)",
     },
     "11": {"STEPS = 192": "STEPS = 8", "load_text(LENGTH, ": "load_text(16, "},
     "13": {

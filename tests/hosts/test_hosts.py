@@ -372,9 +372,9 @@ assert comms.timed(computing=False) is comms
 comms.print(comms.describe())
 comms.print(comms.local_world_size, torch.get_num_threads(), comms.box.seconds_per_byte)
 comms.barrier()
-few = comms.timed()
-few.print(few.world_size)
-few.close()
+timed = comms.timed()
+timed.print(timed.world_size)
+timed.close()
 """
 
 
