@@ -16,6 +16,7 @@ INSTEAD = {
     "bucket_cap_mb_list": "bucket_cap_mb, one size for all buckets but the first",
     "skip_all_reduce_unused_params": "find_unused_parameters=True",
     "batched_grad_copy": "gradient_as_bucket_view=True, the default here, which copies nothing",
+    "lazy_bucket_allocation": "gradient_as_bucket_view=True, the default here: one copy, not two",
     "delay_all_reduce_named_params": "no_sync(), and an all-reduce of these gradients afterwards",
     "param_to_hook_all_reduce": "no_sync(), and an all-reduce of the gradients afterwards",
 }

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.profiler import ProfilerActivity, profile
 
-from microddp import bucketing
+from microddp import buckets
 from microddp.ddp import DDP
 from microddp.replicas import check_replicas
 
@@ -50,7 +50,7 @@ def test_twenty_steps_of_every_model_are_equal(comms):
 def test_gradients_that_are_brought_in_one_by_one_have_the_same_bits(comms):
     for limit in (1, 300):  # every gradient is large; in some buckets only
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(bucketing, "LARGE_BYTES", limit)
+            patch.setattr(buckets, "LARGE_BYTES", limit)
             for view in VIEWS:
                 pair = Pair(comms, MODELS["conv"], bucket_cap_mb=SMALL, **view)
                 pair.train(plain_step(comms), steps=4, what=(limit, view))

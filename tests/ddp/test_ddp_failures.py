@@ -13,6 +13,7 @@ from torch import nn
 
 from microddp.ddp import DDP
 from microddp.replicas import broadcast_parameters, check_replicas
+from microddp.shared import carrier
 
 SECONDS_AFTER_DEATH = 10
 
@@ -127,7 +128,8 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank(comms):
 
 def die_in_backward(comms, options):
     """How long this rank waited for one that died; the death comes in the third step."""
-    ddp = DDP(mlp(), comms, **options)
+    by = carrier(options.pop("all_reduce", "backend"), comms)
+    ddp = DDP(mlp(), comms, all_reduce=by, **options)
     for step in range(2):
         ddp(data(comms.rank, step)[0]).sum().backward()
     loss = ddp(data(comms.rank, 2)[0]).sum()

@@ -197,8 +197,9 @@ def test_processes_and_threads_that_a_script_starts_end_with_it(tmp_path):
     )
     assert said(begins_with(starts), tmp_path) == ("", "")
     time.sleep(0.2)
-    asleep = subprocess.run(["pgrep", "-f", "sleep 98765"], capture_output=True, text=True)
-    assert asleep.stdout == ""
+    assert not [
+        each for each in psutil.process_iter(["cmdline"]) if "98765" in (each.info["cmdline"] or [])
+    ]
 
 
 @pytest.fixture

@@ -202,7 +202,7 @@ def resumed_in_parts(comms, folder):
 
 
 def test_a_run_in_parts_is_bitwise_the_run_as_a_whole(tmp_path):
-    run(resumed_in_parts, 3, str(tmp_path))
+    run(resumed_in_parts, 3, str(tmp_path), timeout=200)  # a dozen trainings
 
 
 def newest(folder):
