@@ -23,7 +23,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 NUMBERS = sorted(CHAPTERS)
 PARTS = [NUMBERS[i::4] for i in range(4)]  # each begins for seconds, and some chapters take 20
 
-pytestmark = pytest.mark.timeout(400)  # several jobs each, one after the other
+pytestmark = pytest.mark.timeout(700)  # several jobs each, one after the other
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def macos(tmp_path):
             env={**os.environ, **PRETENCE, **environment},
             capture_output=True,
             text=True,
-            timeout=380,
+            timeout=660,
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
