@@ -72,7 +72,7 @@ def run(
     *arguments: Any,
     join: bool = True,
     dies: Sequence[int] = (),
-    timeout: float = 60.0,
+    timeout: float = 120.0,
     environment: dict[str, str] | None = None,
 ) -> list[Any]:
     """Run ``function(comms, *arguments)`` on every rank of a fresh job.
