@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from tqdm import tqdm
 
+from microddp import sharding  # noqa: F401 - registers its strategies
 from microddp.bench.ddp import Batch, models
 from microddp.bench.memory import bytes_alive
 from microddp.bench.rows import report

@@ -83,11 +83,11 @@ class Sharded(Strategy):
         load_parts(self.parted.pieces, self.comms, [parts], optimizer)
 
 
-@register("zero2")
-class Zero2(Sharded):
-    """ZeRO's stage 2: gradients and the optimizer's state in parts, an n-th on each rank."""
+@register("zero1")
+class Zero1(Sharded):
+    """ZeRO's stage 1: the optimizer's state in parts, an n-th on each rank."""
 
-    stage = 2
+    stage = 1
     sharded: ShardedGradients
 
     def __init__(
@@ -142,11 +142,11 @@ class Zero2(Sharded):
         program.compute(work.optimizer / program.devices)
 
 
-@register("zero1")
-class Zero1(Zero2):
-    """ZeRO's stage 1: the optimizer's state in parts. Gradients keep their memory."""
+@register("zero2")
+class Zero2(Zero1):
+    """ZeRO's stage 2: gradients in parts, too."""
 
-    stage = 1
+    stage = 2
 
 
 @register("zero3")

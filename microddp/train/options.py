@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from microddp import sharding  # noqa: F401 - registers strategies that are choices
 from microddp.carrier import BACKEND
 from microddp.compression import compressor
 from microddp.local_sgd import Outer
