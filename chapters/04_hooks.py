@@ -29,11 +29,12 @@ from microddp.hooks import (
     demonstrate_hook_order,
 )
 from microddp.hosts import relink
-from microddp.model import FullMLP, SimpleCNN, Transformer, gradient_bytes
+from microddp.model import FullMLP, SimpleCNN, gradient_bytes
 from microddp.performance import compare_strategies
 from microddp.replicas import check_replicas
 from microddp.report import human_bytes, human_seconds, table
-from microddp.timing import Timeline, exposed, overlapped, save_chrome_trace
+from microddp.timing import Timeline, exposed, overlapped
+from microddp.workloads import Transformer
 
 # %%
 # sphinx_gallery_builds = "an all-reduce that starts inside backward"
@@ -325,7 +326,7 @@ each one can be clicked. With `MICRODDP_TRACES=FOLDER` in the environment the fi
 with tempfile.TemporaryDirectory() as scratch:
     path = Path(os.environ.get("MICRODDP_TRACES", scratch), "04_hooks.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_chrome_trace(steps["hooks"], path)
+    figures.save_chrome_trace(steps["hooks"], path)
     timed.print(f"{path.name}: {len(steps['hooks'])} spans, {human_bytes(path.stat().st_size)}")
 
 # %% [markdown]

@@ -26,7 +26,7 @@ from microddp.allreduce import fit_alpha_beta
 from microddp.bucketing import BucketedDDPHooks
 from microddp.buckets import plan_buckets
 from microddp.data import ShardedBatches, load_digits
-from microddp.model import FullMLP, SimpleCNN, Transformer, gradient_bytes
+from microddp.model import FullMLP, SimpleCNN, gradient_bytes
 from microddp.performance import (
     compare_strategies,
     cores_for_each_rank,
@@ -36,6 +36,7 @@ from microddp.performance import (
 )
 from microddp.report import MIB, human_bytes, human_seconds, mark_least, table
 from microddp.timing import ComputeTimes, measure
+from microddp.workloads import Transformer
 
 # %%
 # sphinx_gallery_builds = "a bucket plan, and hooks that follow it"

@@ -26,13 +26,14 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import microddp
 from microddp import figures
-from microddp.allreduce import all_reduce_hook, ring_all_reduce
+from microddp.allreduce import ring_all_reduce
 from microddp.bucketing import BucketedDDPHooks
 from microddp.data import ShardedBatches, load_digits, shard
 from microddp.ddp import DDP
 from microddp.model import FullMLP, SimpleCNN
 from microddp.replicas import broadcast_parameters, check_replicas
 from microddp.report import human_seconds, table
+from microddp.shared import all_reduce_hook
 from microddp.timing import measure
 
 # %%
@@ -578,7 +579,7 @@ and no others.
 The all-reduce can be replaced. A *communication hook* is given each full bucket, and returns a
 *future*: a promise of what the bucket should become. The book's buckets have the methods of
 PyTorch's, so PyTorch's hooks work on them: `fp16_compress_hook` sends half the bytes of `float32`.
-And {func}`~microddp.allreduce.comm_hook.all_reduce_hook` takes any all-reduce of chapter 02.
+And {func}`~microddp.shared.comm_hook.all_reduce_hook` takes any all-reduce of chapter 02.
 
 **Predict.** The ring adds in an order of its own, so it may round differently. Numbers in `float16`
 have 11 significant bits, so each rounding is off by up to $2^{-12}$ to $2^{-11}$ of a number, and

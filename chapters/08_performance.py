@@ -29,7 +29,7 @@ from microddp import figures
 from microddp.allreduce import bus_bandwidth, estimate_communication_time
 from microddp.ddp import DDP
 from microddp.hosts import human_bits, relink
-from microddp.model import FullMLP, ModelConfig, SimpleCNN, Transformer, gradient_bytes, token_loss
+from microddp.model import FullMLP, ModelConfig, SimpleCNN, gradient_bytes
 from microddp.performance import (
     DDPPerformanceAnalyzer,
     Overhead,
@@ -48,6 +48,7 @@ from microddp.report import MIB, human_bytes, human_seconds, table
 from microddp.step import take_step
 from microddp.strategies import STRATEGIES
 from microddp.timing import Timeline, Timing, break_down, measure
+from microddp.workloads import Transformer, token_loss
 
 # %%
 # sphinx_gallery_builds = "a clock for every part of a step, and a prediction to hold against it"

@@ -21,18 +21,18 @@ from torch.nn.utils import parameters_to_vector
 
 import microddp
 from microddp import figures
-from microddp.allreduce import on_thread
 from microddp.comms import MessageCounter
 from microddp.compression import Compression, compress, compressor
 from microddp.data import ShardedBatches, load_digits, load_text
 from microddp.ddp import DDP
 from microddp.hosts import relink
-from microddp.model import FullMLP, gradient_bytes, parameter_count, token_loss
+from microddp.model import FullMLP, gradient_bytes, parameter_count
 from microddp.report import human_bytes, human_seconds, table
+from microddp.shared import on_thread
 from microddp.step import take_step
 from microddp.strategies import STRATEGIES
 from microddp.timing import Timing, measure
-from microddp.workloads import LENGTH, character_model, learn, times_by_link
+from microddp.workloads import LENGTH, character_model, learn, times_by_link, token_loss
 
 # %%
 # sphinx_gallery_builds = "three ways to send less, and error feedback, which keeps the rest"
@@ -88,7 +88,7 @@ class TopK:
 # %% [markdown]
 """
 DDP calls a *communication hook* with each bucket (chapter 06), and waits for the future that it
-returns. The core's {func}`~microddp.allreduce.comm_hook.on_thread` makes one of a call, which runs
+returns. The core's {func}`~microddp.shared.comm_hook.on_thread` makes one of a call, which runs
 on a thread of its own while backward goes on:
 """
 

@@ -21,11 +21,18 @@ from microddp.compression import compress
 from microddp.data import load_text
 from microddp.hosts import relink
 from microddp.local_sgd import Local, LocalSteps, Outer
-from microddp.model import ModelConfig, SimpleCNN, token_loss
+from microddp.model import ModelConfig, SimpleCNN
 from microddp.report import MIB, human_bytes, human_seconds, table
 from microddp.step import take_step
 from microddp.strategies import STRATEGIES
-from microddp.workloads import LENGTH, character_batches, character_model, learn, times_by_link
+from microddp.workloads import (
+    LENGTH,
+    character_batches,
+    character_model,
+    learn,
+    times_by_link,
+    token_loss,
+)
 
 # %%
 # sphinx_gallery_builds = "training whose ranks meet now and then, and DiLoCo"

@@ -19,19 +19,14 @@ from torch.nn.utils import parameters_to_vector
 
 import microddp
 from microddp import figures
-from microddp.allreduce import (
-    ALGORITHMS,
-    parts_by_speed,
-    ring_all_reduce,
-    weighted_all_reduce,
-    weighted_time,
-)
+from microddp.allreduce import ALGORITHMS, ring_all_reduce
 from microddp.comms import MessageCounter
 from microddp.data import ShardedBatches, load_digits
 from microddp.hosts import relink
 from microddp.model import FullMLP
 from microddp.performance import find_stragglers, straggler_report
 from microddp.report import MIB, human_seconds, table
+from microddp.shared import parts_by_speed, weighted_all_reduce, weighted_time
 from microddp.step import compute_gradients, take_step
 from microddp.strategies import STRATEGIES
 from microddp.timing import NOT_RECORDED, Timeline, measure
@@ -251,8 +246,8 @@ def by_owners(tensor, group, counts):
 
 # %% [markdown]
 r"""
-{func}`~microddp.allreduce.weighted.parts_by_speed` solves for the parts, and
-{func}`~microddp.allreduce.weighted.weighted_all_reduce` is the hardened version: it sends to all at
+{func}`~microddp.shared.weighted.parts_by_speed` solves for the parts, and
+{func}`~microddp.shared.weighted.weighted_all_reduce` is the hardened version: it sends to all at
 once, and in columns, so that first sums come in while later values still go out. All must give what
 the backend does:
 """

@@ -36,8 +36,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 import microddp
 from microddp import figures
 from microddp.data import CHARACTERS, ShardedBatches, load_digits, load_text
-from microddp.model import Transformer, token_loss
 from microddp.report import table
+from microddp.workloads import Transformer, token_loss
 
 # %%
 # sphinx_gallery_builds = "a script of stock PyTorch for any number of devices, to download"

@@ -18,7 +18,8 @@ from microddp.comms import Comms
 from microddp.ddp import DDP
 from microddp.hooks import AllReduceHooks, bytes_held
 from microddp.step import Strategy
-from microddp.timing import NOT_RECORDED, Recorder, TorchDDPWatch
+from microddp.timing import NOT_RECORDED, Recorder
+from microddp.torch_watch import TorchDDPWatch
 
 Hooks = AllReduceHooks | BucketedDDPHooks
 Kind = TypeVar("Kind", bound=type[Strategy])

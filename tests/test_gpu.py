@@ -13,9 +13,10 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from microddp.allreduce import ALGORITHMS, all_reduce_hook, ring_all_reduce
+from microddp.allreduce import ALGORITHMS, ring_all_reduce
 from microddp.ddp import DDP
 from microddp.replicas import check_replicas
+from microddp.shared import all_reduce_hook
 from microddp.timing import Timeline, measure, seconds_now
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8)

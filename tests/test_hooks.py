@@ -14,10 +14,11 @@ from microddp.hooks import (
     HookTracker,
     demonstrate_hook_order,
 )
-from microddp.model import FullMLP, ModelConfig, SimpleCNN, Transformer
+from microddp.model import FullMLP, ModelConfig, SimpleCNN
 from microddp.replicas import check_replicas
 from microddp.schedule import ddp_step, naive_data_parallel_step
 from microddp.timing import Timeline, exposed
+from microddp.workloads import Transformer
 
 DEBUG = {"MICRODDP_DEBUG": "1"}
 

@@ -4,14 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from microddp.model import (
-    FullMLP,
-    ModelConfig,
-    SimpleCNN,
-    Transformer,
-    gradient_bytes,
-    parameter_count,
-)
+from microddp.model import FullMLP, ModelConfig, SimpleCNN, gradient_bytes, parameter_count
+from microddp.workloads import Transformer
 
 
 def test_by_default_the_network_has_16_layers_of_one_width():

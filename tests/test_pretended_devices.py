@@ -15,8 +15,9 @@ from shorter import CHAPTERS, shortened
 from torch.nn.functional import cross_entropy
 
 import microddp
-from microddp.allreduce import all_reduce_hook, ring_all_reduce
+from microddp.allreduce import ring_all_reduce
 from microddp.replicas import broadcast_tensors
+from microddp.shared import all_reduce_hook
 from microddp.train.__main__ import main
 
 

@@ -9,10 +9,9 @@ naive                  2 (n-1)         (n-1) S on rank 0     showing why rank 0 
 direct                 n-1             (n-1) S               two ranks
 ring                   2 (n-1)         2 (n-1)/n S           large tensors: bytes do not grow with n
 recursive doubling     log2 n          S log2 n              small tensors: fewest rounds
-weighted               2 a column      S over a slow link    links of unequal speed
 =====================  ==============  ====================  ====================================
 
-:mod:`microddp.shared` has those for ranks that share memory.
+:mod:`microddp.shared` has those for ranks that share memory, and for links of unequal speed.
 
 Every function works in place, on any dtype the backend can send, and leaves bitwise the same
 result on every rank, because each element is added up in one order that all ranks share.
@@ -22,7 +21,6 @@ from collections.abc import Callable
 
 import torch
 
-from microddp.allreduce.comm_hook import AtWait, all_reduce_hook, on_thread
 from microddp.allreduce.cost import (
     AllReduceCost,
     FittedCost,
@@ -34,7 +32,6 @@ from microddp.allreduce.cost import (
 )
 from microddp.allreduce.reduction import flattened
 from microddp.allreduce.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from microddp.allreduce.weighted import parts_by_speed, weighted_all_reduce, weighted_time
 from microddp.allreduce.whole_tensor import (
     direct_all_reduce,
     naive_all_reduce,

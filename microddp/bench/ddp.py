@@ -20,13 +20,14 @@ from microddp import compression
 from microddp.bench.rows import report
 from microddp.comms import Comms
 from microddp.ddp import DDP
-from microddp.model import FullMLP, ModelConfig, SimpleCNN, Transformer, token_loss
+from microddp.model import FullMLP, ModelConfig, SimpleCNN
 from microddp.performance import quiet_profile
 from microddp.report import MIB
 from microddp.shared import carrier
 from microddp.step import Loss, take_step
 from microddp.strategies import STRATEGIES
 from microddp.timing import Timing, measure
+from microddp.workloads import Transformer, token_loss
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 FREE, OURS, THEIRS = "none", "ddp", "torch"

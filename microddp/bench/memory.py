@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from microddp.allreduce import on_thread
+from microddp.shared import on_thread
 
 
 def bytes_alive() -> int:

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from microddp.allreduce import on_thread
 from microddp.comms import Comms
 from microddp.compression.compressor import Compressor
+from microddp.shared import on_thread
 
 
 class Compression:

@@ -9,6 +9,7 @@ Functions whose name begins with ``explore_`` return a picture that readers can 
 (:class:`~microddp.figures.live.Live`): the last value of a cell is shown.
 """
 
+from microddp.figures.chrome_trace import save_chrome_trace
 from microddp.figures.explore import explore_timelines
 from microddp.figures.flow import questions
 from microddp.figures.kept import explore_kept

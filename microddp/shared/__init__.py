@@ -1,4 +1,4 @@
-"""Ranks of one machine: memory that they share, and all-reduces through it.
+"""More all-reduces: through memory that ranks share, over several machines, over unequal links.
 
 With n ranks and a tensor of S bytes:
 
@@ -7,6 +7,7 @@ all-reduce             rounds          bytes that are sent   good for
 =====================  ==============  ====================  ====================================
 shared                 no message      none                  ranks of one machine
 hierarchical           2 (M-1)         2 (M-1)/M S           M machines with several ranks each
+weighted               2 a column      S over a slow link    links of unequal speed
 =====================  ==============  ====================  ====================================
 
 Of a hierarchy the bytes are those of all ranks of a machine together. All work in place, and leave
@@ -28,6 +29,7 @@ from microddp.shared.collectives import (
     shared_broadcast,
     shared_reduce_scatter,
 )
+from microddp.shared.comm_hook import AtWait, all_reduce_hook, on_thread
 from microddp.shared.halves import HALVES, Future, Half, Halves, halves_of
 from microddp.shared.hierarchical import Hierarchy, hierarchical_all_reduce
 from microddp.shared.memory import memory_refused
@@ -40,3 +42,4 @@ from microddp.shared.room import (
     room_of,
     why_apart,
 )
+from microddp.shared.weighted import parts_by_speed, weighted_all_reduce, weighted_time

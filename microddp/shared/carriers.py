@@ -9,10 +9,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from microddp.allreduce import ALGORITHMS, AllReduce, AtWait, on_thread
+from microddp.allreduce import ALGORITHMS, AllReduce
 from microddp.carrier import BACKEND, Carrier
 from microddp.comms import Comms, Pending
 from microddp.shared.collectives import shared_all_reduce, shared_broadcast
+from microddp.shared.comm_hook import AtWait, on_thread
 from microddp.shared.hierarchical import hierarchical_all_reduce
 from microddp.shared.room import by_comms, machines_of, room_of
 from microddp.timing import measure

@@ -9,11 +9,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from microddp.allreduce import on_thread, ring_all_gather, ring_reduce_scatter
+from microddp.allreduce import ring_all_gather, ring_reduce_scatter
 from microddp.carrier import BACKEND
 from microddp.comms import Comms
 from microddp.shared.carriers import AUTO
 from microddp.shared.collectives import shared_all_gather, shared_reduce_scatter
+from microddp.shared.comm_hook import on_thread
 from microddp.shared.room import machines_of
 from microddp.timing import Recorder
 

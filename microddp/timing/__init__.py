@@ -1,6 +1,5 @@
 """How things are timed: calls against each other, and what every rank did when."""
 
-from microddp.timing.chrome_trace import nanoseconds, save_chrome_trace
 from microddp.timing.clock import (
     Instant,
     Timing,
@@ -12,4 +11,3 @@ from microddp.timing.clock import (
 from microddp.timing.intervals import common, covered, exposed, in_both, overlapped, tracks, union
 from microddp.timing.step_times import Bucket, ComputeTimes, Prediction, StepTimes, break_down
 from microddp.timing.timeline import NOT_RECORDED, Launched, Recorder, Span, Timeline
-from microddp.timing.torch_ddp import TorchDDPWatch

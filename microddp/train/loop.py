@@ -26,7 +26,7 @@ from microddp.report import human_seconds
 from microddp.shared import carrier
 from microddp.step import Strategy, compute_gradients, take_step
 from microddp.strategies import STRATEGIES
-from microddp.timing import NOT_RECORDED, Span, StepTimes, Timeline, break_down, save_chrome_trace
+from microddp.timing import NOT_RECORDED, Span, StepTimes, Timeline, break_down
 from microddp.train.checkpoint import Checkpoints, gather_states, own_state
 from microddp.train.options import TrainingConfig
 from microddp.train.task import evaluate, make_task
@@ -212,6 +212,8 @@ class Trainer:
             report = straggler_report(self.profiled, self.comms, self.strategy.sent_bytes())
         self.strategy.remove()
         if self.config.profile and self.comms.rank == 0:
+            from microddp.figures import save_chrome_trace  # with matplotlib, for seconds
+
             save_chrome_trace(self.profiled, self.config.profile)
         return TrainingResult(
             self.model,

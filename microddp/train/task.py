@@ -20,8 +20,9 @@ from microddp.data import (
     load_text,
     shard,
 )
-from microddp.model import FullMLP, ModelConfig, SimpleCNN, Transformer
+from microddp.model import FullMLP, ModelConfig, SimpleCNN
 from microddp.train.options import TrainingConfig
+from microddp.workloads import Transformer
 
 SYNTHETIC_SAMPLES, SYNTHETIC_TESTS = 4096, 1024
 PIXELS, CLASSES = 64, 10  # of synthetic data, which is shaped like the digits

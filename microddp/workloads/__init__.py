@@ -10,3 +10,4 @@ from microddp.workloads.characters import (
     times_by_link,
 )
 from microddp.workloads.sentence_pairs import batches, made_up_pairs
+from microddp.workloads.transformer import Transformer, token_loss

@@ -12,10 +12,10 @@ from torch import nn
 
 from microddp.comms import Comms
 from microddp.data import CHARACTERS, ShardedBatches, Split
-from microddp.model import Transformer, token_loss
 from microddp.report import mark_least
 from microddp.step import FULL_PRECISION, Strategy, take_step
 from microddp.timing import seconds_now, slowest_rank
+from microddp.workloads.transformer import Transformer, token_loss
 
 DIM, DEPTH, HEADS, LENGTH = 64, 2, 4, 64
 BATCH = 16  # sequences, over all ranks

@@ -10,16 +10,9 @@ from hypothesis import strategies as st
 from ranks import on_ranks
 from wires import run_threads
 
-from microddp.allreduce import (
-    direct_all_reduce,
-    parts_by_speed,
-    ring,
-    ring_all_reduce,
-    weighted,
-    weighted_all_reduce,
-    weighted_time,
-)
+from microddp.allreduce import direct_all_reduce, ring, ring_all_reduce
 from microddp.comms import MessageCounter
+from microddp.shared import parts_by_speed, weighted, weighted_all_reduce, weighted_time
 
 SPEEDS = st.floats(0.01, 100)
 

@@ -23,11 +23,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.nn.functional import mse_loss
 
-from microddp.allreduce import all_reduce_hook, ring_all_reduce
+from microddp.allreduce import ring_all_reduce
 from microddp.comms import Comms
 from microddp.ddp import DDP
 from microddp.replicas import check_replicas
-from microddp.shared import ALL_REDUCES
+from microddp.shared import ALL_REDUCES, all_reduce_hook
 from microddp.timing import Timeline
 
 CAPS = ({}, {"bucket_cap_mb": SMALL})

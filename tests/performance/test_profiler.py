@@ -20,11 +20,12 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from microddp.ddp import DDP
-from microddp.model import SimpleCNN, Transformer, token_loss
+from microddp.model import SimpleCNN
 from microddp.performance import ProfileSummary, profile_steps
 from microddp.performance.profiler_events import Event, events_of, summarize
 from microddp.schedule import naive_data_parallel_step
 from microddp.timing import covered, in_both
+from microddp.workloads import Transformer, token_loss
 
 # ---- kinds and interval arithmetic, on events made by hand
 

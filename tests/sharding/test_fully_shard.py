@@ -14,9 +14,9 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from microddp.comms import MessageCounter
-from microddp.model import Transformer
 from microddp.parts import clip_grad_norm
 from microddp.sharding import ShardedGradients, fully_shard, shard_blocks
+from microddp.workloads import Transformer
 
 
 def sharded_odd(comms, **options):

@@ -12,7 +12,7 @@ from test_explore import steps_of
 from test_site import Visit
 
 from microddp import figures
-from microddp.timing import save_chrome_trace
+from microddp.figures import save_chrome_trace
 
 
 @pytest.fixture

@@ -13,16 +13,8 @@ from hypothesis import strategies as st
 from ranks import on_ranks
 
 from microddp.comms import peak_memory
-from microddp.timing import (
-    Span,
-    Timeline,
-    Timing,
-    exposed,
-    measure,
-    overlapped,
-    save_chrome_trace,
-    tracks,
-)
+from microddp.figures import save_chrome_trace
+from microddp.timing import Span, Timeline, Timing, exposed, measure, overlapped, tracks
 
 SLOW, LATE = 0.05, 0.3  # seconds
 

@@ -6,10 +6,9 @@ from ranks import on_ranks
 
 from microddp.data import CHARACTERS, load_text
 from microddp.local_sgd import Local, LocalSteps
-from microddp.model import token_loss
 from microddp.step import Strategy
 from microddp.strategies import STRATEGIES
-from microddp.workloads import LENGTH, Learned, character_model, learn, times_by_link
+from microddp.workloads import LENGTH, Learned, character_model, learn, times_by_link, token_loss
 from microddp.workloads.characters import WINDOW
 
 

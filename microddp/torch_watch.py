@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from microddp.timing.clock import Instant
-from microddp.timing.timeline import Recorder
+from microddp.timing import Instant, Recorder
 
 
 class TorchDDPWatch:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from microddp.report import whole_file
-from microddp.timing.intervals import tracks
-from microddp.timing.timeline import Span
+from microddp.timing import Span, tracks
 
 
 def nanoseconds(seconds: float) -> int:
