@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +16,8 @@ import torch.distributed as dist
 
 from microddp.comms.agreement import describe, name_ranks
 from microddp.comms.checks import check_divides, check_rank, check_tensor
+from microddp.comms.dealing import collected, dealt
+from microddp.comms.groups import make_group
 from microddp.comms.pending import Pending, started
 from microddp.comms.point_to_point import PointToPoint
 
@@ -82,47 +81,13 @@ class Comms(PointToPoint):
             ValueError: a rank is out of range or named twice, or there is none.
             RuntimeError: with NCCL, this is not the group of all ranks.
         """
-        if not ranks or len(set(ranks)) != len(ranks):
-            raise ValueError(
-                f"rank {self.rank}: expected distinct ranks for a group, got {ranks!r}"
-            )
-        for member in ranks:
-            check_rank(self, "ranks", member)
-        whole = self.world_size == dist.get_world_size()
-        if not whole and self.backend == "nccl":
-            raise RuntimeError(
-                f"rank {self.rank}: NCCL makes a group together with all ranks of the job, "
-                f"expected subgroup() of their group of {dist.get_world_size()}, got it of one of "
-                f"{self.world_size}"
-            )
-        members = [dist.get_global_rank(self.group, member) for member in ranks]
         seconds = self.timeout if timeout is None else timeout
-        made = self.agree(f"subgroup({list(ranks)})")
-        with made, nullcontext() if whole else self._own_name():
-            group: Any = dist.new_group(members, timeout=timedelta(seconds=seconds))
-            if self.rank in ranks and self.backend == "gloo":
-                # Who left at once would break connections that others are still making.
-                dist.barrier(group)
+        group = make_group(self, ranks, seconds)
         if self.rank not in ranks:
             return None
         part = Comms(group, self.device, self.local_rank, self.local_world_size, seconds)
         self._parts.append(part)
         return part
-
-    @contextmanager
-    def _own_name(self) -> Iterator[None]:
-        """Let torch name a group by a number that this group's ranks agree on. A collective.
-
-        It numbers groups as they are made. Ranks that made one without the others would count
-        differently from then on, and would look for each other under different names.
-        """
-        world = dist.distributed_c10d._world
-        count, number = world.group_count, self.all_gather_data(secrets.randbits(62))[0]
-        world.group_count = number
-        try:
-            yield
-        finally:
-            world.group_count = count
 
     def timed(self, *, computing: bool = True) -> Comms:
         """The ranks that are worth timing: each has a core or a GPU of its own. A collective.
@@ -306,40 +271,7 @@ class Comms(PointToPoint):
         """
         check_rank(self, "src", src)
         with self.agree(f"scatter(src={src})"):
-            return self._scatter(tensor, src)
-
-    def _scatter(
-        self, tensor: torch.Tensor | Sequence[torch.Tensor] | None, src: int
-    ) -> torch.Tensor:
-        parts: list[torch.Tensor] = []
-        if isinstance(tensor, torch.Tensor):
-            parts = list(tensor.tensor_split(self.world_size)) if tensor.dim() else []
-            got = describe(tensor)
-        else:
-            parts = list(tensor or [])
-            got = f"a list of {', '.join(type(part).__name__ for part in parts) or 'nothing'}"
-        whole = len(parts) == self.world_size and all(isinstance(p, torch.Tensor) for p in parts)
-        self.fail_together(
-            "" if whole or self.rank != src else got,
-            f"a tensor to scatter or a list of {self.world_size} tensors",
-            ValueError,
-        )
-        if self.rank != src:
-            dtype, *shape = self.headers.recv(src).split()
-            part = torch.empty(
-                [int(size) for size in shape], dtype=getattr(torch, dtype), device=self.device
-            )
-            self.recv(part, src)
-            return part
-        sending: list[Pending] = []
-        for peer, part in enumerate(parts):
-            if peer != src:
-                what = " ".join([str(part.dtype).removeprefix("torch."), *map(str, part.shape)])
-                sending.append(Pending(self.headers.send(what, peer).wait))
-                sending.append(self.send(part.to(self.device).contiguous(), peer, async_op=True))
-        for pending in sending:
-            pending.wait()
-        return parts[src].to(self.device).contiguous()
+            return dealt(self, tensor, src)
 
     def gather(self, tensor: torch.Tensor, dst: int = 0) -> torch.Tensor | None:
         """Collect every rank's tensor on rank ``dst``: the inverse of :meth:`scatter`.
@@ -357,34 +289,7 @@ class Comms(PointToPoint):
         check_rank(self, "dst", dst)
         check_tensor(self, "gather", tensor)
         with self.agree(f"gather(dst={dst})"):
-            return self._gather(tensor, dst)
-
-    def _gather(self, tensor: torch.Tensor, dst: int) -> torch.Tensor | None:
-        # Everybody hears from everybody, so that all can refuse together.
-        said = [
-            text.split()
-            for text in self.headers.exchange(
-                " ".join([str(tensor.dtype).removeprefix("torch."), *map(str, tensor.shape)])
-            )
-        ]
-        if tensor.dim() == 0 or len({(len(t), t[0], *t[2:]) for t in said}) > 1:
-            raise ValueError(
-                f"rank {self.rank}: gather expected tensors alike but for their first dimension, "
-                f"got {'; '.join(f'rank {rank}: {t}' for rank, t in enumerate(said))}"
-            )
-        if self.rank != dst:
-            self.send(tensor, dst)
-            return None
-        parts = [
-            tensor if peer == dst else tensor.new_empty((int(what[1]), *tensor.shape[1:]))
-            for peer, what in enumerate(said)
-        ]
-        receiving = [
-            self.recv(part, peer, async_op=True) for peer, part in enumerate(parts) if peer != dst
-        ]
-        for pending in receiving:
-            pending.wait()
-        return torch.cat(parts)
+            return collected(self, tensor, dst)
 
     def _reduce_op(self, op: str) -> Any:  # torch's ReduceOp has no usable static type
         if op not in REDUCE_OPS:

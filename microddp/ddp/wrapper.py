@@ -21,42 +21,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Join
 
 from microddp.carrier import Carrier
 from microddp.comms import Comms
 from microddp.ddp.arguments import check_devices, check_refused, which_buffers
 from microddp.ddp.reducer import Hook, Reducer
+from microddp.ddp.uneven import UnevenInputs
 from microddp.replicas import broadcast_tensors, check_replicas, check_structure
 from microddp.timing import Recorder
 
 
-class _Shadow(JoinHook):
-    """What a rank that has run out of batches does in each iteration of the others, and after."""
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self.ddp = ddp
-
-    def main_hook(self) -> None:
-        """Shadow one iteration: the collectives of forward, then those of backward."""
-        ddp = self.ddp
-        ddp.reducer.begin_forward()
-        if ddp._sync_buffers_next and ddp._has_buffers:
-            ddp._sync_buffers(candidate=False)
-        ddp._sync_buffers_next = bool(ddp._highest(0))
-        if ddp._sync_buffers_next:
-            ddp.reducer.shadow()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Make all replicas those of a rank that trained to the end."""
-        src = self.ddp._highest(self.ddp.comms.rank if is_last_joiner else -1)
-        self.ddp._broadcast_module(src, with_buffers=self.ddp.forward_sync_buffers)
-        self.ddp._join_config = _JoinConfig(
-            enable=False, throw_on_early_termination=False, is_first_joinable=False
-        )
-
-
-class DistributedDataParallel(nn.Module, Joinable):
+class DistributedDataParallel(nn.Module, UnevenInputs):
     """Trains a module on many ranks: each on its shard of the batch, with averaged gradients.
 
     Put it around the module, and leave the rest of the program as it is: after ``backward()``
@@ -124,7 +100,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         **refused: Any,
     ) -> None:
         super().__init__()
-        Joinable.__init__(self)
+        UnevenInputs.__init__(self)
         if not isinstance(comms, Comms | None):
             raise TypeError(
                 f"expected a Comms as the second argument of DDP, got {comms!r}; PyTorch's "
@@ -177,7 +153,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.require_backward_grad_sync = True
         self._has_buffers = before_forward and any(True for _ in module.buffers())
         self._sync_buffers_next = True
-        self._divide_by_all = True
         if verify_replicas:
             check_replicas(module, self.comms)
         else:
@@ -265,53 +240,18 @@ class DistributedDataParallel(nn.Module, Joinable):
         with _unsafe_preserve_version_counter(tuple(buffers)):
             broadcast_tensors(buffers, self.comms, src, self.all_reduce.broadcast)
 
-    # ---- uneven inputs: ranks that have run out of batches shadow the others' collectives
+    def shadow(self) -> None:
+        """Make the collectives of an iteration of ranks that still have a batch."""
+        self.reducer.begin_forward()
+        if self._sync_buffers_next and self._has_buffers:
+            self._sync_buffers(candidate=False)
+        self._sync_buffers_next = bool(self._highest(0))
+        if self._sync_buffers_next:
+            self.reducer.shadow()
 
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """A context in which ranks may have different numbers of batches.
-
-        Args:
-            divide_by_initial_world_size: a rank without a batch counts with gradients of zero;
-                else the mean is over the ranks that still have one.
-            enable: off if the inputs are known to be even.
-            throw_on_early_termination: raise on every rank as soon as one has run out.
-        """
-        return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What :class:`torch.distributed.algorithms.Join` calls on ranks that have run out."""
-        self._divide_by_all = bool(kwargs.get("divide_by_initial_world_size", True))
-        return _Shadow(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where the join context's own messages live."""
-        return self.comms.device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """Whom the join context's own messages go to."""
-        return self.comms.group
-
-    def _divisor(self, joined: dist.Work | None) -> int:
-        if joined is None or self._divide_by_all:
-            return self.comms.world_size
-        return int(joined.get_future().wait()[0].item())
-
-    def _highest(self, mine: int) -> int:
-        wire = torch.tensor([mine], device=self.comms.device)
-        self.comms.all_reduce(wire, "max")
-        return int(wire.item())
+    def copy_module(self, src: int) -> None:
+        """Make the replicas of all ranks, with the buffers that are kept alike, rank ``src``'s."""
+        self._broadcast_module(src, with_buffers=self.forward_sync_buffers)
 
     # ---- copies: as PyTorch's, only of a wrapper over all ranks
 
