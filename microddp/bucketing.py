@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from microddp.backward import Switchable, bytes_held
 from microddp.buckets import (
     GradientBucket,
     bucket_caps,
@@ -17,7 +18,6 @@ from microddp.buckets import (
 )
 from microddp.carrier import Carrier
 from microddp.comms import Comms
-from microddp.hooks import Switchable, bytes_held
 from microddp.timing import NOT_RECORDED, Launched, Recorder
 
 

@@ -7,17 +7,15 @@ hook is given the parameter, not the gradient.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from microddp.backward import Switchable, bytes_held
 from microddp.comms import Comms, name_ranks, odd_ranks
 from microddp.report import table
 from microddp.timing import NOT_RECORDED, Instant, Recorder
@@ -129,45 +127,6 @@ class HookTracker:
         # Where the loss does not use what a parameter went into, the hook comes without gradient.
         if self._began is not None and parameter.grad is not None:
             self._ready.setdefault(name, Instant(parameter.device))
-
-
-class Switchable:
-    """Hooks that can be told to leave gradients alone.
-
-    Attributes:
-        armed: whether a backward averages.
-    """
-
-    armed = True
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let each backward of the block add to this rank's own gradients, and send nothing.
-
-        The first backward after the block averages what has accumulated.
-        """
-        before, self.armed = self.armed, False
-        try:
-            yield
-        finally:
-            self.armed = before
-
-
-def tensors_in(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a forward pass returned, also in fields of dataclasses."""
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif is_dataclass(leaf):
-            for field in fields(leaf):
-                yield from tensors_in(getattr(leaf, field.name))
-
-
-def bytes_held(gradient: torch.Tensor) -> int:
-    """Bytes of a gradient's values; where it holds but a few rows, of those and their numbers."""
-    if gradient.is_sparse:
-        return gradient._values().nbytes + gradient._indices().nbytes
-    return gradient.nbytes
 
 
 class AllReduceHooks(Switchable):

@@ -13,10 +13,11 @@ from typing import TypeVar
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from microddp.backward import bytes_held
 from microddp.bucketing import BucketedDDPHooks
 from microddp.comms import Comms
 from microddp.ddp import DDP
-from microddp.hooks import AllReduceHooks, bytes_held
+from microddp.hooks import AllReduceHooks
 from microddp.step import Strategy
 from microddp.timing import NOT_RECORDED, Recorder
 from microddp.torch_watch import TorchDDPWatch

@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from tqdm import tqdm
 
 from microddp import sharding  # noqa: F401 - registers its strategies
+from microddp.backward import tensors_in
 from microddp.bench.ddp import Batch, models
 from microddp.bench.memory import bytes_alive
 from microddp.bench.rows import report
 from microddp.comms import Comms
-from microddp.hooks import tensors_in
 from microddp.model import elements, parameter_count
 from microddp.performance import bytes_kept
 from microddp.report import MIB

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from microddp.backward import tensors_in
 from microddp.bucketing import Backward, Buckets
 from microddp.buckets import GradientBucket, bucket_caps, plan_in_order
 from microddp.carrier import Carrier
 from microddp.comms import Comms
-from microddp.hooks import tensors_in
 
 Hook = Callable[[Any, GradientBucket], "torch.futures.Future[torch.Tensor]"]
 

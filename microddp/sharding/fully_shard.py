@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from microddp.backward import tensors_in
 from microddp.comms import Comms, describe
 from microddp.deferred import Initialise, materialise, own_tensors
-from microddp.hooks import tensors_in
 from microddp.model import elements
 from microddp.parts import whole_state
 from microddp.replicas import broadcast_tensors, check_structure

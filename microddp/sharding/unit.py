@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
+from microddp.backward import Switchable
 from microddp.buckets import sparse_gradients
 from microddp.comms import Comms
-from microddp.hooks import Switchable
 from microddp.parts import Piece
 from microddp.shared import Future, Half, Halves
 from microddp.timing import NOT_RECORDED, Recorder
