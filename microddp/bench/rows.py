@@ -29,7 +29,7 @@ def report(
     print(table([cell.values() for cell in cells], [*cells[0]]))
     for sentence in sentences:
         print(sentence)
-    if comms.world_size > comms.cores and comms.device.type == "cpu":
-        print("More ranks than cores: the ranks wait for each other's turn on a core.")
+    if comms.crowded:
+        print("More ranks than cores or GPUs: the ranks wait for each other's turn on one.")
     if options.json:
         write_result(options.json, comms.describe(), rows=[vars(row) for row in rows])

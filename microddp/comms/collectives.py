@@ -108,11 +108,10 @@ class Comms(PointToPoint):
         """
         if self.backend == "nccl" or (self.box and not computing):
             return self
-        devices = torch.cuda.device_count() if self.device.type == "cuda" else self.cores
         # Hosts in a box are one machine.
         place = torch.tensor([self.rank if self.box else self.local_rank], device=self.device)
         places = self.all_gather(place).flatten().tolist()
-        staying = [rank for rank, place in enumerate(places) if place < max(2, devices)]
+        staying = [rank for rank, place in enumerate(places) if place < max(2, self.devices)]
         if len(staying) == self.world_size:
             return self
         group = self.subgroup(staying)

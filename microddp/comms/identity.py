@@ -122,6 +122,25 @@ class Identity:
         return dist.get_world_size() if self.box else self.local_world_size
 
     @property
+    def ranks_here(self) -> int:
+        """How many ranks of this group are on this machine; hosts in a box are one."""
+        return self.world_size if self.box else min(self.world_size, self.local_world_size)
+
+    @property
+    def devices(self) -> int:
+        """The cores that the ranks of this machine share, or the GPUs that they use."""
+        if self.device.type != "cuda":
+            return self.cores
+        # Under NCCL each has its own, and a launcher may let it see no other.
+        visible = self.ranks_here if self.backend == "nccl" else torch.cuda.device_count()
+        return min(self.ranks_here, visible)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether ranks of this group take turns on a core or a GPU."""
+        return self.ranks_here > self.devices
+
+    @property
     def headers(self) -> Headers:
         """Short texts between the ranks."""
         return Headers(self.group, self.wire_device)
@@ -200,33 +219,19 @@ class Identity:
         What it says of a machine is of this rank's own; the others are taken to be like it.
         """
         if self.device.type == "cuda":
-            where = f"{self._gpus} x {torch.cuda.get_device_name(self.device)}"
+            where = f"{self.devices} x {torch.cuda.get_device_name(self.device)}"
         else:
             where = f"{self.cores} core{'s' if self.cores > 1 else ''} ({cpu_name()})"
-        machines = -(-self.world_size // self._ranks_here)
         if self.box:
             return f"{self.box}, on {where}"
+        machines = -(-self.world_size // self.ranks_here)
         return f"{machines} machines of {where}" if machines > 1 else where
-
-    @property
-    def _ranks_here(self) -> int:
-        return min(self.world_size, self.local_world_size)
-
-    @property
-    def _gpus(self) -> int:
-        # A launcher may let each rank see no GPU but its own.
-        here = self._ranks_here
-        return here if self.backend == "nccl" else min(here, torch.cuda.device_count())
 
     def describe(self) -> str:
         """One line on what this run is: backend, ranks, devices, cores, versions and date."""
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
-        if self.device.type == "cuda":
-            kind, crowded = "GPUs", not self.box and self._ranks_here > self._gpus
-        else:
-            together = self.world_size if self.box else self._ranks_here
-            kind, crowded = "cores", together > self.cores
-        sharing = f", more ranks than {kind}" if crowded else ""
+        kind = "GPUs" if self.device.type == "cuda" else "cores"
+        sharing = f", more ranks than {kind}" if self.crowded else ""
         if self.most_rounds:
             sharing += f", at most {self.most_rounds} rounds a measurement"
         versions = f"torch {torch.__version__}, Python {sys.version.split()[0]}"
