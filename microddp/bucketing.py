@@ -131,7 +131,7 @@ class Backward:
 
     @property
     def complete(self) -> bool:
-        """Whether every bucket was sent."""
+        """True if every bucket was sent."""
         return len(self.works) == len(self.missing)
 
     def waited(self) -> Iterator[tuple[GradientBucket, Any]]:

@@ -116,7 +116,7 @@ class GradientBucket:
         return self._index
 
     def is_last(self) -> bool:
-        """Whether no bucket is sent after this one."""
+        """True if no bucket is sent after this one."""
         return self._is_last
 
     def buffer(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What adds gradients up while backward goes on: here, the backend."""
+"""The carrier adds gradients up while backward goes on: here, the backend."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Carrier:
 
     @property
     def maker(self) -> Callable[[Comms], Carrier]:
-        """What makes another one like it; can be pickled."""
+        """A function that makes another one like it; can be pickled."""
         return type(self)
 
     def zeros(self, parameter: torch.Tensor, numel: int) -> torch.Tensor:

@@ -164,7 +164,7 @@ def shard(tensor: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
 
 
 def shard_sizes(rows: int, world_size: int) -> list[int]:
-    """How many rows :func:`shard` gives each rank."""
+    """Number of rows that :func:`shard` gives each rank."""
     return [rows // world_size + (rank < rows % world_size) for rank in range(world_size)]
 
 

@@ -16,7 +16,7 @@ from microddp.buckets import bucket_caps, plan_buckets
 
 @dataclass(frozen=True)
 class Layer:
-    """What a layer takes on one device, for the samples of one step.
+    """The time of a layer on one device, for the samples of one step.
 
     Attributes:
         forward: seconds.
@@ -31,14 +31,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class Work:
-    """What a device does in a step, without the others.
+    """The work of a device in a step, without the others.
 
     Attributes:
         layers: in the order of forward.
-        optimizer: seconds, for all parameters.
+        optimizer: seconds of the optimizer's step, for all parameters.
         gradient_size: bytes of each value of a gradient as it is sent.
-        parameter_size: likewise, of a parameter.
-        copy: seconds to bring a byte of a gradient to where it is sent from.
+        parameter_size: bytes of each value of a parameter as it is sent.
+        copy: seconds to copy a byte of a gradient to where it is sent from.
     """
 
     layers: tuple[Layer, ...]

@@ -26,14 +26,14 @@ FULL_PRECISION = nullcontext()
 
 
 class Compressed(Protocol):
-    """What is kept back of gradients, where less than these is sent."""
+    """Compressed gradients: what is not sent in this step is kept for later ones."""
 
     def sent_bytes(self) -> float:
         """Bytes that a rank sent in the last step."""
         ...
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """What all ranks keep back of a module's gradients. A collective."""
+        """Gradients of a module that the ranks keep back, of all of them. A collective."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any], module: nn.Module) -> None:
@@ -134,7 +134,7 @@ def apply_gradients(
 
 
 class Strategy:
-    """How the gradients of one model become averages over the ranks: here, not at all.
+    """A way in which one model's gradients are averaged over the ranks: here, not at all.
 
     A step runs each forward pass through ``module``, all but the last within :meth:`no_sync`, calls
     ``backward()`` on each loss, then :meth:`finish`, and after the optimizer's step
@@ -148,13 +148,13 @@ class Strategy:
 
     Attributes:
         module: the model, or the wrapper around it.
-        averages: whether gradients are, in each step.
-        overlaps: whether gradients are sent while backward goes on.
-        buckets: whether they travel together.
-        replicas: whether each rank keeps everything, and after each step the same.
+        averages: True if gradients are averaged in each step.
+        overlaps: True if gradients are sent while backward goes on.
+        buckets: True if gradients travel together.
+        replicas: True if each rank keeps everything, and after each step the same.
         stage: ZeRO's: from 1 on the optimizer's state is kept in parts, from 2 on gradients, and in
             3 parameters; 0: nothing is.
-        compression: what is kept back of them, where less than the gradients is sent.
+        compression: the gradients kept back, where less than these is sent.
         timeline: records phases, collectives, and the wait for them.
     """
 
@@ -192,7 +192,7 @@ class Strategy:
         """Return when the weights may be used for the next step."""
 
     def parameters(self) -> list[nn.Parameter]:
-        """What an optimizer is to update."""
+        """The parameters for an optimizer to update."""
         return list(self.module.parameters())
 
     def state(

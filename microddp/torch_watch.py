@@ -1,4 +1,4 @@
-"""What PyTorch's DDP does when, seen from outside."""
+"""PyTorch's DDP on a timeline, seen from outside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an all-reduce should cost: bytes and messages, and time by the alpha-beta model."""
+"""The cost of an all-reduce: bytes and messages, and time by the alpha-beta model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class AllReduceCost:
-    """What an all-reduce algorithm sends, by the alpha-beta model's assumptions.
+    """Rounds, messages and bytes of an all-reduce algorithm.
 
     Attributes:
         rounds: messages that must follow one another.
@@ -69,7 +69,7 @@ def all_reduce_cost(algorithm: str, world_size: int, nbytes: int) -> AllReduceCo
 
 
 def reduced_bytes(nbytes: float, world_size: int) -> float:
-    """What a rank sends so that every rank has the sum of ``nbytes``, around a ring."""
+    """Bytes that a rank sends in a ring all-reduce of ``nbytes``."""
     return all_reduce_cost("ring", world_size, int(nbytes)).most_sent
 
 
@@ -150,7 +150,7 @@ def fit_alpha_beta(
 
 @dataclass(frozen=True)
 class FittedCost:
-    """What an all-reduce costs on a group of ranks, fitted to a sweep over sizes.
+    """The time of an all-reduce on a group of ranks, fitted to a sweep over sizes.
 
     Attributes:
         alpha: seconds, whatever the size.

@@ -1,4 +1,4 @@
-"""How the values of two ranks become one, and what may be reduced at all."""
+"""The reduction itself: two ranks' values become one, where the operation has a meaning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other to agree: what a tensor is before it is sent, and who differs.
+"""Headers: short texts by which ranks agree on a call, or say what they are about to send.
 
 A header has a fixed size, so that a receiver needs to know nothing of what comes, and it is plain
 text, so that no rank unpickles what another one sent.
@@ -22,13 +22,13 @@ def describe(tensor: torch.Tensor) -> str:
 
 
 def odd_ranks(values: Sequence[Any]) -> tuple[Any, list[int]]:
-    """Of one value for each rank, the most frequent one, and the ranks that have another."""
+    """The most frequent of the ranks' values, and the ranks that have another."""
     usual, _ = Counter(values).most_common(1)[0]
     return usual, [rank for rank, value in enumerate(values) if value != usual]
 
 
 def name_usual(values: Sequence[Any]) -> str:
-    """The value that :func:`odd_ranks` calls usual, in words: of ranks that are not more, a rank's.
+    """Words for the value that :func:`odd_ranks` calls usual: on a tie, whose value was taken.
 
     Example:
         >>> name_usual(["a", "b"])

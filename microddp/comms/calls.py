@@ -1,6 +1,6 @@
-"""Who takes note of the calls that this process makes, so that a hang can be read.
+"""The call log of this process, so that a hang can be read.
 
-It is set from outside: :mod:`microddp.hang` does it.
+The core only says what is called. :mod:`microddp.hang` keeps it.
 """
 
 from __future__ import annotations
@@ -80,5 +80,5 @@ def start(rank: int, world_size: int, answers: bool) -> Calls:
 
 
 def current() -> Calls | None:
-    """Who takes note in this process, if anybody does yet."""
+    """The log of this process, if one was started."""
     return _current

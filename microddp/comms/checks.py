@@ -1,4 +1,4 @@
-"""What a call must be given, checked on this rank before anything is sent.
+"""Checks of arguments, on this rank, before anything is sent.
 
 All raise ``ValueError`` with the rank, what was expected and what came.
 """

@@ -1,4 +1,4 @@
-"""What a rank sends, counted as it happens."""
+"""Counts the messages that a rank sends."""
 
 from __future__ import annotations
 

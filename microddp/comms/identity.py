@@ -1,4 +1,4 @@
-"""Who a rank is: its number in a group, its device and machine, and when it leaves."""
+"""A rank's identity: its number in a group, its device and machine, until it leaves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from microddp.comms.machine import cpu_cores, cpu_name
 
 
 def most_rounds() -> int | None:
-    """What ``MICRODDP_ROUNDS`` says, if it is set.
+    """The value of ``MICRODDP_ROUNDS``, if it is set.
 
     Raises:
         ValueError: that is no number from 1 on.
@@ -118,12 +118,12 @@ class Identity:
 
     @property
     def ranks_on_cores(self) -> int:
-        """How many ranks of the job share these cores, of this group or not."""
+        """Number of ranks of the job that share these cores, of this group or not."""
         return dist.get_world_size() if self.box else self.local_world_size
 
     @property
     def ranks_here(self) -> int:
-        """How many ranks of this group are on this machine; hosts in a box are one."""
+        """Number of ranks of this group on this machine; hosts in a box are one machine."""
         return self.world_size if self.box else min(self.world_size, self.local_world_size)
 
     @property
@@ -137,7 +137,7 @@ class Identity:
 
     @property
     def crowded(self) -> bool:
-        """Whether ranks of this group take turns on a core or a GPU."""
+        """True if ranks of this group take turns on a core or a GPU."""
         return self.ranks_here > self.devices
 
     @property

@@ -1,4 +1,4 @@
-"""What is known of the links between the ranks, where something has set them."""
+"""The links between the ranks, where something has set their speed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Links(Protocol):
 
     @property
     def cores(self) -> int:
-        """Of all hosts together."""
+        """Processor cores of all hosts together."""
         ...
 
     @property
     def seconds_per_byte(self) -> float:
-        """Of the slowest link, which a ring waits for."""
+        """Seconds a byte takes on the slowest link, which a ring waits for."""
         ...
 
 

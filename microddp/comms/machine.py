@@ -1,4 +1,4 @@
-"""What this process runs on: cores, processor, and how its threads are scheduled."""
+"""This machine: its cores, its processor, and the scheduling of this process's threads."""
 
 from __future__ import annotations
 

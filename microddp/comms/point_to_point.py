@@ -106,12 +106,12 @@ class PointToPoint(Identity, Scratch):
     def exchanger(
         self, tensor: torch.Tensor, dst: int, src: int
     ) -> Callable[[torch.Tensor, torch.Tensor], Exchange]:
-        """What exchanges parts of one tensor with the same two ranks, at the least cost.
+        """Make a cheap function that exchanges parts of one tensor with the same two ranks.
 
-        It takes what goes out and what comes in, and starts to exchange them. What Python does
-        between two messages of a megabyte it does with cold caches: a ring that had every piece
-        checked took 3 % longer. So the checks of :meth:`sendrecv` are made here, once, and the
-        exchanges are recorded as one call, whose end is not.
+        Called with the outgoing and the incoming part, it starts to exchange them. Between two
+        messages of a megabyte Python runs with cold caches: a ring that had every piece checked
+        took 3 % longer. So the checks of :meth:`sendrecv` are made here, once, and all exchanges
+        are recorded as one call, whose end is not.
 
         Args:
             tensor: what will be exchanged is contiguous parts of it, or lies where it does.

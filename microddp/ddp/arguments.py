@@ -62,7 +62,7 @@ def check_devices(
 
 
 def which_buffers(broadcast: bool | None, forward_sync: bool | None) -> tuple[bool, bool]:
-    """Whether rank 0's buffers go to all ranks at construction, and before each forward pass.
+    """Decide if rank 0's buffers go to all ranks at construction, and before each forward pass.
 
     Since PyTorch 2.13 ``forward_sync_buffers`` takes the place of ``broadcast_buffers``, and means
     the forward pass only. As there, the old name warns, and means both.

@@ -1,4 +1,4 @@
-"""How the wrapper averages: one backward, from a gradient that is ready to the average handed back.
+"""The reducer: one backward pass, from a gradient that is ready to the average handed back.
 
 The file follows a gradient's way: what a forward pass expects, the hook that is called when the
 gradient is ready, its bucket (:class:`~microddp.bucketing.Backward` fills and sends it), the end of
@@ -27,7 +27,7 @@ Hook = Callable[[Any, GradientBucket], "torch.futures.Future[torch.Tensor]"]
 
 
 class ExpectedBackward(Backward):
-    """What is known of one backward: its gradients on their way, and what is still to come.
+    """The state of one backward pass: gradients on their way, and those still to come.
 
     Attributes:
         left: for each parameter, how often its hook is still to be called.
@@ -152,7 +152,7 @@ class Reducer:
     # ---- backward: a gradient is ready, its bucket full, and sent
 
     def _hook_of(self, i: int) -> Callable[[torch.Tensor], None]:
-        """What autograd calls when the gradient of parameter ``i`` is in its ``.grad``."""
+        """Make the hook that autograd calls when parameter ``i`` has its gradient in ``.grad``."""
         name, used, buckets = self.names[i], self._used, self.buckets
 
         def ready(parameter: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from microddp.comms import Comms
 
 
 class _Shadow(JoinHook):
-    """What a rank that has run out of batches does in each iteration of the others, and after."""
+    """Work of a rank that has run out of batches, in each iteration of the others and after."""
 
     def __init__(self, wrapper: UnevenInputs) -> None:
         self.wrapper = wrapper
@@ -73,22 +73,22 @@ class UnevenInputs(Joinable):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What :class:`torch.distributed.algorithms.Join` calls on ranks that have run out."""
+        """Make the hook that :class:`torch.distributed.algorithms.Join` calls on such ranks."""
         self._divide_by_all = bool(kwargs.get("divide_by_initial_world_size", True))
         return _Shadow(self)
 
     @property
     def join_device(self) -> torch.device:
-        """Where the join context's own messages live."""
+        """Device of the join context's own messages."""
         return self.comms.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """Whom the join context's own messages go to."""
+        """Group that the join context's own messages go to."""
         return self.comms.group
 
     def _divisor(self, joined: dist.Work | None) -> int:
-        """How many ranks the mean of the backward to come is over."""
+        """Number of ranks over which the next backward takes the mean."""
         if joined is None or self._divide_by_all:
             return self.comms.world_size
         return int(joined.get_future().wait()[0].item())

@@ -1,4 +1,4 @@
-"""How things are timed: calls against each other, and what every rank did when."""
+"""Clocks for calls against each other, and timelines of every rank."""
 
 from microddp.timing.clock import (
     Instant,

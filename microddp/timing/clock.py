@@ -45,7 +45,7 @@ class Timing:
         return Timing(tuple(mine / theirs for mine, theirs in pairs))
 
     def clearly_below(self, other: Timing) -> bool:
-        """Whether a run tells that this takes less time than another one of the same run.
+        """True if this run tells that this takes less time than another one of the same run.
 
         It does where the quartiles of their ratios, taken round by round, lie below 1.
         """
@@ -113,7 +113,7 @@ def timed_together(call: Callable[[], object], comms: Comms) -> float:
 
 
 def slowest_rank(seconds: torch.Tensor, comms: Comms) -> torch.Tensor:
-    """Of each time the longest on any rank: what the job had to wait for. A collective.
+    """The longest of each time over the ranks: what the job had to wait for. A collective.
 
     Args:
         seconds: float64, which gloo and NCCL both reduce; the same shape on every rank.

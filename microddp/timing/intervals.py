@@ -1,4 +1,4 @@
-"""What intervals cover: alone, together, and in how many tracks beside each other."""
+"""Interval algebra: union, intersection, and tracks beside each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from microddp.timing.timeline import Span
 
 
 class Interval(Protocol):
-    """What began and ended, at a number of seconds each."""
+    """Something with a start and an end, in seconds."""
 
     @property
     def start(self) -> float: ...

@@ -11,7 +11,7 @@ from microddp.timing.timeline import Span
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What one rank did in a step, in seconds.
+    """One rank's step taken apart, in seconds.
 
     Attributes:
         data: fetching the batch and bringing it to the device.
@@ -83,7 +83,7 @@ class ComputeTimes:
 
 @dataclass(frozen=True)
 class Bucket:
-    """What travels together: the parameters' names and the bytes of their gradients."""
+    """Gradients that travel together: the parameters' names and their bytes."""
 
     names: tuple[str, ...]
     nbytes: int

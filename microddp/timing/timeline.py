@@ -44,7 +44,7 @@ Launched = dist.Work | torch.futures.Future[Any]
 
 
 class Recorder:
-    """What a step tells when things happen; this one forgets it at once.
+    """Takes events of a step as they happen; this one forgets them at once.
 
     It stands in for a :class:`Timeline` where nobody will look, so that no step need ask whether
     it is recorded.
@@ -78,7 +78,7 @@ NOT_RECORDED = Recorder()
 
 
 class Timeline(Recorder):
-    """What began and ended when, on every rank.
+    """A record of what began and ended when, on every rank.
 
     On CUDA a span is what the GPU did, by events on the current stream; on CPU it is what the
     process did. Any thread may record. Ranks on rank 0's machine share its clock, so their times
