@@ -31,13 +31,13 @@ class Buckets:
         carrier: adds the buckets up; default: the backend.
 
     Attributes:
-        parameters: all that require gradients.
-        names: of those.
-        all: the buckets.
-        plan: the numbers of the parameters of each.
+        parameters: all parameters that require gradients.
+        names: their names.
+        all: the buckets, in the order of sending.
+        plan: for each bucket the numbers of its parameters.
         places: for each parameter its bucket's index, and its slot there.
-        divisor: of the gradients; at first the number of ranks.
-        send: begins what becomes of a full bucket; at first its all-reduce.
+        divisor: divides each gradient; at first the number of ranks.
+        send: starts the reduction of a full bucket; at first its all-reduce.
         timeline: records gradients, collectives and the wait for them.
     """
 
@@ -90,12 +90,12 @@ class Buckets:
 
 
 class Backward:
-    """The gradients of one backward on their way: come, sent, waited for. Made new for each.
+    """The state of one backward pass: gradients that are ready, sent, waited for.
 
     Attributes:
-        arrived: the parameters whose gradients have come, in that order.
-        missing: by bucket, how many gradients have not come.
-        works: what is under way, of the buckets that were sent, in order.
+        arrived: the parameters whose gradients are ready, in that order.
+        missing: by bucket, the number of gradients that are not ready.
+        works: the collectives of the buckets that were sent, in order.
     """
 
     def __init__(self, buckets: Buckets) -> None:
@@ -104,19 +104,19 @@ class Backward:
         self.missing = [len(members) for members in buckets.plan]
         self.works: list[Any] = []
 
-    def come(self, i: int, grad: torch.Tensor | None) -> None:
-        """The gradient of parameter ``i`` has come, or none will: send what is full now."""
+    def mark_ready(self, i: int, grad: torch.Tensor | None) -> None:
+        """Take the gradient of parameter ``i``, or none, and send the buckets that are full now."""
         buckets = self.buckets
         self.arrived[i] = None
         index, slot = buckets.places[i]
         bucket = buckets.all[index]
         bucket.grads[slot] = grad
-        if bucket.at_once:
-            bucket.bring_in([slot], buckets.divisor, buckets.as_view)
+        if bucket.copies_eagerly:
+            bucket.copy_in([slot], buckets.divisor, buckets.as_view)
         self.missing[index] -= 1
         if not self.missing[index]:
-            if not bucket.at_once:
-                bucket.bring_in(range(len(bucket.grads)), buckets.divisor, buckets.as_view)
+            if not bucket.copies_eagerly:
+                bucket.copy_in(range(len(bucket.grads)), buckets.divisor, buckets.as_view)
             self.send_full()
 
     def send_full(self) -> None:
@@ -134,7 +134,7 @@ class Backward:
         """True if every bucket was sent."""
         return len(self.works) == len(self.missing)
 
-    def waited(self) -> Iterator[tuple[GradientBucket, Any]]:
+    def wait_for_buckets(self) -> Iterator[tuple[GradientBucket, Any]]:
         """Each bucket that was sent, once it is back, with what its ``wait()`` returned.
 
         Raises:
@@ -212,7 +212,7 @@ class BucketedDDPHooks(Switchable):
                 "before finish() was called for the last backward"
             )
         self.buckets.timeline.mark(name)
-        self.backward.come(i, parameter.grad)
+        self.backward.mark_ready(i, parameter.grad)
 
     def finish(self) -> None:
         """Wait until every gradient is averaged.
@@ -225,13 +225,13 @@ class BucketedDDPHooks(Switchable):
             missing = [name for i, name in enumerate(names) if i not in arrived]
             self.abandon()
             raise RuntimeError(f"rank {self.comms.rank}: no gradient for {', '.join(missing)}")
-        for bucket, _ in self.backward.waited():
-            bucket.give_back(self.buckets.as_view)  # while the buckets after it still travel
+        for bucket, _ in self.backward.wait_for_buckets():
+            bucket.copy_out(self.buckets.as_view)  # while the buckets after it still travel
         self.backward = Backward(self.buckets)
 
     def abandon(self) -> None:
         """Give a backward up that did not complete, once what was sent has come to rest."""
-        list(self.backward.waited())
+        list(self.backward.wait_for_buckets())
         self.backward = Backward(self.buckets)
 
     def remove(self) -> None:

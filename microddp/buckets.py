@@ -82,10 +82,10 @@ class GradientBucket:
     given either.
 
     Attributes:
-        views: of the buffer, one for each parameter in its shape; none if the gradient is sparse.
-        sparse: whether its only gradient holds but a few rows.
-        at_once: whether a gradient is brought in as soon as it comes, and not with all others.
-        grads: by slot, what has come and is not brought in; ``None`` for zero.
+        views: views of the buffer, one for each parameter in its shape; none if it is sparse.
+        sparse: True if its only gradient holds but a few rows.
+        copies_eagerly: True if a gradient is copied as soon as it is ready, not with all others.
+        grads: by slot, the gradients that are ready and not copied yet; ``None`` for zero.
     """
 
     def __init__(
@@ -107,9 +107,9 @@ class GradientBucket:
             part.as_strided(p.shape, torch.empty_like(p, device="meta").stride())
             for p, part in zip(dense, torch.split(self._flat, sizes), strict=True)
         ]
-        self.at_once = max(p.nbytes for p in parameters) >= LARGE_BYTES
+        self.copies_eagerly = max(p.nbytes for p in parameters) >= LARGE_BYTES
         self.grads: list[torch.Tensor | None] = [None] * len(self._parameters)
-        self._absent: list[int] = []  # the slots of those that have not come, and count as zero
+        self._absent: list[int] = []  # the slots without a gradient, which count as zero
 
     def index(self) -> int:
         """Its place in the order in which buckets are sent."""
@@ -135,21 +135,19 @@ class GradientBucket:
         """The parameters whose gradients it holds."""
         return self._parameters
 
-    def bring_in(self, slots: Sequence[int], divisor: int, as_view: bool) -> None:
-        """Copy what has come into the buffer, divided by ``divisor``.
-
-        With ``as_view`` the buffer becomes its home: ``.grad`` is a view of it.
+    def copy_in(self, slots: Sequence[int], divisor: int, as_view: bool) -> None:
+        """Copy ready gradients into the buffer, divided by ``divisor``.
 
         Args:
-            slots: of the gradients.
+            slots: slots of the gradients.
             divisor: the number of ranks that average.
-            as_view: see above.
+            as_view: let ``.grad`` become a view of the buffer.
         """
         if torch.is_grad_enabled():
             if any(grad is not None and grad.requires_grad for grad in self.grads):
                 warnings.warn("gradients are averaged, not gradients of gradients", stacklevel=2)
             with torch.no_grad():
-                self.bring_in(slots, divisor, as_view)
+                self.copy_in(slots, divisor, as_view)
             return
         if self.sparse:
             self._flat = self._sparse_gradient() / divisor
@@ -193,8 +191,8 @@ class GradientBucket:
             self._home.copy_(reduced.view_as(self._home))
         self._flat = reduced if self.sparse else self._home
 
-    def give_back(self, as_view: bool, unused: Sequence[int] = ()) -> None:
-        """Hand the reduced gradients to their parameters, but not to the slots ``unused``."""
+    def copy_out(self, as_view: bool, unused: Sequence[int] = ()) -> None:
+        """Give the reduced gradients to their parameters, but not to the slots ``unused``."""
         kept = as_view and not self.sparse  # then all but the absent are where they belong
         averages, mine, theirs = self.gradients(), [], []
         for slot in self._absent if kept else range(len(averages)):

@@ -6,12 +6,11 @@ import hashlib
 import itertools
 import json
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import nn
-from torch._utils import _unflatten_dense_tensors
 
 from microddp.comms import Comms, Pending, describe, name_ranks, name_usual, odd_ranks
 
@@ -26,47 +25,66 @@ def broadcast_parameters(module: nn.Module, comms: Comms, src: int = 0) -> None:
     broadcast_tensors([*module.parameters(), *module.buffers()], comms, src)
 
 
-def broadcast_tensors(
-    tensors: Sequence[torch.Tensor],
-    comms: Comms,
-    src: int = 0,
-    broadcast: Callable[[torch.Tensor, int], Pending] | None = None,
-) -> None:
+def broadcast_tensors(tensors: Iterable[torch.Tensor], comms: Comms, src: int = 0) -> None:
     """Overwrite tensors with rank ``src``'s, many in a message: as bytes, whatever their dtype.
 
     Args:
         tensors: of any shapes, the same on every rank.
         comms: the ranks.
-        src: whose they are.
-        broadcast: begins to send a tensor from a rank; default: the backend.
+        src: the rank that has the values.
     """
-    broadcast = broadcast or partial(comms.broadcast, async_op=True)
-    # Those of one device together, its widest dtype first: each part begins where its dtype may.
-    coming = sorted(tensors, key=lambda t: (str(t.device), -t.itemsize, str(t.dtype)))
-    under_way: deque[tuple[list[list[torch.Tensor]], torch.Tensor, Pending]] = deque()
-
-    def complete_oldest() -> None:
-        kinds, wire, pending = under_way.popleft()
+    under_way: deque[Pending] = deque()
+    for packed in pack(tensors):
+        under_way.append(packed.broadcast(comms, src, partial(comms.broadcast, async_op=True)))
+        if len(under_way) > 1:  # two at a time
+            under_way.popleft().wait()
+    for pending in under_way:
         pending.wait()
-        if comms.rank != src:
-            parts = torch.split(wire, [sum(tensor.nbytes for tensor in alike) for alike in kinds])
-            for alike, part in zip(kinds, parts, strict=True):
-                new = _unflatten_dense_tensors(part.view(alike[0].dtype), alike)  # type: ignore[no-untyped-call]
-                torch._foreach_copy_(alike, list(new))
 
-    with torch.no_grad():
-        while coming:
-            here = [t for t in coming if t.device == coming[0].device]
-            held = itertools.accumulate(tensor.nbytes for tensor in here)
-            count = max(1, sum(nbytes <= BROADCAST_BYTES for nbytes in held))
-            batch, coming = coming[:count], coming[count:]
-            kinds = [list(alike) for _, alike in itertools.groupby(batch, lambda t: t.dtype)]
-            wire = torch.cat([t.reshape(-1).contiguous().view(torch.uint8) for t in batch])
-            under_way.append((kinds, wire, broadcast(wire, src)))
-            if len(under_way) > 1:  # two at a time
-                complete_oldest()
-        while under_way:
-            complete_oldest()
+
+def pack(tensors: Iterable[torch.Tensor]) -> Iterator[Packed]:
+    """Flat buffers for tensors, each of one device and, of several tensors, at most 64 MiB."""
+    # The widest dtype first, so that each tensor begins where its dtype may.
+    ordered = sorted(tensors, key=lambda t: (str(t.device), -t.itemsize))
+    while ordered:
+        here = [t for t in ordered if t.device == ordered[0].device]
+        held = itertools.accumulate(tensor.nbytes for tensor in here)
+        count = max(1, sum(nbytes <= BROADCAST_BYTES for nbytes in held))
+        yield Packed(here[:count])
+        ordered = ordered[count:]
+
+
+class Packed:
+    """Tensors of one device, and a flat buffer of bytes in which they travel together."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = list(tensors)
+        sizes = [tensor.nbytes for tensor in tensors]
+        self.wire = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0].device)
+        self.parts = [
+            part.view(tensor.dtype).view(tensor.shape)
+            for tensor, part in zip(tensors, torch.split(self.wire, sizes), strict=True)
+        ]
+
+    def broadcast(
+        self, comms: Comms, src: int, send: Callable[[torch.Tensor, int], Pending]
+    ) -> Pending:
+        """Begin to overwrite the tensors with rank ``src``'s. A collective.
+
+        Args:
+            comms: the ranks.
+            src: the rank that has the values.
+            send: begins to broadcast a flat buffer.
+        """
+        if comms.rank == src:
+            _copy(self.parts, self.tensors)
+            return send(self.wire, src)
+        return Pending(send(self.wire, src).wait, partial(_copy, self.tensors, self.parts))
+
+
+@torch.no_grad()
+def _copy(to: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    torch._foreach_copy_(to, values)
 
 
 def check_structure(

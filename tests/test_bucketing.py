@@ -126,13 +126,13 @@ def parameters_of(*shapes, dtype=torch.float32):
     return [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
 
 
-def bring_in(bucket, divisor, as_view):
+def copy_in(bucket, divisor, as_view):
     for slot, p in enumerate(bucket.parameters()):
         bucket.grads[slot] = p.grad
-        if bucket.at_once:
-            bucket.bring_in([slot], divisor, as_view)
-    if not bucket.at_once:
-        bucket.bring_in(range(len(bucket.grads)), divisor, as_view)
+        if bucket.copies_eagerly:
+            bucket.copy_in([slot], divisor, as_view)
+    if not bucket.copies_eagerly:
+        bucket.copy_in(range(len(bucket.grads)), divisor, as_view)
 
 
 def test_a_bucket_holds_gradients_side_by_side():
@@ -142,12 +142,12 @@ def test_a_bucket_holds_gradients_side_by_side():
     assert bucket.parameters() == parameters
     for i, p in enumerate(parameters):
         p.grad = torch.full_like(p, i + 1.0)
-    bring_in(bucket, 2, as_view=False)
+    copy_in(bucket, 2, as_view=False)
     assert bucket.buffer().tolist() == [0.5] * 6 + [1] + [2] * 4
     assert [g.shape for g in bucket.gradients()] == [p.shape for p in parameters]
     bucket.buffer().mul_(10)
     assert parameters[0].grad.eq(1).all(), "copied, not shared"
-    bucket.give_back(as_view=False)
+    bucket.copy_out(as_view=False)
     assert [p.grad.unique().tolist() for p in parameters] == [[5], [10], [], [20]]
 
 
@@ -159,12 +159,12 @@ def test_many_gradients_in_one_call_are_scaled_as_one_by_one(dtype):
         if channels in shapes:
             parameters[0] = nn.Parameter(parameters[0].data.to(memory_format=torch.channels_last))
         bucket = GradientBucket(parameters)
-        assert bucket.at_once == (large in shapes)
+        assert bucket.copies_eagerly == (large in shapes)
         for at_home in (False, True):  # as copies or none, and as views of the bucket
             grads = [torch.randn(p.shape).to(dtype) for p in parameters]
             for p, view, grad in zip(parameters, bucket.views, grads, strict=True):
                 p.grad = view.copy_(grad) if at_home else grad.clone()
-            bring_in(bucket, 3, as_view=True)
+            copy_in(bucket, 3, as_view=True)
             for view, grad in zip(bucket.views, grads, strict=True):
                 assert torch.equal(view, grad / 3 if at_home else grad * (1 / 3)), shapes
 
@@ -173,12 +173,12 @@ def test_as_views_gradients_live_in_the_bucket():
     (p,) = parameters_of((2, 2))
     bucket = GradientBucket([p])
     p.grad = torch.ones(2, 2)
-    bring_in(bucket, 4, as_view=True)
+    copy_in(bucket, 4, as_view=True)
     assert p.grad.data_ptr() == bucket.buffer().data_ptr()
     bucket.buffer().fill_(8)
-    bucket.give_back(as_view=True)
+    bucket.copy_out(as_view=True)
     assert p.grad.eq(8).all()
-    bring_in(bucket, 4, as_view=True)
+    copy_in(bucket, 4, as_view=True)
     assert bucket.buffer().eq(2).all(), "divided in place, not copied over itself"
 
 
@@ -187,10 +187,10 @@ def test_a_gradient_that_did_not_come_counts_as_zero_and_is_made():
         parameters = parameters_of((3,), (2,))
         bucket = GradientBucket(parameters)
         bucket.buffer().fill_(7)
-        bring_in(bucket, 2, as_view)
+        copy_in(bucket, 2, as_view)
         assert bucket.buffer().eq(0).all()
         bucket.buffer().fill_(3)
-        bucket.give_back(as_view, unused=[1])
+        bucket.copy_out(as_view, unused=[1])
         assert parameters[0].grad.eq(3).all()
         assert parameters[1].grad is None, "nobody used it"
         shares = parameters[0].grad.data_ptr() == bucket.buffer().data_ptr()
@@ -207,7 +207,7 @@ def test_gradients_are_laid_out_like_their_parameters():
     for p in (weight, sliced, turned):
         p.grad = torch.randn_like(p)
     kept = [p.grad.clone() for p in (weight, sliced, turned)]
-    bring_in(bucket, 1, as_view=True)
+    copy_in(bucket, 1, as_view=True)
     for p, grad in zip((weight, sliced, turned), kept, strict=True):
         assert torch.equal(p.grad, grad)
     assert bucket.buffer().numel() == 48 + 12 + 24

@@ -31,8 +31,8 @@ class ExpectedBackward(Backward):
 
     Attributes:
         left: for each parameter, how often its hook is still to be called.
-        begun: whether anything of it was seen.
-        end_is_told: whether autograd has been asked to call at its end.
+        begun: True once this backward has started.
+        end_is_told: True once autograd has been asked to call back at its end.
     """
 
     def __init__(self, buckets: Buckets, calls: list[int]) -> None:
@@ -45,11 +45,11 @@ class Reducer:
     """Averages a module's gradients during each backward that a forward pass has announced.
 
     Attributes:
-        backward: the one that is expected or under way; ``None`` if gradients stay this rank's.
-        buckets: that gradients travel in.
+        backward: the backward that is expected or under way; ``None`` if nothing is averaged.
+        buckets: the buckets that gradients travel in.
         order: the parameters in the order in which their gradients came, once that is known.
-        planned: whether the buckets follow that order.
-        hooked: whether a communication hook reduces them.
+        planned: True once the buckets follow that order.
+        hooked: True if a communication hook reduces the buckets.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Reducer:
         last = self.backward
         if last is not None and last.begun:
             self.backward = None
-            list(last.waited())  # what was sent comes to rest
+            list(last.wait_for_buckets())  # what was sent comes to rest
             if not last.end_is_told:  # it ended, and did not raise half-way
                 names = [name for i, name in enumerate(self.names) if i not in last.arrived]
                 raise RuntimeError(
@@ -175,19 +175,19 @@ class Reducer:
             if now.left[i]:
                 return
             buckets.timeline.mark(name)
-            now.come(i, grad)
+            now.mark_ready(i, grad)
 
         return ready
 
     def begin(self, now: ExpectedBackward) -> None:
-        """Be told when this backward, or a nested one, has ended; what it leaves out is zero."""
+        """Queue a callback for the end of this backward, and mark unused parameters ready."""
         now.end_is_told = True
         torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
         if not now.begun:
             now.begun = True
             for i in self._unused:
                 now.left[i] = 0
-                now.come(i, self.parameters[i].grad)
+                now.mark_ready(i, self.parameters[i].grad)
 
     # ---- the end of backward: what was sent is waited for, and handed back
 
@@ -205,7 +205,7 @@ class Reducer:
         if self._counting or self.find_unused:
             for i, parameter in enumerate(self.parameters):
                 if i not in now.arrived:
-                    now.come(i, parameter.grad)
+                    now.mark_ready(i, parameter.grad)
         self._counting = False
         # If not, it was a nested backward, or left parameters out: the next forward tells.
         if now.complete:
@@ -215,7 +215,7 @@ class Reducer:
         """Wait for the buckets, and hand the averages to the parameters."""
         in_order = self._used_nowhere is not None  # not in the first backward of a static graph
         # All of them first: a hook may use the ranks' connections itself, one by one.
-        back = list(now.waited()) if self.hooked else now.waited()
+        back = list(now.wait_for_buckets()) if self.hooked else now.wait_for_buckets()
         with torch.no_grad():
             nowhere = self._find_used_nowhere()
             for bucket, result in back:
@@ -223,7 +223,7 @@ class Reducer:
                     bucket.accept(result[0] if isinstance(result, list) else result)
                 members = self.buckets.plan[bucket.index()]
                 unused = [slot for slot, i in enumerate(members) if i in nowhere] if nowhere else ()
-                bucket.give_back(self.buckets.as_view, unused)
+                bucket.copy_out(self.buckets.as_view, unused)
         if self.order is None and in_order:
             self.order = [i for i in now.arrived if i not in self._unused] + self._unused
         self.backward = None
@@ -252,8 +252,8 @@ class Reducer:
         buckets.follow(self.buckets.plan)
         now = Backward(buckets)
         for i in range(len(self.parameters)):
-            now.come(i, None)
-        list(now.waited())
+            now.mark_ready(i, None)
+        list(now.wait_for_buckets())
         self._find_used_nowhere()
         if self.order is None and in_order:
             self.order = list(range(len(self.parameters)))

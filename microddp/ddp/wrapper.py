@@ -28,7 +28,7 @@ from microddp.comms import Comms
 from microddp.ddp.arguments import check_devices, check_refused, which_buffers
 from microddp.ddp.reducer import Hook, Reducer
 from microddp.ddp.uneven import UnevenInputs
-from microddp.replicas import broadcast_tensors, check_replicas, check_structure
+from microddp.replicas import Packed, broadcast_tensors, check_replicas, check_structure, pack
 from microddp.timing import Recorder
 
 
@@ -164,6 +164,8 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
         broadcast_tensors([*self.module.parameters(), *buffers], self.comms, src)
 
     def _make_reducer(self) -> None:
+        self._layout: list[Any] = []  # of the buffers that are packed
+        self._packed: list[Packed] = []
         self.reducer = Reducer(
             self.module,
             self.comms,
@@ -236,9 +238,13 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
         buffers = list(self.module.buffers())  # anew: a module may replace them
         mine = self.comms.rank if candidate else -1
         src = self._highest(mine) if self._join_config.enable else 0
+        layout = [(id(b), b.dtype, b.shape) for b in buffers]
+        if layout != self._layout:
+            self._layout, self._packed = layout, list(pack(buffers))
         # A graph that an earlier forward built may hold them: as far as it goes, nothing changed.
         with _unsafe_preserve_version_counter(tuple(buffers)):
-            broadcast_tensors(buffers, self.comms, src, self.all_reduce.broadcast)
+            for packed in self._packed:
+                packed.broadcast(self.comms, src, self.all_reduce.broadcast).wait()
 
     def shadow(self) -> None:
         """Make the collectives of an iteration of ranks that still have a batch."""
@@ -260,7 +266,8 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
             raise RuntimeError(
                 f"rank {self.comms.rank}: only a wrapper over all ranks can be copied or pickled"
             )
-        kept = {k: v for k, v in self.__dict__.items() if k not in ("comms", "reducer")}
+        made = ("comms", "reducer", "_layout", "_packed")  # anew, by __setstate__
+        kept = {k: v for k, v in self.__dict__.items() if k not in made}
         return kept | {"all_reduce": self.all_reduce.maker}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
