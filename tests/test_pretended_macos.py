@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from gallery_book import JOIN, LAUNCHER, PRELOAD, Book
-from pretended.on_macos import LONG
+from pretended.on_macos import ON_THREE
 from ranks import free_address
 from shorter import CHAPTERS
 
@@ -78,7 +78,8 @@ def test_chapters(macos, numbers):
     assert sorted(by_number) == numbers
     for number, text in by_number.items():
         assert (
-            f"gloo, {2 if number in LONG else 3} ranks on " in text or "gloo, 1 rank on " in text
+            f"gloo, {3 if number in ON_THREE else 2} ranks on " in text
+            or "gloo, 1 rank on " in text
         ), text
         assert number in ("13", "14") or "0 figures" not in text
     # A chapter that leaves something out says so.
