@@ -292,7 +292,7 @@ copied.
 
 The ring of the *core*, the package `microddp`, is {func}`~microddp.allreduce.ring.ring_all_reduce`:
 the one above for any operation, any dtype and tensors that are not contiguous. It cuts large chunks
-into pieces, as exercise 3 shows. The core also has a fourth way, *recursive doubling*: exchange
+into pieces, as exercise 3 shows. microddp also has a fourth way, *recursive doubling*: exchange
 whole tensors with the rank 1 away, then 2 away, then 4, so that $\log_2 n$ rounds are enough if n
 is a power of two. (Ways without messages are chapter 15's.) All four must agree with the backend's
 all-reduce, here for four operations:

@@ -261,7 +261,7 @@ assert not torch.equal(first, second)
 """
 ## What it costs
 
-In the core, the package `microddp`, `take_step` forgets the gradients, calls `compute_gradients`
+In `microddp`, the book's package, `take_step` forgets the gradients, calls `compute_gradients`,
 and then the optimizer. How gradients are averaged is an object, the *strategy*; the naive one does
 nothing until its `finish`, which averages one by one. `compute_gradients` is the same for all of
 them. (Parts of a batch, `no_sync`, `autocast` and the scaler are for later chapters.)

@@ -174,7 +174,7 @@ Nothing in a message says which gradient it carries: the ranks' first all-reduce
 then their second ones. That is right as long as every rank's gradients come in the same order,
 which `demonstrate_hook_order` checked.
 
-The core's {class}`~microddp.hooks.AllReduceHooks` also know the parameters' names, which errors
+microddp's {class}`~microddp.hooks.AllReduceHooks` also know the parameters' names, which errors
 and timelines need, and can be removed. `armed` belongs to `no_sync()`, which chapter 06 explains.
 `agree` compares the ranks' calls if `MICRODDP_DEBUG=1` is in the environment, and is otherwise
 idle:
@@ -218,7 +218,7 @@ ours = train(lambda model: Hooks(model, timed), rank, n)
 core = train(lambda model: AllReduceHooks(model, timed), rank, n)
 alone = train(lambda _: None, 0, 1)
 apart = ((flat(ours) - flat(alone)).norm() / flat(alone).norm()).item()
-timed.print(f"bitwise equal to the core's: {torch.equal(flat(ours), flat(core))}")
+timed.print(f"bitwise equal to microddp's: {torch.equal(flat(ours), flat(core))}")
 timed.print(f"{apart:.1e} from one device on the whole batch")
 check_replicas(ours, timed)
 assert torch.equal(flat(ours), flat(core))
@@ -520,7 +520,7 @@ between `backward()` and `finish()` nobody touches a gradient.
 ## Where it breaks: no finish() at all
 
 Then the optimizer takes a step with whatever is there, and the next backward adds to tensors that
-are still being sent. The core's hooks notice the second backward, and say so:
+are still being sent. microddp's hooks notice the second backward, and say so:
 """
 
 # %%

@@ -234,7 +234,7 @@ Each colour is a bucket, each cell a parameter. The sizes are the published ones
 first bucket is the classifier at the end of the network, which fills it at once.
 
 PyTorch's own planner can be called, too. It should make the same plans for more models and caps,
-and so should the core's, which also keeps dtypes and devices apart:
+and so should microddp's, which also keeps dtypes and devices apart:
 """
 
 
@@ -264,7 +264,7 @@ for tensors in models.values():
         ours = plan(tensors, *caps)
         assert ours == in_reverse(plan_buckets, tensors, *caps)
         assert ours == in_reverse(torch_planner, tensors, *caps)
-timed.print(f"equal to PyTorch's plan and the core's: {', '.join(models)}, at 12 pairs of caps")
+timed.print(f"equal to PyTorch's plan and microddp's: {', '.join(models)}, at 12 pairs of caps")
 
 # %% [markdown]
 """
@@ -328,7 +328,7 @@ class Hooks:
 
 # %% [markdown]
 """
-Do they train as one device does on the whole batch, and exactly as the core's
+Do they train as one device does on the whole batch, and exactly as microddp's
 {class}`~microddp.bucketing.BucketedDDPHooks` with the same plan? One epoch on the digits, in
 `float64`:
 """
@@ -359,7 +359,7 @@ weights = train(lambda m: Hooks(m, timed, plan(list(m.parameters()), CAP, CAP)),
 core = train(lambda m: BucketedDDPHooks(m, timed, CAP / MIB), rank, n)
 alone = train(lambda _: None, 0, 1)
 apart = ((weights - alone).norm() / alone.norm()).item()
-timed.print(f"bitwise equal to the core's: {torch.equal(weights, core)}")
+timed.print(f"bitwise equal to microddp's: {torch.equal(weights, core)}")
 timed.print(f"{apart:.1e} from one device on the whole batch")
 assert torch.equal(weights, core)
 assert apart < 1e-9
@@ -529,7 +529,7 @@ and one proposes 100 MB ([issue 118421](https://github.com/pytorch/pytorch/issue
 
 ## Bucketed against one by one
 
-The same question for whole models, between the core's two kinds of hooks: chapter 04's, which
+The same question for whole models, between microddp's two kinds of hooks: chapter 04's, which
 send each gradient alone, and the buckets, with PyTorch's default cap:
 """
 

@@ -88,7 +88,7 @@ class TopK:
 # %% [markdown]
 """
 DDP calls a *communication hook* with each bucket (chapter 06), and waits for the future that it
-returns. The core's {func}`~microddp.shared.comm_hook.on_thread` makes one of a call, which runs
+returns. microddp's {func}`~microddp.shared.comm_hook.on_thread` makes one of a call, which runs
 on a thread of its own while backward goes on:
 """
 
@@ -173,7 +173,7 @@ assert few_kept < few_forgotten
 assert fewer_kept < fewer_forgotten
 *_, weights = train(Compression(compressor(f"top-k:{FEW}"), comms))
 same = torch.equal(weights, results[f"{FEW} of {VALUES}"][2])
-comms.print(f"bitwise the weights that the core's top-k trains: {same}")
+comms.print(f"bitwise the weights that microddp's top-k trains: {same}")
 assert same
 
 # %% [markdown] index=["int8", "sign", "PowerSGD", "quantization"]
@@ -184,7 +184,7 @@ not how many move that makes the difference, but that nothing is thrown away, th
 still waits at the end. What is sent late is late: very few values are behind all the way, even with
 feedback.
 
-The price is memory: a rank keeps a copy of all its gradients. The core's
+The price is memory: a rank keeps a copy of all its gradients. microddp's
 {class}`~microddp.compression.feedback.Compression` keeps it for every way to send less, in
 checkpoints too, and uses connections of its own, because its thread sends while others may.
 
@@ -192,7 +192,7 @@ checkpoints too, and uses connections of its own, because its thread sends while
 
 **Build.** Two more ideas. *Quantising* sends every value with fewer bits, here 8: a whole number
 from -127 to 127, of a scale that is sent too. **Predict.** One large value makes the scale of all
-others coarse. So the core has a scale for each block of 1024:
+others coarse. So microddp has a scale for each block of 1024:
 """
 
 
@@ -319,7 +319,7 @@ assert distances[-1] < distances[0]
 r"""
 ## Bytes
 
-More ways, by the names that the core has for them. `top-k:0.01` sends one value in a hundred;
+More ways, by the names that microddp has for them. `top-k:0.01` sends one value in a hundred;
 `random-k:0.01` as many, at places that all ranks draw with the same seed, so that places need not
 be sent and values add up. `int8` and `sign` send 8 bits or 1 bit a value, and a scale for each
 block; `power:4` has 4 columns; `fp16` sends each value in 16 bits.
@@ -706,7 +706,7 @@ r"""
 **Explain.** "sum_first" has an infinite mean of the large values. The small one is above half of
 the smallest, and is rounded up to it. "divide_first" makes it less than half, and loses it. With
 feedback both are right in the mean. (To *compute* in fp16 needs a loss scaler, which multiplies
-gradients by a factor that it changes; what was kept would be in the old unit. So the core's
+gradients by a factor that it changes; what was kept would be in the old unit. So microddp's
 training refuses to compute in fp16 with any compression.)
 
 ## What to pick
@@ -768,7 +768,7 @@ $ python -m microddp.labs start 10
    </details>
 
 2. From how many columns on does PowerSGD send no less than the matrix, if that is 64 x 256? What
-   does the core do then?
+   does microddp do then?
 
    <details class="solution"><summary>Solution</summary>
 

@@ -162,7 +162,7 @@ From the beginning on it is about a root at first, and less later. After a meeti
 more slowly than from the beginning. AdamW's first step moves each weight by the whole rate, by the
 sign of its gradient alone; later ones are means, in which gradients of both signs partly cancel. So
 *post-local* SGD averages gradients first, and meets less often later ([Lin and others,
-2018](https://arxiv.org/abs/1808.07217)); the core's {class}`~microddp.local_sgd.LocalSteps` has a
+2018](https://arxiv.org/abs/1808.07217)); microddp's {class}`~microddp.local_sgd.LocalSteps` has a
 `warm_up` for it.
 
 Is the mean of weights that are so far apart any good? For neural networks that is not obvious.
@@ -349,7 +349,7 @@ model = character_model(timed.device)
 learn(Local(model, timed, local=LocalSteps(model, timed, 16, outer=DILOCO)), text, timed, 64)
 theirs = parameters_to_vector(model.parameters()).detach()
 mine, _ = diloco(64, 16, lr=0.7, momentum=0.9, nesterov=True)
-timed.print(f"bitwise the core's: {torch.equal(mine, theirs)}")
+timed.print(f"bitwise microddp's: {torch.equal(mine, theirs)}")
 assert torch.equal(mine, theirs)
 
 # %% [markdown]
@@ -462,7 +462,7 @@ with the right sign it changes as from batch to batch.
 ## Where it breaks: what is not a weight
 
 A meeting averages weights. A model with batch normalisation has more: running statistics, of which
-each rank has its own, so that the model would depend on who saves it. The core refuses, on every
+each rank has its own, so that the model would depend on who saves it. microddp refuses, on every
 rank. Layer or group normalisation has no such state:
 """
 

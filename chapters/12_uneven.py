@@ -430,7 +430,7 @@ slow link mostly to those for transfers. Mostly, because who is let go late come
 collective. And each of the eight messages has a part that does not depend on its bytes, so a link
 at a quarter of the speed does not take four times as long.
 
-The core's {func}`~microddp.performance.stragglers.straggler_report` has to be right where nothing
+microddp's {func}`~microddp.performance.stragglers.straggler_report` has to be right where nothing
 was planted, too, so it asks for more. In each collective somebody is last without being to blame.
 So a rank is named only if it works 15 % longer than the others in three steps of four, and if
 without it the step would have been shorter by 4 % or more. And which link is slow, no collective
@@ -562,7 +562,7 @@ for name, sizes, loss_fn in (
 
 # %% [markdown]
 r"""
-Weighted, unequal shards give the gradient of the whole batch, but for rounding. The core's
+Weighted, unequal shards give the gradient of the whole batch, but for rounding. microddp's
 {func}`~microddp.step.take_step` does it if it is passed `share`, the samples of an equal shard,
 which {class}`~microddp.data.ShardedBatches` knows. If it is left out, nothing is scaled.
 

@@ -254,7 +254,7 @@ records remain. (The numbers count all collectives of a group, and `init` makes 
 Where a job hangs and no folder was named, each process that has called `microddp.init()` prints its
 stack and its last collectives when it gets SIGUSR1 (`kill -USR1`). At a time-out the error has
 both. For any other process there is `py-spy dump --pid`. PyTorch has a record of its own, the
-*flight recorder*, with NCCL and with gloo; the doctor reads that, too, for calls that the core did
+*flight recorder*, with NCCL and with gloo; the doctor reads that, too, for calls that microddp did
 not make. Of each call it has a field `state`, which with gloo stays "scheduled", and a field
 `retired`, which tells whether it is through. With NCCL a *watchdog* thread looks after each
 collective, and ends the process when one is over its time-out, since a GPU's kernel that waits
@@ -539,7 +539,7 @@ imported yet, the others would have gone on as two until it was ready.
 
 What does elastic cost where nobody dies? Two numbers are averaged in each step, which takes the
 $2(n-1)\,\alpha$ of a small all-reduce, and waits until the loss is known. And NCCL's way to lose a
-rank, to abort and then to shrink the group, is young, so the core's elastic members use gloo. That
+rank, to abort and then to shrink the group, is young, so microddp's elastic members use gloo. That
 may be expensive. Two published results:
 
 - Llama 3 restarted 466 times in 54 days, and trained for more than 90 % of the time ([section
@@ -685,7 +685,7 @@ interval.
 
 ## Where it breaks: the newest checkpoint
 
-Faults do not wait until a file is complete. The core writes it under another name, waits until the
+Faults do not wait until a file is complete. microddp writes it under another name, waits until the
 disk has it, and renames it: under its name there is all of it or nothing. But a disk may break a
 file afterwards. **Predict.** Here are two checkpoints, and the newer one loses its second half:
 """
@@ -718,7 +718,7 @@ place in the data, and each rank's random numbers.
 ## Where it breaks: a fault that comes again
 
 Restarts and new groups help against what goes away. A program that is wrong at step 1000 is wrong
-again after a restart. So restarts are counted, by `--max-restarts`. In the core an error that is no
+again after a restart. So restarts are counted, by `--max-restarts`. In microddp an error that is no
 lost connection ends its member at once, and a step that the same members have lost five times
 counts as the program's failure.
 
@@ -765,7 +765,7 @@ $ python -m microddp.labs start 13
    them may end with "terminate called" after its last line, as a thread of the old group still
    waits.) If the stopped process is woken by SIGCONT, it gets an error, too, comes third to a
    generation that is under way, and waits for ranks that do not. So somebody has to say who is in,
-   and to whom it is said: the core's server does.
+   and to whom it is said: microddp's server does.
 
    </details>
 

@@ -206,8 +206,8 @@ was written before a post is there after the wait. A rank that waits looks a hun
 each rank has a core, and then sleeps, so that with more ranks than cores nobody takes another's
 time.
 
-What is a meeting worth, beside the backend's barrier? And what are the calls, without meetings? The
-core's {func}`~microddp.shared.collectives.shared_all_reduce`, which is compared below, does
+What is a meeting worth, beside the backend's barrier? And what are the calls, without meetings?
+microddp's {func}`~microddp.shared.collectives.shared_all_reduce`, which is compared below, does
 more than the function above: it takes any shape and dtype, checks that all ranks make the same
 call, and keeps a record. What that takes is its time in a group of one rank. Fifty in a row of
 each, on the first machine, where nothing comes between them:
@@ -227,7 +227,7 @@ waits = {
     "a meeting": room.meet,
     "the backend's barrier": inside.barrier,
     "the calls of a sum": partial(shared_sum, values, nothing, nothing),
-    "the core's, in a group of one": partial(shared_all_reduce, values, alone),
+    "microddp's, in a group of one": partial(shared_all_reduce, values, alone),
 }
 times = on_one_machine({name: partial(repeated, 50, call) for name, call in waits.items()})
 
@@ -331,13 +331,13 @@ def one_meeting(tensor, given=room.meet):
 
 # %% [markdown]
 r"""
-The core has both: it meets once for small tensors. Large ones it takes a piece at a time, through
+microddp has both: it meets once for small tensors. Large ones it takes a piece at a time, through
 buffers of a megabyte, two in turn. Such a buffer can stay in the processor's *cache*, its small and
 fast memory: what one rank has just written, another reads from there. What must go to the main
 memory then is the tensor itself, where it is larger than the cache: each rank reads $S$ and writes
 $S$, like one copy. Smaller tensors need no main memory, and pieces only mean more meetings.
 
-The core can do one thing more: a tensor that is in shared memory already is added up where it is,
+microddp can do one thing more: a tensor that is in shared memory already is added up where it is,
 so that nothing is copied in or out. A rank then reads the $n$ parts that it adds up, and writes the
 sum $n$ times: $S$ and $S$ again. DDP puts its buckets there.
 
@@ -351,7 +351,7 @@ several times in a row, so they may be in the cache; larger ones are called once
 # %%
 SIZES = [2**k for k in range(12, 25, 2)]
 IN_MEMORY = {"two meetings": shared_sum, "one meeting": one_meeting}
-IN_MEMORY["core"] = partial(shared_all_reduce, comms=inside)
+IN_MEMORY["microddp"] = partial(shared_all_reduce, comms=inside)
 BY_MESSAGES = {"backend": inside.all_reduce, "ring": partial(ring_all_reduce, comms=inside)}
 
 
@@ -361,7 +361,7 @@ def calls_of(nbytes):
     zeros = partial(torch.zeros, nbytes // 4)
     calls = {name: (way, zeros(device=comms.device)) for name, way in BY_MESSAGES.items()}
     calls |= {name: (way, zeros()) for name, way in IN_MEMORY.items()}
-    calls["core, in place"] = IN_MEMORY["core"], room.zeros(nbytes // 4, torch.float32)
+    calls["microddp, in place"] = IN_MEMORY["microddp"], room.zeros(nbytes // 4, torch.float32)
     calls["copy"] = torch.ones(nbytes // 4).copy_, zeros()
     if nbytes > SMALL:
         del calls["one meeting"]
@@ -410,22 +410,22 @@ def ratios(name, other):
     return {s: t.ratio(timings[other][s]) for s, t in timings[name].items()}
 
 
-over_backend, over_copy = ratios("core", "backend"), ratios("core", "copy")
-over_two = ratios("core", "two meetings")
+over_backend, over_copy = ratios("microddp", "backend"), ratios("microddp", "copy")
+over_two = ratios("microddp", "two meetings")
 rows = [
     (
         human_bytes(s),
         with_quartiles(over_backend[s]),
         with_quartiles(over_two[s]),
         with_quartiles(over_copy[s]),
-        with_quartiles(ratios("core, in place", "copy")[s]),
+        with_quartiles(ratios("microddp, in place", "copy")[s]),
         f"{timings['two meetings'][s].median / predicted(s):.2f}",
         f"{timings['one meeting'][s].median / predicted_of_one(s):.2f}" if s <= SMALL else None,
     )
     for s in SIZES
 ]
-headers = ["size", "core / backend", "core / two meetings", "core / copy", "in place / copy",
-           "two meetings / predicted", "one meeting / predicted"]  # fmt: skip
+headers = ["size", "microddp / backend", "microddp / two meetings", "microddp / copy",
+           "in place / copy", "two meetings / predicted", "one meeting / predicted"]  # fmt: skip
 senders.print(table(rows, headers))
 
 # %% tags=["plumbing"]
@@ -438,16 +438,16 @@ def sizes_where(of, holds):
 
 above = sizes_where(over_two, lambda timing: timing.spread[0] > 1)
 under = sizes_where(over_two, lambda timing: timing.spread[1] < 1)
-senders.print(f"The core clearly takes more time than two meetings at {above}; less at {under}.")
+senders.print(f"microddp clearly takes more time than two meetings at {above}; less at {under}.")
 
 # %% tags=["plumbing"]
 below = [s for s in SIZES if over_backend[s].spread[1] < 1]
-title = f"The core's takes less time than the backend's at {len(below)} of {len(SIZES)} sizes"
+title = f"microddp's takes less time than the backend's at {len(below)} of {len(SIZES)} sizes"
 if len(below) == len(SIZES):
     least, *_, most = sorted(timing.median for timing in over_backend.values())
-    title = f"The core, through memory: {least:.2f} to {most:.2f} of the backend's time"
+    title = f"microddp, through memory: {least:.2f} to {most:.2f} of the backend's time"
 figures.times_by_size(
-    {name: timings[name] for name in ("backend", "ring", "two meetings", "core", "copy")},
+    {name: timings[name] for name in ("backend", "ring", "two meetings", "microddp", "copy")},
     title=title,
     models={"two meetings": predicted},
 )
@@ -458,10 +458,10 @@ r"""
 the measured time is below, a part of what one rank wrote may still have been in the cache when it
 was read. Where it is above, the ranks may have waited for the slower of them in each call, or for
 values that another core had written last: no row of this table separates the two. `one_meeting`
-saves what the second one and its calls take. In the core that is spent again, on what it does in a
+saves what the second one and its calls take. In microddp that is spent again, on what it does in a
 group of one, above.
 
-The column "core / copy" says how far the core is from the limit of memory. It tells little where
+The column "microddp / copy" says how far it is from the limit of memory. It tells little where
 the tensor fits into the cache, and the copy never leaves it. In place it may be below 1, since a
 rank then writes where it has just read, and a copy writes elsewhere. The ring goes through the same
 sockets as the backend.
@@ -502,7 +502,7 @@ def by_machine(tensor):
 
 # %% [markdown]
 """
-The core's {func}`~microddp.shared.hierarchical.hierarchical_all_reduce` takes machines of
+microddp's {func}`~microddp.shared.hierarchical.hierarchical_all_reduce` takes machines of
 uneven size, too. And it cuts a large tensor into parts of 4 MiB: while one travels, the machine
 adds up the next.
 
@@ -536,7 +536,7 @@ WAYS = {
     "ring": (partial(ring_all_reduce, tensor, senders), flat),
     "backend": (partial(senders.all_reduce, tensor), flat),
     "by machine": (partial(by_machine, tensor), once),
-    "core": (partial(hierarchical_all_reduce, tensor, senders), once),
+    "microddp": (partial(hierarchical_all_reduce, tensor, senders), once),
 }
 found = {}
 if lane:
@@ -566,18 +566,19 @@ headers = ["", "over the link / S", "counted", "wire's time", "measured", "/ wir
 if rows:
     senders.print(f"{M} machines of {n} ranks, {human_bytes(LARGEST)}")
     senders.print(table(rows, headers, floats=".3f"))
-    senders.print(f"core / by machine: {with_quartiles(found['core'].ratio(found['by machine']))}")
+    ratio = found["microddp"].ratio(found["by machine"])
+    senders.print(f"microddp / by machine: {with_quartiles(ratio)}")
 
 # %% tags=["plumbing"]
 if found and senders.box:
     wires = {name: WAYS[name][1] * LARGEST * senders.box.seconds_per_byte for name in found}
-    core = with_quartiles(found["core"].ratio(found["ring"])).partition(" ")[0]
+    ratio = with_quartiles(found["microddp"].ratio(found["ring"])).partition(" ")[0]
     figures.stacked_bars(
         {
             name: {"on the wire": wires[name], "besides": max(0, t.median - wires[name])}
             for name, t in found.items()
         },
-        title=f"Each sum once over the network: {core} of the ring's time",
+        title=f"Each sum once over the network: {ratio} of the ring's time",
         xlabel=f"an all-reduce of {human_bytes(LARGEST)}",
     )
 
@@ -587,7 +588,7 @@ r"""
 With two machines of two, $S$ by $1.5\,S$ is 0.67: so much of the ring's time on the wire is the
 least that a way by machine takes, whatever it does in memory. What comes besides the wire is work
 of the cores, which all ranks of the box share: to send and receive, and to add up and hand round in
-memory. In `by_machine` the link waits for that; the core lets one part travel while it adds up the
+memory. In `by_machine` the link waits for that; microddp lets one part travel while it adds up the
 next, and the line below the table says whether that showed. The more ranks a machine has, the more
 there is to win: of two machines, up to one half.
 
@@ -634,9 +635,9 @@ stays further below what bytes allow, the sources do not say.
 
 ## DDP twice
 
-**Predict.** The core's DDP can be handed `carrier("auto", inside)`: for each size the fastest, as
+**Predict.** microddp's DDP can be handed `carrier("auto", inside)`: for each size the fastest, as
 measured here when it is made. Its buckets are in shared memory then, so of each step it should save
-the difference between the backend's all-reduce and the core's in place: for these models, of 4 and
+the difference between the backend's all-reduce and microddp's in place: for these models, of 4 and
 16 MiB, both are in the table above. It saves more, if the backend's work takes time from backward's
 core; less, if backward hides it.
 
@@ -682,7 +683,7 @@ for width, of in results.items():
     if "auto" in of:
         both = zip(of["backend"].seconds, of["auto"].seconds, strict=True)
         saved = Timing(tuple(backend - auto for backend, auto in both))
-        saving = timings["backend"][nbytes].median - timings["core, in place"][nbytes].median
+        saving = timings["backend"][nbytes].median - timings["microddp, in place"][nbytes].median
         row += [with_quartiles(of["auto"].ratio(of["backend"])), human_seconds(saving), saved]
     rows.append(row)
 headers = ["model", "gradients", "alone", *CARRIERS, "auto / backend", "to be saved", "saved"]

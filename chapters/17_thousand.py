@@ -4,7 +4,7 @@ r"""
 
 What will a training do on 8, on 64, on 1024 devices, with which link and which way of sharing? Few
 can try. This chapter asks a simulator: a clock for each device, and rules for what takes how long.
-It builds one in fifteen lines. Then it feeds the core's with measurements of two hosts, and holds
+It builds one in fifteen lines. Then it feeds microddp's with measurements of two hosts, and holds
 it against four and eight, hosts in a box on one machine, and against what others have published.
 What it says after that of a thousand is worth at most what it was worth here.
 """
@@ -82,7 +82,7 @@ def play(layers, n, bandwidth, latency):
 
 # %% [markdown]
 """
-That is a whole simulator, of one strategy. The core's
+That is a whole simulator, of one strategy. microddp's
 ({func}`~microddp.performance.cluster.simulate`) plays the programs of naive averaging, hooks, DDP,
 local SGD and the stages of sharding, and knows networks: nodes, several links of a node (*rails*),
 links that are shared. Where both can say something
@@ -94,7 +94,7 @@ layers = [(0.010, 0.020, 4 << 20)] * 6
 work = Work(tuple(Layer(f, b, (nbytes // 4,)) for f, b, nbytes in layers))
 found = simulate(work, Network(64, Port(1e9, 1e-5)), Way("hooks")).step
 right = play(layers, 64, 1e9, 1e-5)
-comms.print(f"64 devices: {human_seconds(right)}, the core's: {human_seconds(found)}")
+comms.print(f"64 devices: {human_seconds(right)}, microddp's: {human_seconds(found)}")
 assert abs(found / right - 1) < 1e-9
 
 # %% [markdown]
@@ -104,7 +104,7 @@ r"""
 **Measure.** Eight hosts stand here, with links of known speed, but with few cores. Eight ranks that
 compute would take turns on those, and no cluster has that. So the devices of this section compute
 as an accelerator seems to, seen from its host: for a while, without taking a core. A layer pauses,
-forward and backward, and then has a real gradient. What is sent is real, and all of the core's code
+forward and backward, and then has a real gradient. What is sent is real, and all of microddp's code
 that sends it:
 """
 
