@@ -1,11 +1,13 @@
-"""What a training run is told: the options of ``python -m microddp.train``."""
+"""The options of a training run, and the command line of ``python -m microddp.train``."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import math
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +25,9 @@ CHOICES = {
     "precision": ("fp32", "bf16", "fp16"),
     "all_reduce": (AUTO, BACKEND, *ALL_REDUCES),
 }
+MAY_BE_0 = ("average_every", "warm_up", "checkpoint_every", "seed")  # other integers: at least 1
+METAVARS = {"checkpoint": "DIR", "elastic": "HOST:PORT"}  # of the others, by type:
+TYPE_METAVARS = {int: "N", float: "X", str: "NAME", Path: "FILE"}
 RESULT_OPTIONS = (
     *("model", "data", "channels", "hidden", "depth", "width"),
     *("batch_size", "precision", "compress", "lr", "seed"),
@@ -32,53 +37,45 @@ RESULT_OPTIONS = (
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """What to train, on what, and how.
+    """The options of a training run. The command line has a flag for each, with its text here.
 
     Attributes:
-        schedule: how gradients are averaged: ``"naive"``, one by one after backward; ``"hooks"``,
-            one by one during backward; ``"bucketed"``, in buckets; ``"ddp"``, by
-            :class:`~microddp.ddp.wrapper.DistributedDataParallel`; ``"torch"``, by PyTorch's DDP;
-            ``"zero1"`` to ``"zero3"``, with an n-th of the optimizer's state, of gradients, and of
-            parameters on each rank (:mod:`microddp.sharding`).
-        all_reduce: what adds gradients up, by ``"ddp"``: see
-            :class:`~microddp.ddp.wrapper.DistributedDataParallel`. ``"auto"`` measures, and may
-            choose otherwise in another run, which then adds in another order.
-        compress: what is sent instead of the gradients, with error feedback, by ``"ddp"`` and
-            ``"torch"``: a name of :func:`microddp.compression.compressor`, or ``"none"``.
-        average_every: steps between averages of the weights, instead of averaging gradients; 0:
-            gradients, as ``schedule`` says.
-        outer: how the shared weights move then: see :meth:`microddp.local_sgd.Outer.parse`.
-        fragments: parts of the weights that are averaged in turns.
-        warm_up: steps before that, in which gradients are averaged.
-        model: ``"mlp"``, ``"cnn"`` or ``"transformer"``. The cnn normalises over groups of
-            channels, not over the batch, of which each rank sees only its shard.
-        data: ``"synthetic"``, ``"digits"``, ``"mnist"`` or, for the transformer, ``"text"``. It
-            reads an image as the sequence of its pixels, synthetic data as a chain of tokens, and
-            text by characters, and predicts the next.
-        channels: of each convolution of the cnn.
-        hidden: width of the cnn's linear layer.
-        depth: linear layers of the mlp, or blocks of the transformer.
-        width: of the mlp's layers, or of the transformer's tokens.
-        epochs: passes through the data.
-        batch_size: samples of a step, over all ranks.
-        accumulate: equal parts in which each rank computes its share of a batch, one by one.
-        precision: of the model's operations: ``"fp32"``, or ``"bf16"`` or ``"fp16"`` by
-            ``torch.autocast``, the latter with a loss scaled so that small gradients survive.
-            Weights and gradients stay fp32.
-        bucket_cap_mb: size of a bucket in MiB, for the schedules that have some.
-        lr: learning rate of Adam.
-        seed: of the first weights, of the order of the data, and of synthetic data.
-        profile: a file for the first steps of the last epoch on all ranks, as a Chrome trace.
-        report: who holds the others up in those steps: a slow rank, a slow link, or neither.
-        checkpoint: a folder for what is needed to go on, written after each epoch.
-        checkpoint_every: steps between more such checkpoints; 0: none but those.
-        keep: how many of them stay, the last ones.
-        resume: go on from the newest checkpoint that is whole, or from the beginning if there is
-            none yet. On any number of ranks; on as many it is bitwise the same run.
-        elastic: ``"HOST:PORT"``, where ranks meet that may be lost and may join while training goes
-            on, instead of those that torchrun starts.
-        least: of those, with how many to train at least.
-        json: a file for options, results and times.
+        schedule: how gradients are averaged: naive, one by one after backward; hooks, one by one
+            during backward; bucketed, in buckets; ddp, by microddp's DDP; torch, by PyTorch's;
+            zero1 leaves each rank an n-th of the optimizer's state, zero2 of gradients, too, and
+            zero3 of parameters, too
+        all_reduce: algorithm that adds gradients up, with schedule ddp; auto takes the fastest
+            here, and may take another one in the next run, which then rounds differently
+        compress: compressor of gradients, with error feedback, as top-k:0.01
+        average_every: steps between averages of the weights; 0: gradients are averaged
+        outer: how averaged weights move: mean, or as nesterov:0.7,0.9
+        fragments: parts of the weights, averaged in turns
+        warm_up: first steps, in which gradients are averaged all the same
+        model: the cnn normalises over groups of channels: of a batch, each rank sees only its shard
+        data: the transformer reads an image as a sequence of pixels, synthetic data as a chain of
+            tokens, and text by characters, and predicts the next one
+        channels: output channels of each convolution of the cnn
+        hidden: width of the cnn's linear layer
+        depth: linear layers of the mlp, or blocks of the transformer
+        width: width of the mlp's layers, or of the transformer's tokens
+        epochs: passes through the data
+        batch_size: samples of a step, over all ranks
+        accumulate: parts in which each rank computes its share of a batch, one by one
+        precision: dtype of the model's operations; weights and gradients stay fp32, and fp16 scales
+            the loss so that small gradients survive
+        bucket_cap_mb: size of a bucket in MiB, for schedules that have some
+        lr: learning rate of Adam
+        seed: seed of the first weights, of the order of the data, and of synthetic data
+        profile: file for a Chrome trace of the last epoch's first steps, of all ranks
+        report: say which rank or link holds the others up in those steps, if one does
+        checkpoint: folder for checkpoints, written after each epoch
+        checkpoint_every: steps between more checkpoints; 0: none within an epoch
+        keep: number of checkpoints that stay, the newest ones
+        resume: go on from the newest checkpoint that is whole, if there is one, on any number of
+            ranks; on as many as before, the result is bitwise that of one run
+        elastic: address at which ranks meet that come and go, without torchrun
+        least: smallest number of ranks that train, with elastic
+        json: file for options, results and times
 
     Raises:
         ValueError: names the option, what was expected and what came.
@@ -115,11 +112,8 @@ class TrainingConfig:
     json: Path | None = None
 
     def __post_init__(self) -> None:
-        for name, choices in CHOICES.items():
-            if (value := getattr(self, name)) not in choices:
-                raise ValueError(
-                    f"{_flag(name)}: expected one of {', '.join(choices)}, got {value}"
-                )
+        for option in fields(self):
+            _check_value(option.name, getattr(self, option.name), type(option.default))
         if self.data == "text" and self.model != "transformer":
             raise ValueError(f"--data: expected --model transformer with text, got {self.model}")
         if self.all_reduce != BACKEND and (
@@ -132,25 +126,10 @@ class TrainingConfig:
         if self.compress != "none":
             self._check_compression()
         self._check_local_steps()
-        for name in (
-            "hidden",
-            "depth",
-            "width",
-            "epochs",
-            "batch_size",
-            "accumulate",
-            "keep",
-            "least",
-        ):
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"{_flag(name)}: expected at least 1, got {value}")
+        if self.seed >= 2**31:
+            raise ValueError(f"--seed: expected at most {2**31 - 1}, got {self.seed}")
         if not self.channels or min(self.channels) < 1:
             raise ValueError(f"--channels: expected numbers of at least 1, got {self.channels}")
-        for name in ("bucket_cap_mb", "lr"):
-            if not 0 < (value := getattr(self, name)) < math.inf:
-                raise ValueError(f"{_flag(name)}: expected a positive number, got {value}")
-        if not 0 <= self.seed < 2**31:
-            raise ValueError(f"--seed: expected a number in 0..{2**31 - 1}, got {self.seed}")
         for name in ("profile", "json"):  # said now, and not when all is trained
             path = getattr(self, name)
             if path is not None and (path.is_dir() or not path.parent.is_dir()):
@@ -168,10 +147,6 @@ class TrainingConfig:
         for name in ("checkpoint_every", "resume"):
             if getattr(self, name) and self.checkpoint is None:
                 raise ValueError(f"{_flag(name)}: expected --checkpoint DIR with it")
-        if self.checkpoint_every < 0:
-            raise ValueError(
-                f"--checkpoint-every: expected 0 or more steps, got {self.checkpoint_every}"
-            )
 
     def _check_compression(self) -> None:
         try:
@@ -190,11 +165,6 @@ class TrainingConfig:
             Outer.parse(self.outer)
         except ValueError as error:
             raise ValueError(f"--outer: {error}") from error
-        if self.average_every < 0 or self.warm_up < 0:
-            raise ValueError(
-                "--average-every, --warm-up: expected 0 or more steps, got "
-                f"{self.average_every} and {self.warm_up}"
-            )
         changed = [
             name
             for name in ("outer", "fragments", "warm_up")
@@ -223,8 +193,18 @@ class TrainingConfig:
             )
 
     def result_options(self) -> dict[str, Any]:
-        """The options that decide what is learned; the others change no more than rounding."""
+        """Return the options that decide what is learned; the others only change rounding."""
         return {name: getattr(self, name) for name in RESULT_OPTIONS}
+
+
+def _check_value(name: str, value: Any, kind: type) -> None:
+    if name in CHOICES and value not in CHOICES[name]:
+        raise ValueError(f"{_flag(name)}: expected one of {', '.join(CHOICES[name])}, got {value}")
+    least = 0 if name in MAY_BE_0 else 1
+    if kind is int and value < least:
+        raise ValueError(f"{_flag(name)}: expected at least {least}, got {value}")
+    if kind is float and not 0 < value < math.inf:
+        raise ValueError(f"{_flag(name)}: expected a positive number, got {value}")
 
 
 def parse(arguments: Sequence[str] | None) -> TrainingConfig:
@@ -237,48 +217,26 @@ def parse(arguments: Sequence[str] | None) -> TrainingConfig:
         prog="python -m microddp.train",
         description="Data-parallel training with any schedule, precision and accumulation.",
     )
-
-    def add(name: str, text: str, **more: Any) -> None:
-        default = getattr(TrainingConfig, name)
-        if isinstance(default, (int, float)) and default is not False:
-            more.setdefault("type", type(default))
-        shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
-        said = "" if default is None or default is False else f" (default {shown})"
-        if name in CHOICES:
-            more["choices"] = CHOICES[name]
-        parser.add_argument(_flag(name), default=default, help=text + said, **more)
-
-    add("schedule", "how gradients are averaged")
-    add("all_reduce", "what adds gradients up, with --schedule ddp; auto: the fastest here")
-    add("compress", "what is sent instead of gradients, as top-k:0.01", metavar="NAME")
-    add("average_every", "steps between averages of weights; 0: of gradients", metavar="H")
-    add("outer", "mean, or as nesterov:0.7,0.9: how averaged weights move", metavar="NAME")
-    add("fragments", "parts of the weights, averaged in turns", metavar="N")
-    add("warm_up", "steps before that, in which gradients are averaged", metavar="N")
-    add("model", "the cnn has group norm: batch norm would see each rank's shard only")
-    add("data", "for the transformer, a sequence of pixels, or of synthetic tokens")
-    add("channels", "of the cnn's convolutions", type=int, nargs="+", metavar="N")
-    add("hidden", "width of the cnn's linear layer", metavar="N")
-    add("depth", "layers of the mlp, blocks of the transformer", metavar="N")
-    add("width", "of the mlp and the transformer", metavar="N")
-    add("epochs", "passes through the data", metavar="N")
-    add("batch_size", "samples of a step, over all ranks", metavar="N")
-    add("accumulate", "parts in which each rank computes its share of a batch", metavar="K")
-    add("precision", "of operations; weights stay fp32")
-    add("bucket_cap_mb", "size of a bucket in MiB", metavar="MB")
-    add("lr", "learning rate of Adam", metavar="LR")
-    add("seed", "of weights and data", metavar="N")
-    add(
-        "profile", "write a Chrome trace of the last epoch's first steps", type=Path, metavar="FILE"
-    )
-    add("report", "say which rank or link holds the others up, if one does", action="store_true")
-    add("checkpoint", "write what is needed to go on after each epoch", type=Path, metavar="DIR")
-    add("checkpoint_every", "steps between more checkpoints; 0: none but those", metavar="N")
-    add("keep", "how many checkpoints stay", metavar="K")
-    add("resume", "go on from the checkpoint, if there is one", action="store_true")
-    add("elastic", "where ranks meet that come and go, without torchrun", metavar="HOST:PORT")
-    add("least", "with how many of those to train at least", metavar="N")
-    add("json", "write options, results and times", type=Path, metavar="FILE")
+    doc = inspect.getdoc(TrainingConfig) or ""
+    texts = dict(re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", doc, re.MULTILINE))
+    for option in fields(TrainingConfig):
+        name, text = option.name, texts.get(option.name, "")
+        default: Any = option.default
+        if default is False:
+            parser.add_argument(_flag(name), action="store_true", help=text)
+            continue
+        several = isinstance(default, tuple)
+        kind = type(default[0]) if several else Path if default is None else type(default)
+        shown = " ".join(map(str, default)) if several else default
+        parser.add_argument(
+            _flag(name),
+            default=default,
+            type=kind,
+            nargs="+" if several else None,
+            choices=CHOICES.get(name),
+            metavar=None if name in CHOICES else METAVARS.get(name, TYPE_METAVARS[kind]),
+            help=text if shown in (None, "") else f"{text} (default {shown})",
+        )
     options = vars(parser.parse_args(arguments))
     return TrainingConfig(**options | {"channels": tuple(options["channels"])})
 

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -541,15 +542,17 @@ def test_a_mean_step_is_over_steps_and_ranks():
             "--outer sgd --average-every 2",
             "--outer: expected mean, or nesterov:LR,MOMENTUM .* 'sgd'",
         ),
-        ("--average-every -1", "--average-every, --warm-up: expected 0 or more steps, got -1"),
+        ("--average-every -1", "--average-every: expected at least 0, got -1"),
+        ("--average-every 2 --warm-up -1", "--warm-up: expected at least 0, got -1"),
         ("--fragments 2", "--fragments: expected --average-every with it"),
         ("--average-every 2 --compress int8", "--average-every: expected no --compress .* int8"),
         ("--average-every 2 --precision fp16", "--average-every: expected .* fp32 or bf16 .* fp16"),
-        ("--seed -1", "--seed: expected a number in 0..2147483647, got -1"),
+        ("--seed -1", "--seed: expected at least 0, got -1"),
+        ("--seed 2147483648", "--seed: expected at most 2147483647, got 2147483648"),
         ("--json no/such/folder/file", "--json: expected a file in a folder that exists"),
         ("--resume", "--resume: expected --checkpoint DIR with it"),
         ("--checkpoint-every 5", "--checkpoint-every: expected --checkpoint DIR with it"),
-        ("--checkpoint-every -5 --checkpoint x", "--checkpoint-every: expected 0 or more .* -5"),
+        ("--checkpoint-every -5 --checkpoint x", "--checkpoint-every: expected at least 0, got -5"),
         (
             "--checkpoint-every 5 --checkpoint x --average-every 2",
             "--checkpoint-every: expected steps .* multiples of 2 .* got 5, 0 and 1",
@@ -566,6 +569,34 @@ def test_a_mean_step_is_over_steps_and_ranks():
 def test_bad_options_are_refused(options, complaint):
     with pytest.raises(ValueError, match=complaint):
         parse(options.split())
+
+
+def test_help_has_a_flag_for_each_option_with_its_text_and_its_default(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        parse(["--help"])
+    flags = re.split(r"\n  (?=--)", capsys.readouterr().out.partition("options:")[2])[1:]
+    texts = [" ".join(text.split()) for text in flags]
+    for option, text in zip(dataclasses.fields(TrainingConfig), texts, strict=True):
+        said = text.partition(" (default")[0]
+        assert re.match(rf"--{option.name.replace('_', '-')} .*[a-z]{{2}} [a-z]", said)
+    assert texts[1].endswith("rounds differently (default backend)")
+    assert texts[9] == (
+        "--channels N [N ...] output channels of each convolution of the cnn (default 32 64 128)"
+    )
+    assert texts[21].startswith("--report say which rank or link")
+
+
+def test_flags_set_options_of_every_type():
+    flags = "--channels 8 9 --lr 2 --batch-size 4 --schedule torch --profile a --resume"
+    assert parse([*flags.split(), "--checkpoint=b"]) == TrainingConfig(
+        channels=(8, 9),
+        lr=2.0,
+        batch_size=4,
+        schedule="torch",
+        profile=Path("a"),
+        resume=True,
+        checkpoint=Path("b"),
+    )
 
 
 def test_a_configuration_checks_its_choices_too():
