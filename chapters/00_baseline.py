@@ -35,8 +35,7 @@ carries messages between ranks. With a single rank it has nothing to do.
 
 The model is a stack of 16 linear layers with ReLU between them. It is deep and plain on purpose:
 each layer has its own gradient, ready at its own time, and later chapters send those gradients
-between devices. The data are scanned handwritten digits, 8 by 8 pixels, that come with
-scikit-learn:
+between devices. The data are scanned handwritten digits, 8 by 8 pixels:
 """
 
 # %%

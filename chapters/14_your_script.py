@@ -6,7 +6,8 @@ How do I bring my own script? The chapters before this one built everything by h
 train, PyTorch has it all: `torchrun`, `DistributedDataParallel`, `DistributedSampler`. This chapter
 takes a script for one device, as people have it, and changes it for many, one change at a time.
 Most are left out once, on purpose, to see what goes wrong then. At the end there is a file to
-download, with all of them.
+download, with all of them. It reads handwritten digits from scikit-learn: `pip install
+scikit-learn`, if it is not there.
 """
 
 # %% tags=["imports"]

@@ -26,7 +26,7 @@ from microddp.workloads import Transformer
 
 SYNTHETIC_SAMPLES, SYNTHETIC_TESTS = 4096, 1024
 PIXELS, CLASSES = 64, 10  # of synthetic data, which is shaped like the digits
-LEVELS = 17  # of grey, and as many tokens: those of scikit-learn's digits
+LEVELS = 17  # of grey, and as many tokens: those of the digits
 LENGTH = 64  # characters of a text that are read at once
 HEADS = 4
 SURPRISES = 0.1  # the share of synthetic tokens that follow no rule
