@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -23,6 +23,15 @@ from microddp.timing import NOT_RECORDED, Recorder
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 FULL_PRECISION = nullcontext()
+
+
+class StepOptions(TypedDict, total=False):
+    """Optional arguments of :func:`compute_gradients`, which :func:`take_step` passes on."""
+
+    parts: int
+    share: float | None
+    autocast: AbstractContextManager[object]
+    scaler: torch.amp.GradScaler | None
 
 
 class Compressed(Protocol):
@@ -46,11 +55,7 @@ def take_step(
     loss_fn: Loss,
     optimizer: torch.optim.Optimizer,
     batch: Sequence[torch.Tensor],
-    *,
-    parts: int = 1,
-    share: float | None = None,
-    autocast: AbstractContextManager[object] = FULL_PRECISION,
-    scaler: torch.amp.GradScaler | None = None,
+    **options: Unpack[StepOptions],
 ) -> torch.Tensor:
     """Train one step.
 
@@ -59,11 +64,7 @@ def take_step(
         loss_fn: from outputs and targets to a scalar, the mean over the samples.
         optimizer: of the replica's parameters.
         batch: inputs and targets of this rank's shard, on its device.
-        parts: parts in which the shard is computed, one by one, with one average.
-        share: samples that a rank would have if shards were equal. Where they are not, each sample
-            then counts as much as any other; by default this shard has as many.
-        autocast: the precision of forward.
-        scaler: of the loss, where the precision needs it.
+        options: ``parts``, ``share``, ``autocast`` and ``scaler`` of :func:`compute_gradients`.
 
     Returns:
         The loss on this rank's shard, a detached scalar, taken before the step; its mean over the
@@ -73,10 +74,8 @@ def take_step(
         RuntimeError: a parameter got no gradient, another rank failed, or the time-out passed.
     """
     optimizer.zero_grad()
-    loss = compute_gradients(
-        strategy, loss_fn, batch, parts=parts, share=share, autocast=autocast, scaler=scaler
-    )
-    apply_gradients(strategy, optimizer, scaler)
+    loss = compute_gradients(strategy, loss_fn, batch, **options)
+    apply_gradients(strategy, optimizer, options.get("scaler"))
     return loss
 
 
@@ -92,8 +91,14 @@ def compute_gradients(
 ) -> torch.Tensor:
     """Forward and backward, until the gradients are averages; they add to those there are.
 
-    Arguments, result and errors are those of :func:`take_step`. The gradients are those of the
-    loss as the scaler scales it.
+    Other arguments, result and errors are those of :func:`take_step`.
+
+    Args:
+        parts: parts in which the shard is computed, one by one, with one average.
+        share: samples that a rank would have if shards were equal. Where they are not, each sample
+            then counts as much as any other; by default this shard has as many.
+        autocast: the precision of forward.
+        scaler: scales the loss, and so the gradients, where the precision needs it.
     """
     losses = []
     timeline = strategy.timeline

@@ -137,7 +137,7 @@ class ElasticTrainer(Trainer):
         if self.others_wait:
             raise OthersWait
         self.optimizer.zero_grad()
-        loss = compute_gradients(self.strategy, self.task.loss, batch, **self._precision())
+        loss = compute_gradients(self.strategy, self.task.loss, batch, **self._options())
         # Before the weights change: a step is taken with its loss known to all, or it is lost.
         waiting = float(self.members.others_wait())
         told = torch.tensor([loss.item(), waiting], dtype=torch.float64, device=loss.device)

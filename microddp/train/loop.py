@@ -24,7 +24,7 @@ from microddp.performance import StragglerReport, straggler_report
 from microddp.replicas import check_replicas
 from microddp.report import human_seconds
 from microddp.shared import carrier
-from microddp.step import Strategy, compute_gradients, take_step
+from microddp.step import StepOptions, Strategy, compute_gradients, take_step
 from microddp.strategies import STRATEGIES
 from microddp.timing import NOT_RECORDED, Span, StepTimes, Timeline, break_down
 from microddp.train.checkpoint import Checkpoints, gather_states, own_state
@@ -235,7 +235,7 @@ class Trainer:
         gpus = [self.comms.device] if self.comms.device.type == "cuda" else []
         with torch.random.fork_rng(gpus):
             batch = next(self.batches.epoch(0))
-            compute_gradients(self.strategy, self.task.loss, batch, **self._precision())
+            compute_gradients(self.strategy, self.task.loss, batch, **self._options())
         self.optimizer.zero_grad()
         if self.strategy.compression and self.kept_back:
             self.strategy.compression.load_state_dict(self.kept_back, self.model)
@@ -285,7 +285,7 @@ class Trainer:
 
     def _step(self, batch: Sequence[torch.Tensor]) -> None:
         """Train one step."""
-        loss = take_step(self.strategy, self.task.loss, self.optimizer, batch, **self._precision())
+        loss = take_step(self.strategy, self.task.loss, self.optimizer, batch, **self._options())
         self._done(loss)
 
     def _done(self, loss: torch.Tensor) -> None:
@@ -300,8 +300,7 @@ class Trainer:
             except RuntimeError as error:
                 raise RuntimeError(f"after step {self.step}: {error}") from error
 
-    def _precision(self) -> dict[str, Any]:
-        """How a step computes its gradients."""
+    def _options(self) -> StepOptions:
         return {
             "parts": self.config.accumulate,
             "share": self.batches.share,
