@@ -1,1 +1,1 @@
-"""Benchmarks: of all-reduce algorithms, and of ways to train."""
+"""Benchmarks of all-reduce algorithms, of training steps, and of sharding."""

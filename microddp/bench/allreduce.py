@@ -28,12 +28,12 @@ from microddp.shared import (
 from microddp.timing import Timing, measure
 
 SWEEP = tuple(2**k for k in range(10, 27, 2))  # bytes
-LARGE = 1 << 20  # bytes; from here on the start-up of a message is small beside its travel
+LARGE = 1 << 20  # bytes; from here on a message's start-up is short beside its time on the wire
 # Small tensors are sent several times in a row and timed together, as nccl-tests does: ranks leave
-# a barrier one after the other, by more than such a call takes. All in a row have so many bytes.
+# a barrier one after the other, over a longer time than such a call takes. A row has ROW_BYTES.
 ROW_BYTES, MOST_IN_A_ROW = 4 << 20, 50
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather")
-IN_PLACE = "shared, no copies"  # of a tensor that is in shared memory
+IN_PLACE = "shared, no copies"  # on a tensor that is in shared memory
 Call = Callable[[torch.Tensor], object]
 DTYPES = {
     name: getattr(torch, name)
@@ -45,10 +45,18 @@ DTYPES = {
 class Row:
     """One algorithm at one size; times in milliseconds, bandwidths in GB/s (10^9 bytes).
 
-    The ratio to the backend is the median of those of each round. That to the wire is to the time
-    in which the links carry what a ring must send, 2 (n-1)/n of the bytes. That to a copy is to the
-    time in which each rank, all at once, copies the tensor from one place to another: it says how
-    near the memory's limit a collective is. Bus bandwidths are nccl-tests'.
+    Attributes:
+        algorithm: name of the algorithm.
+        nbytes: size of the tensor, bytes.
+        median_ms: median time of a call.
+        p95_ms: 95th percentile of that time.
+        algorithm_gbs: size divided by median time.
+        bus_gbs: bus bandwidth as nccl-tests defines it.
+        ratio_to_backend: median over the rounds of the time divided by the backend's.
+        ratio_to_wire: time divided by the time in which the links carry 2 (n-1)/n of the bytes,
+            what a ring sends; ``None`` where the links' speed is unknown.
+        ratio_to_copy: time divided by that of a copy of the tensor on all ranks at once: how near
+            the memory's limit a collective is; ``None`` but in main memory.
     """
 
     algorithm: str
@@ -58,8 +66,8 @@ class Row:
     algorithm_gbs: float
     bus_gbs: float
     ratio_to_backend: float | None
-    ratio_to_wire: float | None = None  # where the links' speed is known
-    ratio_to_copy: float | None = None  # in main memory
+    ratio_to_wire: float | None = None
+    ratio_to_copy: float | None = None
 
 
 def bench_allreduce(options: argparse.Namespace, comms: Comms) -> None:
@@ -108,7 +116,7 @@ def _measure(
     comms: Comms,
     progress: Callable[[], object],
 ) -> dict[str, Timing]:
-    """The time of each call for a tensor of so many bytes, and of a copy of the tensor."""
+    """Time each call on a tensor of so many bytes, and a copy of the tensor."""
     dtype = DTYPES[options.dtype]
     numel = max(1, nbytes // dtype.itemsize)
     tensor = torch.empty(numel, dtype=dtype, device=comms.device)
@@ -148,7 +156,7 @@ def _measure(
 
 
 def _call(collective: str, name: str, comms: Comms) -> Call:
-    """A collective by name: the backend's or one of ours."""
+    """Find a collective by name: the backend's or one of ours."""
     backend: dict[str, Call] = {
         "all_reduce": comms.all_reduce,
         "broadcast": comms.broadcast,
@@ -167,7 +175,7 @@ def _call(collective: str, name: str, comms: Comms) -> Call:
 
 
 def check_chunks(name: str, call: Call, tensor: torch.Tensor, comms: Comms) -> None:
-    """Compare a broadcast of rank 0's tensor, or an all-gather of chunks, with what it must be.
+    """Check a broadcast of rank 0's tensor, or an all-gather of chunks, against the known result.
 
     Raises:
         RuntimeError: on every rank, if any rank has another result.
@@ -184,7 +192,7 @@ def check_chunks(name: str, call: Call, tensor: torch.Tensor, comms: Comms) -> N
 
 
 def check_sum(name: str, reduce: Call, tensor: torch.Tensor, comms: Comms) -> None:
-    """Compare an all-reduce with a sum that is known exactly, in any dtype.
+    """Check an all-reduce against a sum that is known exactly, in any dtype.
 
     Rank r contributes r + 1 in every third place, 1 in the others: the sums are small integers.
 
@@ -233,7 +241,7 @@ def _row(
 
 
 def conclusions(rows: Sequence[Row]) -> list[str]:
-    """A sentence on each algorithm against the backend: where start-up counts, where bytes do."""
+    """Compare each algorithm with the backend, in a sentence on small and on large sizes."""
     said = []
     for name in dict.fromkeys(row.algorithm for row in rows if row.ratio_to_backend):
         parts = []

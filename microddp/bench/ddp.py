@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity
 from tqdm import tqdm
 
 from microddp import compression
-from microddp.bench.rows import report
+from microddp.bench.rows import quartiles, report
 from microddp.comms import Comms
 from microddp.ddp import DDP
 from microddp.model import FullMLP, ModelConfig, SimpleCNN
@@ -32,37 +32,32 @@ from microddp.workloads import Transformer, token_loss
 Batch = tuple[torch.Tensor, torch.Tensor]
 FREE, OURS, THEIRS = "none", "ddp", "torch"
 COPIES = ", copies"
-# Like for like: gradients that are views of their buckets, or copies of what is in them.
+# Like for like: gradients that are views of their buckets, or copies.
 REFERENCES = {OURS: THEIRS, OURS + COPIES: THEIRS + COPIES}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train one model; times in milliseconds.
+    """One way to train one model.
 
     Attributes:
-        model: its name.
+        model: name of the model.
         bucket_cap_mb: size of a bucket, MiB.
         strategy: how gradients are averaged.
-        median_ms: time of a step; ``low_ms`` and ``high_ms`` are its quartiles.
-        ratio: median over the rounds of its time by that of PyTorch's DDP in the same round, like
-            for like, and its quartiles ``ratio_low`` and ``ratio_high``.
-        exposed_ms: by how much the median exceeds that without synchronisation.
+        time: seconds of a step.
+        ratio: this time divided by that of PyTorch's DDP in the same round, like for like.
+        exposed_ms: median time beyond the median without synchronisation, in milliseconds.
         collectives: the backend's all-reduces of a step; gradients that are compressed, or added up
             otherwise, travel without.
-        nbytes: bytes they reduce.
-        sent_bytes: what a rank sends of them, by formula: a ring's, or the compressor's.
+        nbytes: bytes that these reduce.
+        sent_bytes: bytes that a rank sends, by the formula of a ring or of the compressor.
     """
 
     model: str
     bucket_cap_mb: float
     strategy: str
-    median_ms: float
-    low_ms: float
-    high_ms: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
+    time: Timing
+    ratio: Timing
     exposed_ms: float
     collectives: int
     nbytes: int
@@ -70,7 +65,7 @@ class Row:
 
 
 def models(device: torch.device) -> dict[str, Callable[[], tuple[nn.Module, Loss, Batch]]]:
-    """What is trained, by name: a model, its loss and a batch, made when they are wanted."""
+    """Return the models, by name: each a function that makes a model, its loss and a batch."""
 
     def mlp(dim: int) -> tuple[nn.Module, Loss, Batch]:
         x, y = torch.randn(32, dim, device=device), torch.randn(32, dim, device=device)
@@ -105,10 +100,10 @@ def steps_of(
     compress: Sequence[str] = (),
     all_reduce: Sequence[str] = (),
 ) -> dict[str, partial[torch.Tensor]]:
-    """A step of each strategy, by name, each with a replica and an optimizer of its own.
+    """Make a step of each strategy, by name, each with its own replica and optimizer.
 
-    Those that ``compress`` and ``all_reduce`` name are microddp's DDP with these compressors, and
-    with these all-reduces.
+    Add steps of microddp's DDP with each compressor in ``compress`` and each all-reduce in
+    ``all_reduce``.
     """
     strategies = {
         name: make(copy.deepcopy(model), comms, bucket_cap_mb)
@@ -144,7 +139,7 @@ def steps_of(
 
 
 def collectives(step: Callable[[], object]) -> tuple[int, int]:
-    """The number of all-reduces of a step, and the bytes of 32-bit values they reduce."""
+    """Run a step; return the number of its all-reduces, and the bytes of their 32-bit values."""
     with quiet_profile([ProfilerActivity.CPU], record_shapes=True) as recorded:
         step()
     reduced = [
@@ -157,7 +152,7 @@ def collectives(step: Callable[[], object]) -> tuple[int, int]:
 
 
 def bench_ddp(options: argparse.Namespace, comms: Comms) -> None:
-    """Time every schedule for every model and bucket size, taking turns within one run."""
+    """Time every strategy for every model and bucket size, taking turns within one run."""
     comms.print(comms.describe())
     available = models(comms.device)
     chosen = options.models or list(available)
@@ -195,43 +190,34 @@ def compare(
     counted: Mapping[str, tuple[int, int]],
     sent: Mapping[str, float],
 ) -> list[Row]:
-    """The rows of one model at one bucket size."""
-    rows = []
-    for strategy, timing in timings.items():
-        ratio = timing.ratio(timings[REFERENCES.get(strategy, THEIRS)])
-        (low, high), (ratio_low, ratio_high) = timing.spread, ratio.spread
-        number, nbytes = counted[strategy]
-        rows.append(
-            Row(
-                model=model,
-                bucket_cap_mb=bucket_cap_mb,
-                strategy=strategy,
-                median_ms=timing.median * 1e3,
-                low_ms=low * 1e3,
-                high_ms=high * 1e3,
-                ratio=ratio.median,
-                ratio_low=ratio_low,
-                ratio_high=ratio_high,
-                exposed_ms=(timing.median - timings[FREE].median) * 1e3,
-                collectives=number,
-                nbytes=nbytes,
-                sent_bytes=sent[strategy],
-            )
+    """Make the rows of one model at one bucket size."""
+    return [
+        Row(
+            model=model,
+            bucket_cap_mb=bucket_cap_mb,
+            strategy=strategy,
+            time=timing,
+            ratio=timing.ratio(timings[REFERENCES.get(strategy, THEIRS)]),
+            exposed_ms=(timing.median - timings[FREE].median) * 1e3,
+            collectives=counted[strategy][0],
+            nbytes=counted[strategy][1],
+            sent_bytes=sent[strategy],
         )
-    return rows
+        for strategy, timing in timings.items()
+    ]
 
 
 def _report(rows: Sequence[Row], options: argparse.Namespace, comms: Comms) -> None:
-    """Print the table and what follows from it; write the file that was asked for."""
+    """Print the table and the conclusions; write the file that was asked for."""
     cells = [
         {
             "model": row.model,
             "cap MiB": f"{row.bucket_cap_mb:g}",
             "strategy": row.strategy,
-            "median ms": f"{row.median_ms:.3g}",
-            "quartiles": f"{row.low_ms:.3g} to {row.high_ms:.3g}",
-            "/ torch": f"{row.ratio:.2f}",
-            "its quartiles": f"{row.ratio_low:.2f} to {row.ratio_high:.2f}",
+            "median ms": f"{row.time.median * 1e3:.3g}",
+            "quartiles": quartiles(row.time, ".3g", 1e-3),
+            "/ torch": f"{row.ratio.median:.2f}",
+            "its quartiles": quartiles(row.ratio, ".2f"),
             "exposed ms": f"{row.exposed_ms:.3g}",
             "all-reduces": row.collectives,
             "MiB": f"{row.nbytes / MIB:.3g}",
@@ -243,23 +229,23 @@ def _report(rows: Sequence[Row], options: argparse.Namespace, comms: Comms) -> N
 
 
 def conclusions(rows: Sequence[Row]) -> list[str]:
-    """A sentence on each of our DDPs against PyTorch's, and what not to average would win."""
+    """Compare each of our DDPs with PyTorch's, and with no averaging at all, in a sentence."""
     by_name: dict[str, list[Row]] = {}
     for row in rows:
         by_name.setdefault(row.strategy, []).append(row)
     mean = {
-        name: statistics.geometric_mean(row.ratio for row in cases)
+        name: statistics.geometric_mean(row.ratio.median for row in cases)
         for name, cases in by_name.items()
     }
     sentences = []
     for name, cases in by_name.items():
         if not name.startswith(OURS):
             continue
-        slowest = max(cases, key=lambda row: row.ratio)
+        slowest = max(cases, key=lambda row: row.ratio.median)
         sentence = (
             f"{name} takes {mean[name]:.3f} times as long as {REFERENCES.get(name, THEIRS)} "
-            f"(geometric mean of {len(cases)} cases); at most {slowest.ratio:.2f} times "
-            f"({slowest.ratio_low:.2f} to {slowest.ratio_high:.2f}), for {slowest.model} at "
+            f"(geometric mean of {len(cases)} cases); at most {slowest.ratio.median:.2f} times "
+            f"({quartiles(slowest.ratio, '.2f')}), for {slowest.model} at "
             f"{slowest.bucket_cap_mb:g} MiB."
         )
         if name not in REFERENCES and mean[FREE] < 1:

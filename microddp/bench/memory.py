@@ -1,4 +1,4 @@
-"""Bytes of the tensors that a process has."""
+"""Memory of the tensors in a process."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from microddp.shared import on_thread
 
 
 def bytes_alive() -> int:
-    """Bytes of all tensors that this process can reach and that no graph made.
+    """Add up the bytes of all tensors in this process, except those that an autograd graph made.
 
-    Parameters, gradients, what an optimizer keeps, and flat tensors of all those; activations are
-    left out. A tensor that was freed and still has a shape counts nothing.
+    It counts parameters, gradients, an optimizer's state, and flat tensors with any of these, but
+    no activations. A tensor without its storage counts as zero bytes.
     """
-    # Only now: it takes half a second to load, and training does without.
+    # Imported here: it takes half a second to load, and training does not need it.
     from torch.distributed.tensor import DTensor
 
-    # While the thread that carries tensors has nothing to do: Python's own objects must not be
-    # looked at while it makes them.
+    # Wait until the thread that sends tensors is idle: Python's list of objects must not be read
+    # while it makes new ones.
     on_thread(lambda _: None, torch.empty(0)).wait()
     storages: dict[Any, int] = {}
     for thing in gc.get_objects():

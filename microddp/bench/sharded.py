@@ -1,4 +1,4 @@
-"""A training step of each stage of sharding against DDP and PyTorch's own, with the bytes kept."""
+"""A training step of each sharding stage against DDP and PyTorch's stages, with bytes kept."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from microddp import sharding  # noqa: F401 - registers its strategies
 from microddp.backward import tensors_in
 from microddp.bench.ddp import Batch, models
 from microddp.bench.memory import bytes_alive
-from microddp.bench.rows import report
+from microddp.bench.rows import quartiles, report
 from microddp.comms import Comms
 from microddp.model import elements, parameter_count
 from microddp.performance import bytes_kept
@@ -40,32 +40,26 @@ DDP, THEIRS = "torch", "torch zero3"
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train one model with AdamW; times in milliseconds.
+    """One way to train one model with AdamW.
 
     Attributes:
-        model: its name.
+        model: name of the model.
         way: how gradients, optimizer and parameters are shared.
-        median_ms: time of a step; ``low_ms`` and ``high_ms`` are its quartiles.
-        to_ddp: median over the rounds of its time by that of PyTorch's DDP, and its quartiles.
-        to_fsdp: likewise, by that of PyTorch's ``fully_shard``.
+        time: seconds of a step.
+        to_ddp: this time divided by that of PyTorch's DDP, round by round.
+        to_fsdp: this time divided by that of PyTorch's ``fully_shard``, round by round.
         kept: bytes of parameters, gradients and optimizer on rank 0 after backward.
-        predicted: the same, by formula.
-        peak: most bytes of those at once, on rank 0: when a block's forward begins, or one of its
-            gradients is there, or that of its input.
+        predicted: the same bytes, by formula.
+        peak: most such bytes at once on rank 0, looked at when a block's forward begins, and when
+            a gradient of its parameters or of its input is ready.
         sent: bytes that a rank sends in a step, by formula.
     """
 
     model: str
     way: str
-    median_ms: float
-    low_ms: float
-    high_ms: float
-    to_ddp: float
-    to_ddp_low: float
-    to_ddp_high: float
-    to_fsdp: float
-    to_fsdp_low: float
-    to_fsdp_high: float
+    time: Timing
+    to_ddp: Timing
+    to_fsdp: Timing
     kept: int
     predicted: float
     peak: int
@@ -78,7 +72,7 @@ Step = Callable[[], object]
 def _make(
     name: str, model: nn.Module, loss_fn: Loss, batch: Batch, comms: Comms
 ) -> tuple[Step, nn.Module]:
-    """A step of a way, and the model that it trains."""
+    """Make a step of one way, and the model that the step trains."""
     replica = copy.deepcopy(model)
     kind, _, carrier = name.partition(", ")
     optimizer: torch.optim.Optimizer | None = None
@@ -114,12 +108,12 @@ def _theirs(name: str, model: nn.Module, comms: Comms) -> tuple[nn.Module, torch
 def _bytes(
     name: str, model: nn.Module, loss_fn: Loss, batch: Batch, comms: Comms
 ) -> tuple[int, int]:
-    """Bytes kept after backward, and at most, in the second step of a way."""
+    """Return the bytes kept after backward, and the most, in the second step of a way."""
     kept: list[int] = []
     during: list[int] = []
-    _make(name, model, loss_fn, batch, comms)[0]()  # makes buffers for good
+    _make(name, model, loss_fn, batch, comms)[0]()  # makes buffers that stay
     gc.collect()
-    gc.freeze()  # what is there already is not looked at
+    gc.freeze()  # leaves out the objects that exist already
     step, model = _make(name, model, loss_fn, batch, comms)
 
     def look(*_: object) -> None:
@@ -184,23 +178,15 @@ def _row(
     step: Step,
     comms: Comms,
 ) -> Row:
-    timing = timings[way]
-    to_ddp, to_fsdp = timing.ratio(timings[DDP]), timing.ratio(timings[THEIRS])
+    time = timings[way]
     stage = STAGES[way.partition(",")[0]]
     strategy = step.args[0]  # type: ignore[attr-defined]
-    low, high = timing.spread
     return Row(
         model=model,
         way=way,
-        median_ms=timing.median * 1e3,
-        low_ms=low * 1e3,
-        high_ms=high * 1e3,
-        to_ddp=to_ddp.median,
-        to_ddp_low=to_ddp.spread[0],
-        to_ddp_high=to_ddp.spread[1],
-        to_fsdp=to_fsdp.median,
-        to_fsdp_low=to_fsdp.spread[0],
-        to_fsdp_high=to_fsdp.spread[1],
+        time=time,
+        to_ddp=time.ratio(timings[DDP]),
+        to_fsdp=time.ratio(timings[THEIRS]),
         kept=kept[0],
         predicted=bytes_kept(stage, count, comms.world_size).total,
         peak=kept[1],
@@ -209,15 +195,15 @@ def _row(
 
 
 def _report(rows: Sequence[Row], options: argparse.Namespace, comms: Comms) -> None:
-    """Print the table and what follows from it; write the file that was asked for."""
+    """Print the table and the conclusions; write the file that was asked for."""
     cells = [
         {
             "model": row.model,
             "way": row.way,
-            "median ms": f"{row.median_ms:.3g}",
-            "quartiles": f"{row.low_ms:.3g} to {row.high_ms:.3g}",
-            "/ torch DDP": f"{row.to_ddp:.2f} ({row.to_ddp_low:.2f} to {row.to_ddp_high:.2f})",
-            "/ torch zero3": f"{row.to_fsdp:.2f} ({row.to_fsdp_low:.2f} to {row.to_fsdp_high:.2f})",
+            "median ms": f"{row.time.median * 1e3:.3g}",
+            "quartiles": quartiles(row.time, ".3g", 1e-3),
+            "/ torch DDP": f"{row.to_ddp.median:.2f} ({quartiles(row.to_ddp, '.2f')})",
+            "/ torch zero3": f"{row.to_fsdp.median:.2f} ({quartiles(row.to_fsdp, '.2f')})",
             "kept MiB": f"{row.kept / MIB:.1f}",
             "predicted": f"{row.predicted / MIB:.1f}",
             "at most": f"{row.peak / MIB:.1f}",
@@ -229,13 +215,13 @@ def _report(rows: Sequence[Row], options: argparse.Namespace, comms: Comms) -> N
 
 
 def conclusions(rows: Sequence[Row]) -> list[str]:
-    """A sentence on each of our ways: its time, and what it keeps beside what was predicted."""
+    """Say in a sentence of each of our ways how long it takes, and how well bytes are predicted."""
     sentences = []
     for way in dict.fromkeys(row.way for row in rows if row.way.partition(",")[0] in OURS):
         mine = [row for row in rows if row.way == way]
         off = max((abs(row.kept / row.predicted - 1) for row in mine), default=0.0)
-        ddp = statistics.geometric_mean(row.to_ddp for row in mine)
-        fsdp = statistics.geometric_mean(row.to_fsdp for row in mine)
+        ddp = statistics.geometric_mean(row.to_ddp.median for row in mine)
+        fsdp = statistics.geometric_mean(row.to_fsdp.median for row in mine)
         sentences.append(
             f"{way} takes {ddp:.2f} times as long as PyTorch's DDP and {fsdp:.2f} times as long as "
             f"its fully_shard (geometric mean of {len(mine)} models), and keeps what was predicted "
