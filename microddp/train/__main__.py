@@ -26,14 +26,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
     except ValueError as error:
         problem = str(error)
-        if config is not None:  # a member's: it is no rank of torchrun's that the others hear of
+        if config is not None:  # a member of an elastic job: no rank of torchrun's waits for it
             sys.exit(f"microddp.train: error: {problem}")
     with init() as comms:
         try:
             comms.fail_together(problem, "options that can be used", ValueError)
             assert config is not None
             trainer = Trainer(config, comms)
-        except ValueError as error:  # on every rank, but only one speaks, before torchrun ends all
+        except ValueError as error:  # on every rank; rank 0 prints it before torchrun ends them all
             if comms.rank == 0:
                 print(f"microddp.train: error: {error}", file=sys.stderr, flush=True)
             comms.barrier()
@@ -56,7 +56,7 @@ def _be_a_member(config: TrainingConfig) -> None:
 
 
 def _report(result: TrainingResult, config: TrainingConfig, comms: Comms) -> None:
-    """Print where the time went, and write the file that was asked for, on rank 0."""
+    """On rank 0, print where the time went, and write the file that ``--json`` names."""
     if comms.rank:
         return
     print(

@@ -1,8 +1,8 @@
-"""Checkpoints: what training needs to go on as if it had never stopped, a file for each.
+"""Checkpoints: files from which training goes on as if it had never stopped.
 
-Rank 0 alone writes and reads them; the others get the bytes as a message, so that all ranks go on
-from the same state, also where they share no disk. A file is written while training goes on, from
-a copy of the state, and has its name only when it is whole.
+Only rank 0 writes and reads them. It sends the bytes to the others, so that all ranks go on from
+the same state, also where they share no disk. A file is written while training goes on, from a
+copy of the state, and gets its name when it is whole.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ NAME = re.compile(r"checkpoint-(\d+)\.pt")
 
 
 class Checkpoints:
-    """The last checkpoints of a run, in a folder that is made if need be. A collective.
+    """The newest checkpoints of a run, in a folder that is made if it does not exist. A collective.
 
     Args:
-        folder: on rank 0's machine.
-        comms: the ranks that train together.
-        keep: how many stay; older ones are removed when a newer one is there.
+        folder: folder on rank 0's machine.
+        comms: ranks that train together.
+        keep: number of checkpoints that stay; older ones are removed after a newer one is written.
 
     Attributes:
-        stopped: for each checkpoint the seconds for which rank 0 stopped training.
-        writing: likewise, those that it took until the file was there.
+        stopped: for each checkpoint, seconds for which rank 0 stopped training.
+        writing: for each checkpoint, seconds until its file was complete.
 
     Raises:
         RuntimeError: on every rank, if rank 0 cannot write to the folder.
@@ -54,20 +54,19 @@ class Checkpoints:
             except OSError as error:
                 problem = str(error)
         comms.fail_together(problem, f"a folder for checkpoints: {folder}")
-        # Its thread ends the write it is at before Python exits.
+        # Its thread finishes the current write before Python exits.
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._under_way: Future[str] | None = None
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Begin to write a checkpoint, on rank 0; the others return at once.
+        """Begin to write a checkpoint on rank 0; the other ranks return at once.
 
-        One is under way at a time: if the last one still is, this waits for it. If it could not be
-        written, that is printed, and training goes on: the one before is still there, and another
-        one will be tried.
+        If the last checkpoint is still being written, this waits for it. If that one could not be
+        written, this prints why, and training goes on: the checkpoint before it is still there.
 
         Args:
-            step: after which it is.
-            state: tensors, numbers and texts in dictionaries and lists. May be changed afterwards.
+            step: number of steps before the checkpoint.
+            state: tensors, numbers and texts in dictionaries and lists; it is copied.
         """
         if self.comms.rank:
             return
@@ -79,7 +78,7 @@ class Checkpoints:
         self.stopped.append(time.perf_counter() - start)
 
     def finish(self) -> None:
-        """Return when the last checkpoint is there. A collective.
+        """Wait until the last checkpoint is written. A collective.
 
         Raises:
             RuntimeError: on every rank, if it could not be written.
@@ -88,12 +87,12 @@ class Checkpoints:
         self.comms.fail_together(problem, f"a checkpoint in {self.folder}")
 
     def load(self) -> dict[str, Any] | None:
-        """The newest state that is whole, on every rank, in main memory. A collective.
+        """Read the newest checkpoint that is whole. A collective.
 
-        Files that are not whole are named, and left as they are.
+        It prints the names of damaged files, and leaves them as they are.
 
         Returns:
-            What was saved; ``None`` if there is no checkpoint.
+            The saved state, on every rank, in main memory; ``None`` if there is no checkpoint.
 
         Raises:
             ValueError: on every rank, if there are checkpoints and none can be read.
@@ -120,15 +119,15 @@ class Checkpoints:
         return share_state(data, self.comms)
 
     def _problem(self) -> str:
-        """Why the last checkpoint was not written, once that is known."""
+        """Wait for the last checkpoint; return why it was not written, or an empty text."""
         under_way, self._under_way = self._under_way, None
         return under_way.result() if under_way else ""
 
     def _write(self, step: int, state: Mapping[str, Any]) -> str:
-        """Write a file; why that did not go, or nothing."""
+        """Write a file; return why it could not be written, or an empty text."""
         start = time.perf_counter()
         try:
-            for leftover in self.folder.glob("checkpoint-*.pt.part"):  # of a run that was killed
+            for leftover in self.folder.glob("checkpoint-*.pt.part"):  # from a run that was killed
                 leftover.unlink()
             with whole_file(self.folder / f"checkpoint-{step}.pt") as unfinished:
                 torch.save(state, unfinished)
@@ -141,19 +140,22 @@ class Checkpoints:
 
 
 def encode_state(state: Mapping[str, Any]) -> bytes:
-    """Tensors, numbers and texts in dictionaries and lists, as the bytes of a checkpoint."""
+    """Turn tensors, numbers and texts in dictionaries and lists into a checkpoint's bytes."""
     file = io.BytesIO()
     torch.save(dict(state), file)
     return file.getvalue()
 
 
 def share_state(data: bytes | None, comms: Comms, src: int = 0) -> dict[str, Any] | None:
-    """The state that a rank has encoded, on every rank, in main memory. A collective.
+    """Send an encoded state from one rank to all. A collective.
 
     Args:
-        data: on rank ``src``; ``None`` if it has none. Ignored elsewhere.
-        comms: the ranks.
-        src: the rank that has it.
+        data: bytes of :func:`encode_state` on rank ``src``, or ``None``; ignored on other ranks.
+        comms: ranks that get the state.
+        src: rank that has it.
+
+    Returns:
+        The state in main memory, or ``None``.
     """
     size = comms.all_gather_data(None if data is None else len(data))[src]
     if size is None:
@@ -165,10 +167,10 @@ def share_state(data: bytes | None, comms: Comms, src: int = 0) -> dict[str, Any
 
 
 def gather_states(state: Mapping[str, Any], comms: Comms) -> list[torch.Tensor] | None:
-    """The states of all ranks, which differ, for rank 0 to save. A collective.
+    """Gather states that differ by rank, for rank 0 to save. A collective.
 
     Returns:
-        On rank 0 their bytes, in rank order; elsewhere ``None``.
+        On rank 0 the bytes of each state, in rank order; on other ranks ``None``.
     """
     mine = torch.frombuffer(bytearray(encode_state(state)), dtype=torch.uint8).to(comms.device)
     sizes = comms.all_gather_data(len(mine))
@@ -179,10 +181,10 @@ def gather_states(state: Mapping[str, Any], comms: Comms) -> list[torch.Tensor] 
 
 
 def own_state(states: Sequence[torch.Tensor], comms: Comms) -> dict[str, Any]:
-    """This rank's of the states that :func:`gather_states` brought together.
+    """Return this rank's state out of those of :func:`gather_states`.
 
     Raises:
-        ValueError: they are of another number of ranks.
+        ValueError: the states come from another number of ranks.
     """
     if len(states) != comms.world_size:
         raise ValueError(
@@ -197,7 +199,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """The files in a folder, the newest last; none if there is no folder."""
+    """List the checkpoints in a folder, the newest last; none if the folder does not exist."""
     if not folder.exists():
         return []
     steps = {int(m[1]): path for path in folder.iterdir() if (m := NAME.fullmatch(path.name))}

@@ -1,8 +1,8 @@
-"""Training whose ranks may be lost and may join: ``python -m microddp.train --elastic HOST:PORT``.
+"""Training in which ranks may leave and join: ``python -m microddp.train --elastic HOST:PORT``.
 
-Whatever happens, a step has all the samples of its batch and their mean, so the result is that of
-any other number of ranks, up to rounding. Nothing is read from a disk: who is new, or behind, gets
-the state of a rank that is furthest.
+Every step averages over all samples of its batch, however many ranks share them, so the result is
+that of any other number of ranks, up to rounding. Nothing is read from a disk: a rank that is new
+or behind gets the state of a rank that has taken the most steps.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from microddp.train.checkpoint import encode_state, share_state
 from microddp.train.loop import OnStep, Trainer, TrainingResult
 from microddp.train.options import TrainingConfig
 
-TRIES = 5  # of a step by the same members, all of which are still there
+TRIES = 5  # attempts at a step by the same members, none of which was lost
 
 
 def train_elastically(
     config: TrainingConfig, members: Members, on_step: OnStep | None = None
 ) -> TrainingResult | None:
-    """Train with those who are there, until the job is done.
+    """Train with the members that are present, until the job is done.
 
     Args:
         config: the same for all members.
-        members: that this process is one of.
-        on_step: as for :func:`~microddp.train.loop.train`. A step that was lost is taken again.
+        members: the job's members, of which this process is one.
+        on_step: as in :func:`~microddp.train.loop.train`. A step that was lost is taken again.
 
     Returns:
-        ``None`` if the job was over before this process could take part.
+        The result, or ``None`` if the job was over before this process could take part.
 
     Raises:
-        ValueError: as for :func:`~microddp.train.loop.train`.
-        RuntimeError: too few members came, or something failed that was no loss of a member.
+        ValueError: as in :func:`~microddp.train.loop.train`.
+        RuntimeError: too few members came, or something failed although no member was lost.
     """
     began = time.perf_counter()
-    # The first optimizer of a process imports for a second or so: before others wait for it.
+    # The first optimizer of a process imports for about a second: now, while nobody waits for it.
     torch.optim.SGD([torch.zeros(1)])
     state: dict[str, Any] | None = None
-    failed: list[object] = []  # the members and the step, each time since one of both changed
+    failed: list[object] = []  # (members, step) of failures in a row with the same of both
     while generation := members.meet(state["step"] if state else -1):
         result, state, error = _train_generation(config, generation, members, state, on_step)
         if result:
@@ -55,16 +55,16 @@ def train_elastically(
         if error:
             now = members.names, state and state["step"]
             failed = [*(each for each in failed if each == now), now]
-            if not is_loss(error) or len(failed) == TRIES:  # then nobody was lost
+            if not is_loss(error) or len(failed) == TRIES:  # the program is wrong
                 raise error
-        # What refers to the group keeps its connections open, and those at their ends waiting.
+        # References to the group keep its connections open, and the ranks at their ends waiting.
         error = None
         gc.collect()
     return None
 
 
 def is_loss(error: Exception) -> bool:
-    """Whether another rank is gone or hung, and not the program wrong."""
+    """Return true if another rank is gone or hung, false if the program is wrong."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
@@ -75,7 +75,7 @@ def _train_generation(
     state: dict[str, Any] | None,
     on_step: OnStep | None,
 ) -> tuple[TrainingResult | None, dict[str, Any] | None, Exception | None]:
-    """Train until the end or the next generation: the result, or the state and what went wrong."""
+    """Train until the end or the next generation; return a result, or the state and the error."""
     try:
         trainer = ElasticTrainer(config, generation, members, state, on_step)
     except RuntimeError as error:
@@ -91,18 +91,18 @@ def _train_generation(
 
 
 class OthersWait(Exception):
-    """Between two steps: all ranks are to meet anew."""
+    """Raised between two steps, when all ranks must meet again because others wait to join."""
 
 
 class ElasticTrainer(Trainer):
-    """A training run of one generation, which goes on from what its members have.
+    """A training run of one generation, which goes on from its members' newest state.
 
     Args:
         config: the same for all members.
-        generation: the ranks.
-        members: that this process is one of.
-        state: what it has from the generation before, if it was in that.
-        on_step: as for :func:`~microddp.train.loop.train`.
+        generation: the ranks of this generation.
+        members: the job's members, of which this process is one.
+        state: this process's state from the generation before, if it took part in it.
+        on_step: as in :func:`~microddp.train.loop.train`.
 
     Raises:
         OthersWait: from :meth:`run`, on every rank after the same step.
@@ -148,5 +148,5 @@ class ElasticTrainer(Trainer):
         self.random = self._random_state()
 
     def state(self) -> dict[str, Any]:
-        """As it was after the last step, whatever has become of the one after it."""
+        """Return the state after the last complete step, also if the next one failed halfway."""
         return super().state() | self.random

@@ -31,23 +31,23 @@ from microddp.train.checkpoint import Checkpoints, gather_states, own_state
 from microddp.train.options import TrainingConfig
 from microddp.train.task import evaluate, make_task
 
-TRACED_STEPS = 20  # of each epoch: a bound for what the timeline holds and gathers
+TRACED_STEPS = 20  # at the start of each epoch: bounds what the timeline holds and gathers
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OnStep = Callable[[int, nn.Module], object]
 
 
 @dataclass(frozen=True)
 class EpochResult:
-    """What an epoch brought.
+    """Losses and times of an epoch.
 
     Attributes:
-        epoch: its number, from 0.
-        loss: the mean over its steps and all ranks.
-        test_loss: of the whole test set after it.
-        test_accuracy: from 0 to 1; ``None`` where values are predicted.
-        seconds: that it took on rank 0, without the test.
-        step: seconds of a step and its parts, as the mean over ranks and the steps that were
-            traced, the first ones of this run in the epoch; zeros if it took none.
+        epoch: number of the epoch, from 0.
+        loss: mean over the epoch's steps and all ranks.
+        test_loss: loss on the whole test set after the epoch.
+        test_accuracy: share of right answers, from 0 to 1; ``None`` where values are predicted.
+        seconds: time of the epoch on rank 0, without the test.
+        step: seconds of a step and its parts: the mean over ranks and over the traced steps, which
+            are the first ones that this run took in the epoch; zeros if it took none.
     """
 
     epoch: int
@@ -60,15 +60,16 @@ class EpochResult:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What a run brought.
+    """A trained model, and how it was trained.
 
     Attributes:
-        model: trained, the same on every rank.
-        epochs: all of them, those before a resumption too.
+        model: the trained model, the same on every rank.
+        epochs: results of all epochs, also of those before a resumption.
         steps: number of optimizer steps since the beginning.
-        seconds: that this run took on rank 0.
-        checkpoints: that this run wrote, with what they cost, where it writes some.
-        report: who held the others up in the first steps of the last epoch, where asked for.
+        seconds: time of this run on rank 0.
+        checkpoints: checkpoints of this run and the time that they took; ``None`` without any.
+        report: the rank or link that held the others up in the last epoch's first steps, if
+            ``config.report`` asked for it.
     """
 
     model: nn.Module
@@ -86,21 +87,21 @@ def train(config: TrainingConfig, comms: Comms, on_step: OnStep | None = None) -
 
     Args:
         config: the same on every rank.
-        comms: the ranks that train together.
-        on_step: called after each optimizer step with its number, from 1, and the model, which
-            still has the step's gradients.
+        comms: ranks that train together.
+        on_step: called after each optimizer step with the step's number, from 1, and the model,
+            which still has the step's gradients.
 
     Raises:
         ValueError: on every rank, if the options do not fit the data, the ranks or the checkpoint.
         RuntimeError: another rank failed, or the last checkpoint cannot be written; with
-            ``MICRODDP_DEBUG=1`` also that ranks have different weights, with the step, the ranks
-            and the first parameter that differs.
+            ``MICRODDP_DEBUG=1`` also if ranks have different weights: the message names the step,
+            the ranks and the first parameter that differs.
     """
     return Trainer(config, comms, on_step).run()
 
 
 class Trainer:
-    """A training run: everything is checked when it is made, and :meth:`run` trains.
+    """A training run. The constructor checks everything, and :meth:`run` trains.
 
     Arguments and errors are those of :func:`train`.
 
@@ -120,8 +121,8 @@ class Trainer:
         self.total = torch.zeros((), dtype=torch.float64, device=comms.device)  # of this epoch
         self.history: list[EpochResult] = []
         self.profiled: list[Span] = []
-        self.traced = 0  # steps that those are of
-        # Of the steps before this run: what was not sent of gradients, how averaged weights move.
+        self.traced = 0  # number of steps in self.profiled
+        # State of the steps before this run: residuals of compression, momentum of averages.
         self.kept_back: dict[str, Any] | None = None
         self.local_steps: dict[str, Any] | None = None
         self.checkpoints: Checkpoints | None = None
@@ -144,7 +145,7 @@ class Trainer:
     def _make_batches(self) -> ShardedBatches:
         config, comms = self.config, self.comms
         parts = comms.world_size * config.accumulate
-        # A rank that takes steps by itself takes the mean over what it has.
+        # A rank that takes steps by itself takes the mean over its own samples.
         even = bool(config.average_every)
         if config.batch_size < parts or (even and config.batch_size % parts):
             what = "a multiple of" if even else "at least"
@@ -164,7 +165,7 @@ class Trainer:
         )
 
     def _begin_from(self) -> dict[str, Any] | None:
-        """A state to go on from, the same on every rank, if there is one. A collective."""
+        """Return a state to go on from, the same on every rank, or ``None``. A collective."""
         return self.checkpoints.load() if self.checkpoints and self.config.resume else None
 
     def _make_strategy(self) -> Strategy:
@@ -192,7 +193,7 @@ class Trainer:
         return Local(self.model, self.comms, local=local)
 
     def run(self) -> TrainingResult:
-        """Train the steps that are left, and write the files that were asked for."""
+        """Train the remaining steps, and write the files that the options name."""
         began = time.perf_counter()
         if self.checkpoints and self.config.resume:
             done = f"after step {self.step}" if self.step else "nothing: starting anew"
@@ -241,12 +242,12 @@ class Trainer:
             self.strategy.compression.load_state_dict(self.kept_back, self.model)
 
     def _kept_back(self) -> dict[str, Any] | None:
-        """What was not sent yet. A collective."""
+        """Return the parts of gradients that were not sent yet. A collective."""
         compression = self.strategy.compression
         return compression.state_dict(self.model) if compression else None
 
     def _epoch(self, epoch: int) -> EpochResult:
-        """Train what is left of an epoch, and test."""
+        """Train the remaining steps of an epoch, and test."""
         began = time.perf_counter()
         timeline = Timeline(self.comms)
         end = (epoch + 1) * len(self.batches)
@@ -289,7 +290,7 @@ class Trainer:
         self._done(loss)
 
     def _done(self, loss: torch.Tensor) -> None:
-        """Count a step of which this rank's loss is known."""
+        """Count a step, with this rank's loss."""
         self.step += 1
         self.total += loss
         if self.on_step:
@@ -313,7 +314,7 @@ class Trainer:
         return torch.autocast(self.comms.device.type, dtype, enabled=dtype is not torch.float32)
 
     def _save(self) -> None:
-        """Begin to write a checkpoint, if there are to be some. A collective."""
+        """Begin to write a checkpoint, if the options ask for checkpoints. A collective."""
         if self.checkpoints is None:
             return
         losses = self.comms.all_gather(self.total).tolist()
@@ -324,9 +325,9 @@ class Trainer:
         self.checkpoints.save(self.step, state)
 
     def state(self) -> dict[str, Any]:
-        """What all ranks have in common after a step, not copied.
+        """Return the state that all ranks share after a step, without copying it.
 
-        Where each has a part, a collective, and whole on rank 0.
+        Where the strategy shards it, this is a collective, and rank 0 has the whole state.
         """
         model, optimizer = self.strategy.state(self.model, self.optimizer)
         return {
@@ -375,7 +376,7 @@ class Trainer:
 
 @contextmanager
 def _deterministic_convolutions() -> Iterator[None]:
-    """For bitwise the same results after a resumption; other settings stay the user's."""
+    """Make convolutions deterministic in a block, so that a resumed run has the same bits."""
     cudnn: Any = torch.backends.cudnn
     before = cudnn.deterministic, cudnn.benchmark
     cudnn.deterministic, cudnn.benchmark = True, False
@@ -386,12 +387,12 @@ def _deterministic_convolutions() -> Iterator[None]:
 
 
 def mean_step(spans: Sequence[Span], steps: int, world_size: int) -> StepTimes:
-    """The parts of a step, as the mean over several steps and all ranks.
+    """Return the mean time of each part of a step, over several steps and all ranks.
 
     Args:
-        spans: of all ranks, over as many steps.
-        steps: their number.
-        world_size: the number of ranks.
+        spans: spans of all ranks in those steps.
+        steps: number of steps.
+        world_size: number of ranks.
     """
     if not steps:
         return StepTimes(*[0.0] * len(fields(StepTimes)))

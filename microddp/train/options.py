@@ -26,7 +26,7 @@ CHOICES = {
     "all_reduce": (AUTO, BACKEND, *ALL_REDUCES),
 }
 MAY_BE_0 = ("average_every", "warm_up", "checkpoint_every", "seed")  # other integers: at least 1
-METAVARS = {"checkpoint": "DIR", "elastic": "HOST:PORT"}  # of the others, by type:
+METAVARS = {"checkpoint": "DIR", "elastic": "HOST:PORT"}  # the others have that of their type
 TYPE_METAVARS = {int: "N", float: "X", str: "NAME", Path: "FILE"}
 RESULT_OPTIONS = (
     *("model", "data", "channels", "hidden", "depth", "width"),
@@ -78,7 +78,7 @@ class TrainingConfig:
         json: file for options, results and times
 
     Raises:
-        ValueError: names the option, what was expected and what came.
+        ValueError: names the option, the expected value and the given one.
     """
 
     schedule: str = "ddp"
@@ -211,12 +211,13 @@ def parse(arguments: Sequence[str] | None) -> TrainingConfig:
     """Read a command line, by default this process's.
 
     Raises:
-        ValueError: in a line, what is wrong with it.
+        ValueError: says in one line what is wrong.
     """
     parser = _Parser(
         prog="python -m microddp.train",
         description="Data-parallel training with any schedule, precision and accumulation.",
     )
+    # In the docstring's list, "name: text", and lines of the text that are indented further.
     doc = inspect.getdoc(TrainingConfig) or ""
     texts = dict(re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", doc, re.MULTILINE))
     for option in fields(TrainingConfig):

@@ -1,4 +1,4 @@
-"""What is trained on what: a model, its loss and its data."""
+"""The tasks to train on: a model, its loss and its data."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from microddp.train.options import TrainingConfig
 from microddp.workloads import Transformer
 
 SYNTHETIC_SAMPLES, SYNTHETIC_TESTS = 4096, 1024
-PIXELS, CLASSES = 64, 10  # of synthetic data, which is shaped like the digits
-LEVELS = 17  # of grey, and as many tokens: those of the digits
-LENGTH = 64  # characters of a text that are read at once
+PIXELS, CLASSES = 64, 10  # of synthetic data, which has the shape of the digits
+LEVELS = 17  # levels of grey in the digits, and so the number of tokens
+LENGTH = 64  # characters in a sequence
 HEADS = 4
 SURPRISES = 0.1  # the share of synthetic tokens that follow no rule
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model and what it is to learn.
+    """A model and the data that it learns from.
 
     Attributes:
-        model: on the rank's device.
-        train: inputs and targets.
-        test: more of them.
-        classifies: whether targets are classes; else they are values.
+        model: model, on the rank's device.
+        train: inputs and targets to train on.
+        test: inputs and targets to test on.
+        classifies: true if targets are classes, false if they are values.
     """
 
     model: nn.Module
@@ -49,13 +49,13 @@ class Task:
     classifies: bool
 
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The mean over samples, and over tokens where samples are sequences, as a scalar."""
+        """Return the mean loss over samples, or over tokens of sequences, as a scalar."""
         if self.classifies:
             return cross_entropy(outputs.flatten(0, -2), targets.flatten())
         return mse_loss(outputs, targets)
 
     def accuracy(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The share of targets that have the largest output, as a scalar."""
+        """Return the share of targets that got the largest output, as a scalar."""
         return (outputs.argmax(-1) == targets).double().mean()
 
 
@@ -65,7 +65,7 @@ def make_task(config: TrainingConfig, comms: Comms) -> Task:
     The model's weights come from torch's default generator of the CPU, whatever the device.
 
     Raises:
-        ValueError: on every rank, if the data cannot be had, or the model's sizes do not fit.
+        ValueError: on every rank, if the data cannot be loaded, or the model's sizes do not fit.
     """
     sequences = config.model == "transformer"
     if config.data == "synthetic":
@@ -95,12 +95,12 @@ def make_task(config: TrainingConfig, comms: Comms) -> Task:
 
 
 def evaluate(task: Task, comms: Comms, batch_size: int) -> tuple[float, float | None]:
-    """Loss and accuracy on the whole test set, of which each rank reads a part. A collective.
+    """Compute loss and accuracy on the whole test set, each rank on a part of it. A collective.
 
     Args:
-        task: its model is the same on every rank, and in training.
-        comms: the ranks.
-        batch_size: samples that are computed at once.
+        task: task whose model is the same on every rank, and in training mode.
+        comms: ranks that share the test set.
+        batch_size: most samples of a forward pass on a rank.
 
     Returns:
         The mean loss, and the share of right answers, ``None`` where values are predicted.
@@ -136,7 +136,7 @@ def _split(x: torch.Tensor, y: torch.Tensor) -> Split:
 
 
 def synthetic_tokens(seed: int) -> Split:
-    """Chains of tokens in which each token decides the next, but for some surprises.
+    """Make chains of tokens in which each token decides the next, but for some surprises.
 
     Inputs are all tokens of a chain but the last, targets all but the first.
     """
@@ -156,7 +156,7 @@ def _as_tokens(images: TensorDataset) -> TensorDataset:
 
 
 def _load_mnist(comms: Comms) -> Split:
-    """One rank of each machine fetches MNIST, then the others read it."""
+    """Load MNIST: one rank of each machine downloads it, then the others read it."""
     mnist = None
     for others in (False, True):
         problem = ""
