@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,8 +18,13 @@ HEADER_BYTES = 256  # a call with its shape and dtype fits; longer texts are cut
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """Dtype and shape in words: ``"float32 (3, 5)"``."""
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+    """Put dtype and shape into words: ``"float32 (3, 5)"``."""
+    return _describe(tensor.dtype, tensor.shape)
+
+
+@lru_cache(1024)  # every collective asks, mostly for what it asked before
+def _describe(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
 
 
 def odd_ranks(values: Sequence[Any]) -> tuple[Any, list[int]]:

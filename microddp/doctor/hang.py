@@ -1,4 +1,4 @@
-"""Why a job hangs: the records of its ranks, read while it hangs or afterwards.
+"""The reason why a job hangs, from the records of its ranks: read while it hangs or afterwards.
 
 Run the job with ``MICRODDP_RECORD=DIR`` in its environment, and ``python -m microddp.doctor DIR``
 when it hangs or has failed. Ranks that run on this machine are sent SIGUSR1, for their stacks.
@@ -6,33 +6,28 @@ when it hangs or has failed. Ranks that run on this machine are sent SIGUSR1, fo
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from microddp.comms import name_members
 from microddp.doctor.diagnosis import Rank, diagnose, whereabouts
-from microddp.hang import Entry, History, locate, read_record
+from microddp.hang import History, Origin, locate, read_flight_records, read_record
 from microddp.report import table
 
 PATIENCE = 3.0  # seconds for the ranks' answers
 FRAME = re.compile(r' *File "(.+)", line (\d+), in (.+)')
 INNERMOST = 3  # of the user's frames of a rank
-# Collectives to which every rank passes the same, so that it may be compared.
-ALIKE = ("all_reduce", "broadcast", "all_gather", "_all_gather_base", "_reduce_scatter_base")
 
 
 def report(folder: Path) -> str:
-    """Where each rank is, what is wrong, and where those that run are in the program; as Markdown.
+    """Report in Markdown what is wrong, and where in the program each rank is.
 
     Raises:
-        ValueError: there is no record, or a file there is none.
+        ValueError: the folder has no record, or a file there is no record.
     """
     histories, ranks = examine(folder)
     now = time.time_ns()
@@ -58,16 +53,19 @@ def report(folder: Path) -> str:
 
 
 def examine(folder: Path) -> tuple[dict[int, History], dict[int, Rank]]:
-    """The records of the last job that left some in a folder, and what is known of its ranks now.
+    """Read the records of the last job in a folder, and ask about its ranks.
+
+    Returns:
+        By rank, its record, and what is known of it now.
 
     Raises:
-        ValueError: there is no record, or a file there is none.
+        ValueError: the folder has no record, or a file there is no record.
     """
     histories = _newest_job(folder)
     states = {rank: _process(history) for rank, history in histories.items()}
     answered = _ask(h for rank, h in histories.items() if states[rank] == "running")
     histories = _newest_job(folder)  # as they were when the ranks answered
-    torch_calls = _torch_calls(histories.values())
+    torch_calls = read_flight_records(histories.values())
     ranks = {
         rank: Rank(
             history.calls,
@@ -81,7 +79,7 @@ def examine(folder: Path) -> tuple[dict[int, History], dict[int, Rank]]:
 
 
 def _newest_job(folder: Path) -> dict[int, History]:
-    """The records of the last job that left some here, by rank."""
+    """Read the records of the last job that left some here, by rank."""
     histories = [read_record(path) for path in folder.glob("rank*.record")]
     if not histories:
         raise ValueError(f"expected a folder with records of ranks, got {folder}")
@@ -92,7 +90,7 @@ def _newest_job(folder: Path) -> dict[int, History]:
 
 
 def _process(history: History) -> str:
-    """Whether a record's process runs; another one may have got its number since."""
+    """Say if a record's process runs; another one may have got its number since."""
     if history.host != socket.gethostname():
         return "elsewhere"
     process = Path("/proc", str(history.pid))
@@ -128,42 +126,9 @@ def _changed(file: Path) -> int:
 
 
 def _users_frames(stack: str) -> list[str]:
-    """The innermost frames of the main thread that are the user's: ``"train.py:30 in load"``."""
+    """Return the user's innermost frames of the main thread: ``"train.py:30 in load"``."""
     _, main, *_ = stack.split("\nthread ")
     frames = [(*locate(file), line, name) for file, line, name in FRAME.findall(main)]
-    return [f"{shown}:{n} in {name}" for near, shown, n, name in frames if near == 2][-INNERMOST:]
-
-
-def _torch_calls(histories: Iterable[History]) -> dict[int, list[Entry]]:
-    """What PyTorch recorded on each rank that has written it."""
-    written: dict[int, list[dict[str, Any]]] = {}
-    members: dict[str, set[int]] = {}  # of a group, which PyTorch does not tell
-    for history in histories:
-        if (path := history.file("torch.json")).exists():
-            entries = [entry for entry in json.loads(path.read_text()) if not entry["is_p2p"]]
-            written[history.rank] = entries
-            for entry in entries:
-                members.setdefault(entry["process_group"][0], set()).add(history.rank)
-    return {rank: list(_entries(entries, members)) for rank, entries in written.items()}
-
-
-def _entries(
-    entries: Iterable[Mapping[str, Any]], members: Mapping[str, set[int]]
-) -> Iterator[Entry]:
-    """PyTorch's entries as those of a record."""
-    for entry in entries:
-        group, description = entry["process_group"]
-        name = entry["profiling_name"].partition(":")[2]  # behind the backend's
-        what = ""
-        if name in ALIKE and entry["input_sizes"]:
-            what = f"{entry['input_dtypes'][0]} {tuple(entry['input_sizes'][0])}"
-        yield Entry(
-            serial=entry["record_id"],
-            group=group,
-            ranks="" if description == "default_pg" else name_members(sorted(members[group])),
-            number=entry["collective_seq_id"],
-            call=f"{name}({what})",
-            place=entry["place"],
-            begun=entry["time_created_ns"],
-            state="done" if entry["retired"] else "waiting",
-        )
+    return [f"{shown}:{n} in {name}" for near, shown, n, name in frames if near is Origin.USER][
+        -INNERMOST:
+    ]

@@ -1,9 +1,11 @@
-"""What a rank calls, recorded for ``python -m microddp.doctor DIR``, which reads hangs."""
+"""The calls of each rank, recorded for ``python -m microddp.doctor DIR``, which reads hangs."""
 
+from microddp.hang.call_site import Origin, locate
+from microddp.hang.entry import Entry
+from microddp.hang.flight_recorder import read_flight_records, torch_calls
 from microddp.hang.history import History, read_record
-from microddp.hang.place import locate
-from microddp.hang.record import Entry, Record, current_record, start_record
-from microddp.hang.witness import answer_signals, tell_of_the_end, torch_calls
+from microddp.hang.record import Record, current_record, start_record
+from microddp.hang.self_report import answer_signals, tell_of_the_end
 
 
 def start(rank: int, world_size: int, answers: bool) -> Record:

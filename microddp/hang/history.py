@@ -1,14 +1,14 @@
-"""The record of a rank, read from its file."""
+"""Reading the record of a rank from its file."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from microddp.hang.record import SLOT_BYTES, SLOTS, Entry, rank_file
+from microddp.hang.entry import SLOT_BYTES, Entry
+from microddp.hang.record import RING_BYTES, rank_file, read_ring
 
 HEADER = {
     **dict.fromkeys(("rank", "world_size", "pid"), int),
@@ -23,11 +23,16 @@ class History:
     """A record as it was read from its file.
 
     Attributes:
-        rank: of the process in its job, of ``world_size`` ranks; ``pid`` on ``host``.
-        answers: whether the process answers SIGUSR1.
-        started: when, seconds since 1970.
-        job: the same text for all ranks of a job.
-        calls: the latest last.
+        rank: number of the process in its job.
+        world_size: number of ranks in the job.
+        pid: number of the process on its host.
+        host: name of the machine.
+        started: start of the record, seconds since 1970.
+        job: text that is the same for all ranks of a job, and another one for another job.
+        script: file that the process runs.
+        answers: True if the process answers SIGUSR1.
+        calls: calls of the process, the latest last.
+        folder: folder that the file is in.
     """
 
     rank: int
@@ -41,31 +46,25 @@ class History:
     calls: Sequence[Entry]
     folder: Path
 
-    def file(self, what: str) -> Path:
-        """One of the rank's files: see :func:`~microddp.hang.record.rank_file`."""
-        return rank_file(self.folder, self.rank, what)
+    def file(self, kind: str) -> Path:
+        """Return the path of one of the rank's files; see ``hang.record.rank_file``."""
+        return rank_file(self.folder, self.rank, kind)
 
 
 def read_record(path: Path) -> History:
     """Read a record, also while its process writes to it.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the file is no record.
     """
-    text = path.read_bytes().ljust(SLOT_BYTES * (1 + SLOTS), b"\0")
-    head, *slots = (text[i : i + SLOT_BYTES] for i in range(0, len(text), SLOT_BYTES))
-    calls = []
-    for slot in slots:
-        with contextlib.suppress(ValueError):  # a slot that is not used yet
-            calls.append(Entry.read(slot.partition(b"\n")[0].decode(errors="replace")))
+    memory = path.read_bytes().ljust(RING_BYTES, b"\0")
     try:
-        header = json.loads(head.partition(b"\n")[0])
+        header = json.loads(memory[:SLOT_BYTES].partition(b"\n")[0])
         # Others may be able to write to the folder, and a process is to be signalled by its number.
         if {name: type(value) for name, value in header.items()} != HEADER:
             raise ValueError(
                 f"its first line has other fields, or of other types, than {[*HEADER]}"
             )
-        calls.sort(key=lambda call: call.serial)
-        return History(**header, calls=calls, folder=path.parent)
+        return History(**header, calls=read_ring(memory), folder=path.parent)
     except (AttributeError, RecursionError, ValueError) as error:
         raise ValueError(f"expected the record of a rank, got {path}: {error}") from None

@@ -35,10 +35,9 @@ def history(*calls, group="0", ranks="", serial=0, **known):
     entries = []
     for number, call in enumerate(calls, start=1):
         text, at, state = (call, "t.py:1", "done") if isinstance(call, str) else call
-        entry = Entry(serial + number - 1, group, ranks, serial + number, text, at)
-        entry.state, entry.begun = state, (990 + number) * SECOND
-        entry.ended = 0 if state in ("begun", "waiting") else (995 + number) * SECOND
-        entries.append(entry)
+        end = 0 if state in ("begun", "waiting") else (995 + number) * SECOND
+        called = serial + number - 1, group, ranks, serial + number, text, at
+        entries.append(Entry(*called, (990 + number) * SECOND, state, end))
     return Rank(entries, **known)
 
 

@@ -16,8 +16,9 @@ from ranks import on_ranks, run
 import microddp
 from microddp.comms import name_members
 from microddp.hang import Entry, read_record
-from microddp.hang.place import place
-from microddp.hang.record import SLOT_BYTES, SLOTS, Record, current_record
+from microddp.hang.call_site import call_site
+from microddp.hang.entry import SLOT, SLOT_BYTES
+from microddp.hang.record import SLOTS, Record, current_record
 
 HERE = os.path.relpath(__file__)
 
@@ -38,15 +39,25 @@ def line_here():
 
 
 def test_an_entry_is_the_same_after_it_was_written_and_read():
-    entry = Entry(
-        70, "5", "0, 2-3", 17, "all_reduce(float32 (3,), op=sum)", "a b.py:8", 10**18 + 25
+    text = b"5\t0, 2-3\ta b.py:8\tall_reduce(float32 (3,), op=sum)"
+    slot = SLOT.pack(4, 10**18 + 35, 10**18 + 25, 70, 17, text)
+    assert len(slot) == SLOT_BYTES
+    assert Entry.read(slot) == Entry(
+        *(70, "5", "0, 2-3", 17, "all_reduce(float32 (3,), op=sum)", "a b.py:8"),
+        *(10**18 + 25, "failed", 10**18 + 35),
     )
-    entry.state, entry.ended = "failed", 10**18 + 35
-    assert Entry.read(entry.line().decode().rstrip("\n")) == entry
-    long = Entry(0, "0", "", 1, "é" * SLOT_BYTES, "x.py:1", 10**18)
-    assert len(long.line()) == SLOT_BYTES
-    assert long.line().endswith(b"\n")
-    assert Entry.read(long.line().decode(errors="replace")).call.startswith("é" * 100)
+    with pytest.raises(ValueError, match="slot in use, got state 0"):
+        Entry.read(bytes(SLOT_BYTES))
+
+
+def test_a_call_that_is_too_long_is_cut(tmp_path):
+    record = Record(0, 1, tmp_path)
+    record.begin("é" * SLOT_BYTES, "0")
+    record.begin("next", "0")
+    cut, following = calls(tmp_path)
+    assert cut.call.startswith("é" * 400)
+    assert len(cut.call) < SLOT_BYTES / 2
+    assert (following.serial, following.call, following.state) == (1, "next", "begun")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +92,6 @@ def test_the_ring_keeps_the_last_calls_and_an_old_call_spoils_no_new_one(tmp_pat
         pass
     assert told(calls(tmp_path)) == [(i + 1, f"call {i}", "begun") for i in range(3, SLOTS + 3)]
     assert [entry.call for entry in record.last(2)] == [f"call {SLOTS + 1}", f"call {SLOTS + 2}"]
-    assert first.entry.state == "done"
 
 
 def test_states_and_times_are_in_the_file_at_once(tmp_path):
@@ -154,10 +164,10 @@ def test_a_place_is_the_users_innermost_line():
     ours = [(microddp.hang.record.__file__, 1), (torch.__file__, 2), ("<frozen runpy>", 3)]
     ours += [(threading.__file__, 4)]
     package = [(microddp.replicas.__file__, 5)]
-    assert place([*ours, *package, ("/x/train.py", 6), ("/x/main.py", 7)]) == "/x/train.py:6"
-    assert place([*ours, *package]) == f"{os.path.relpath(microddp.replicas.__file__)}:5"
-    assert place(ours) == ""
-    assert place([(os.path.abspath("train.py"), 8)]) == "train.py:8"
+    assert call_site([*ours, *package, ("/x/train.py", 6), ("/x/main.py", 7)]) == "/x/train.py:6"
+    assert call_site([*ours, *package]) == f"{os.path.relpath(microddp.replicas.__file__)}:5"
+    assert call_site(ours) == ""
+    assert call_site([(os.path.abspath("train.py"), 8)]) == "train.py:8"
 
 
 # ---- what ranks record

@@ -1,4 +1,4 @@
-"""What a rank tells of itself: to who sends it SIGUSR1, and when an exception ends it."""
+"""A rank's report of itself: when it gets SIGUSR1, and when an exception ends it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
-import json
 import os
-import pickle
 import select
 import signal
 import sys
@@ -16,16 +14,12 @@ import threading
 import time
 import traceback
 from types import TracebackType
-from typing import Any
 
-import torch
-
-from microddp.hang.place import place
+from microddp.hang.flight_recorder import flight_record
 from microddp.hang.record import Record, current_record
 from microddp.report import whole_file
 
 LAST = 3  # calls that are told
-TORCH_CALLS = 200  # of PyTorch's recorder's last ones that are written
 PIECES = 0.05  # seconds; faulthandler writes a stack line by line
 _writing = threading.Lock()
 
@@ -34,10 +28,10 @@ def answer_signals() -> bool:
     """Answer SIGUSR1 from now on with this process's stacks and last calls, if it has no handler.
 
     They are printed to stderr. With ``MICRODDP_RECORD=DIR`` they are also written to
-    ``DIR/rank3.stack``, and what PyTorch's own recorder has to ``DIR/rank3.torch.json``.
+    ``DIR/rank3.stack``, and the entries of PyTorch's own recorder to ``DIR/rank3.torch.json``.
 
     Returns:
-        Whether it will.
+        True if it will; False if the user's program has a handler.
     """
     if signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
         return False
@@ -64,14 +58,14 @@ def _answer(asked: int) -> None:
         os.read(asked, 1 << 16)  # all that a pipe holds
         record = current_record()
         if record is not None:
-            lines = _testimony(record)
-            _write_torch_calls(record)
+            lines = _stacks_and_calls(record)
+            _write_flight_record(record)
             _write(record, "stack", "\n".join(lines) + "\n")  # last, to say that all is written
             prefixed = (f"[rank {record.rank}] {line}" for line in lines)
             print("\n".join(prefixed), file=sys.stderr, flush=True)
 
 
-def _testimony(record: Record) -> list[str]:
+def _stacks_and_calls(record: Record) -> list[str]:
     now = time.time_ns()
     lines = [f"process {os.getpid()} at {time.strftime('%H:%M:%S')}; its last calls:"]
     for entry in record.last(LAST):
@@ -87,7 +81,7 @@ def _testimony(record: Record) -> list[str]:
 
 
 def tell_of_the_end() -> None:
-    """From now on record the exception that ends this process, and in the end PyTorch's calls."""
+    """Record the exception that will end this process, and at its end PyTorch's calls."""
     _tell_in(os.getpid())
 
 
@@ -102,7 +96,7 @@ def _tell_in(_pid: int) -> None:
                 stack = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(trace)]
                 record.ended_by(error, reversed(stack))
                 # Not only at exit: before that, Python waits for threads.
-                _write_torch_calls(record)
+                _write_flight_record(record)
         finally:
             before(kind, error, trace)
 
@@ -113,33 +107,17 @@ def _tell_in(_pid: int) -> None:
 def _tell_at_exit() -> None:
     record = current_record()
     if record is not None:
-        _write_torch_calls(record)
+        _write_flight_record(record)
 
 
-def torch_calls(*, stacks: bool = False) -> list[dict[str, Any]] | None:
-    """The last collectives of this process that PyTorch recorded; ``None`` without its recorder.
-
-    Its flight recorder is on by default, for NCCL as for gloo (PyTorch 2.11, 2.13 and 2.15). It
-    has also what does not go through ``Comms``, but gloo's entries stay "scheduled": whether one
-    is over is in their field "retired". gloo's messages are not in it. Only its pickle tells the
-    stacks, of which the first take it half a second.
-    """
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)  # a private name
-    return None if dump is None else pickle.loads(dump(True, stacks, False)).get("entries", [])
+def _write_flight_record(record: Record) -> None:
+    """Write the last collectives that PyTorch has recorded, if the record has a folder."""
+    if record.folder and (text := flight_record()):
+        _write(record, "torch.json", text)
 
 
-def _write_torch_calls(record: Record) -> None:
-    """Write the last collectives that PyTorch has recorded, with places as our record has them."""
-    if record.folder is None or (entries := torch_calls(stacks=True)) is None:
-        return
-    entries = entries[-TORCH_CALLS:]
-    for entry in entries:
-        entry["place"] = place((f["filename"], f["line"]) for f in entry.pop("frames", []))
-    _write(record, "torch.json", json.dumps(entries))
-
-
-def _write(record: Record, what: str, text: str) -> None:
-    # That the folder is gone, or full, is no reason to end in another way.
+def _write(record: Record, kind: str, text: str) -> None:
+    # A folder that is gone, or full, is no reason to end in another way.
     if record.folder:
-        with _writing, contextlib.suppress(OSError), whole_file(record.file(what)) as path:
+        with _writing, contextlib.suppress(OSError), whole_file(record.file(kind)) as path:
             path.write_text(text)
