@@ -76,10 +76,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def links(hosts: int, link: str, delay: str, of: Sequence[str]) -> list[Link]:
-    """The link of each host, as the command line says them.
+    """Read the link of each host from the options of the command line.
+
+    Args:
+        hosts: number of hosts.
+        link: speed of every link, as ``Link.parse`` reads it.
+        delay: delay of every link, as ``"1ms"``.
+        of: exceptions, as ``"3=100mbit"``.
 
     Raises:
-        ValueError: one cannot be read, or is of a host that there is not.
+        ValueError: a speed or a delay cannot be read, or there is no such host.
     """
     number = delay.removesuffix("ms")
     try:

@@ -1,4 +1,4 @@
-"""Links are checked, not believed: what they carry, beside what was asked for."""
+"""Measurement of the links of hosts in a box: the speed they have, beside the speed asked for."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from microddp.report import human_seconds, table
 
 @dataclass(frozen=True)
 class Measured:
-    """From a host to the next.
+    """The measured way from a host to the next.
 
     Attributes:
-        asked: bits a second of the slowest link on the way.
-        bits_per_second: of large messages, with their start left out.
+        asked: speed of the slowest link on the way, bits a second.
+        bits_per_second: measured speed of large messages, with their start left out.
         round_trip: seconds for one byte there and one back.
     """
 
@@ -30,7 +30,7 @@ class Measured:
 
 
 def calibrate(cluster: Cluster) -> list[Measured]:
-    """From host 0 to 1, from 1 to 2, ... and from the last to 0: every link once in each direction.
+    """Measure from host 0 to 1, ... and from the last to 0: each link once in each direction.
 
     Raises:
         RuntimeError: the hosts do not reach each other.
@@ -68,7 +68,7 @@ def _line(program: subprocess.Popen[str]) -> str:
 
 
 def calibration_table(cluster: Cluster) -> str:
-    """:func:`calibrate`, as text."""
+    """Return the results of :func:`calibrate` as a table of text."""
     rows = []
     for host, link in enumerate(calibrate(cluster)):
         speeds = human_bits(link.asked), human_bits(link.bits_per_second)

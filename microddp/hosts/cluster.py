@@ -1,32 +1,36 @@
 """A cluster in a box: several hosts on one machine, each with a link of known speed.
 
 Not a simulation: what the hosts run are ordinary processes, their messages are real, and the kernel
-lets them through at the speed of the link. See ``namespaces.py`` for how.
+lets them through at the speed of the link. See ``keeper.py`` for how.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import NoReturn, Self
 
 from microddp.hosts import namespaces
 from microddp.hosts.link import Box, Link, Uplink
 
+KEEPER = str(Path(__file__).with_name("keeper.py"))
+
 
 class Cluster:
-    """Hosts that are there until ``close()``, or until this process ends in whatever way.
+    """Hosts that exist until ``close()``, or until this process ends, in whatever way.
 
     Attributes:
-        links: one for each host.
-        box: the same, with the uplinks that hosts share; as it was in the beginning.
-        environment: what programs on the hosts need to know, to be added to their environment.
+        links: links at the start, one for each host.
+        box: the same links, with the uplinks that hosts share.
+        environment: variables to be added to the environment of programs on the hosts.
 
     Raises:
-        ValueError: an uplink is of a host that there is not, or that has another one.
+        ValueError: an uplink names a host that does not exist, or that has another uplink.
         RuntimeError: the machine has or allows no network namespaces, or no such links. The
             message says why, and what helps.
     """
@@ -37,7 +41,8 @@ class Cluster:
         wanted = [json.dumps([asdict(each) for each in kind]) for kind in (links, uplinks)]
         # Without PyTorch and outside of the terminal's process group: Ctrl-C is for the job.
         self._keeper = subprocess.Popen(
-            [sys.executable, namespaces.__file__, "keep", *wanted],
+            [sys.executable, KEEPER, *wanted],
+            env=os.environ | {"PYTHONSAFEPATH": ""},  # it imports the files beside it
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -56,30 +61,29 @@ class Cluster:
         }
 
     def on(self, host: int) -> list[str]:
-        """What to put before a command that is to run on a host.
+        """Return what to put before a command to run it on a host.
 
-        The program so started stays outside, passes signals on, ends as the command does, and the
+        The program so started stays outside, passes signals on, and ends as the command does. The
         command ends with it.
         """
-        into = ["enter", *map(str, self.processes(host))]
-        return [sys.executable, namespaces.__file__, *into]
+        return [sys.executable, namespaces.__file__, *map(str, self.processes(host))]
 
     def processes(self, host: int) -> tuple[int, int]:
-        """The first process on all hosts and the first on this one: by them a host is entered."""
+        """Return the first process on all hosts, and the first on this one: the way in."""
         return self._first, self._hosts[host]
 
     def stand_in(self, host: int, run: Callable[[], int]) -> NoReturn:
-        """Let a child of this process stand outside for ``run``, which is called on a host.
+        """In a child of this process, call ``run`` on a host, and end with its exit status.
 
-        It ends as what it stands for, as a program does that :meth:`on` starts. ``run`` begins with
-        all that has been imported here.
+        The child stays outside, as a program does that :meth:`on` starts. ``run`` begins with all
+        that has been imported here.
         """
         assert self._keeper.stdin is not None
         self._keeper.stdin.close()  # only the parent keeps the hosts
         namespaces.end(namespaces.enter(*self.processes(host), run))
 
     def address(self, host: int) -> str:
-        """Where the others reach a host."""
+        """Return the address at which the others reach a host."""
         return namespaces.address(host)
 
     def cut(self, host: int) -> None:
@@ -105,7 +109,7 @@ class Cluster:
         namespaces.granted(self._keeper.stdout.readline().strip())
 
     def close(self) -> None:
-        """End all that runs on the hosts, and the hosts; returns when they are gone."""
+        """End the hosts and all that runs on them; return when they are gone."""
         assert self._keeper.stdin is not None
         assert self._keeper.stdout is not None
         self._keeper.stdin.close()

@@ -1,4 +1,4 @@
-"""What the hosts' links are: asked for, and told to the ranks of a job."""
+"""Links of hosts in a box: as they are asked for, and as the ranks of a job are told of them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ FACTORS = {"k": 1e3, "m": 1e6, "g": 1e9}
 
 @dataclass(frozen=True)
 class Link:
-    """A host's connection to the switch, as fast in both directions.
+    """A host's connection to the switch, equally fast in both directions.
 
     Attributes:
-        bits_per_second: frames and their headers included.
+        bits_per_second: speed, with frames and their headers counted.
         delay: seconds by which the host sends later.
     """
 
@@ -30,14 +30,14 @@ class Link:
 
     @classmethod
     def parse(cls, rate: str, delay: float = 0.0) -> Link:
-        """From ``"1gbit"``, ``"100mbit"`` or ``"2.5gbit+5ms"``, in units of 1000 as networks count.
+        """Read ``"1gbit"``, ``"100mbit"`` or ``"2.5gbit+5ms"``; a gbit is 1e9 bits a second.
 
         Args:
             rate: the speed, and after a plus the delay.
-            delay: seconds, where ``rate`` says nothing of it.
+            delay: seconds of delay where ``rate`` has none.
 
         Raises:
-            ValueError: it is written otherwise, or outside of what a token bucket can do.
+            ValueError: the text has another form, or a token bucket cannot do it.
         """
         number = r"(\d+(?:\.\d+)?)"
         match = re.fullmatch(rf"{number}([kmg])bit(?:\+{number}ms)?", rate.strip().lower())
@@ -52,14 +52,14 @@ class Link:
 
     @property
     def option(self) -> str:
-        """As :meth:`parse` reads it."""
+        """The text that :meth:`parse` reads."""
         letter = next(k for k in "gmk" if self.bits_per_second >= FACTORS[k])
         delay = f"+{self.delay * 1e3:.12g}ms" if self.delay else ""
         return f"{self.bits_per_second / FACTORS[letter]:.12g}{letter}bit{delay}"
 
     @property
     def bytes_per_second(self) -> float:
-        """The speed in bytes, as tensors are counted."""
+        """The speed, in bytes a second."""
         return self.bits_per_second / 8
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class Link:
 
 
 def human_bits(per_second: float) -> str:
-    """A link's speed in words: ``"1 Gbit/s"``."""
+    """Put bits a second into words: ``"1 Gbit/s"``."""
     units = {"Gbit/s": 1e9, "Mbit/s": 1e6, "kbit/s": 1e3}
     unit = next((unit for unit, factor in units.items() if per_second >= 0.9995 * factor), "kbit/s")
     return f"{per_second / units[unit]:.3g} {unit}"
@@ -76,11 +76,11 @@ def human_bits(per_second: float) -> str:
 
 @dataclass(frozen=True)
 class Uplink:
-    """What hosts that have a switch of their own share: the one link of theirs to the first switch.
+    """A link between two switches, which the hosts behind the second one share.
 
     Attributes:
-        hosts: from 0, in ascending order.
-        link: its speed is that of either direction, its delay comes on top of the hosts' own.
+        hosts: numbers of these hosts, from 0, in ascending order.
+        link: speed in each direction; its delay is added to the hosts' own.
     """
 
     hosts: tuple[int, ...]
@@ -88,10 +88,10 @@ class Uplink:
 
     @classmethod
     def parse(cls, text: str) -> Uplink:
-        """From ``"2,3=1gbit"``: the hosts, and what :meth:`Link.parse` reads.
+        """Read ``"2,3=1gbit"``: the hosts, and what :meth:`Link.parse` reads.
 
         Raises:
-            ValueError: it is written otherwise.
+            ValueError: the text is of another form.
         """
         hosts, _, link = text.partition("=")
         if not re.fullmatch(r"\d+(,\d+)*", hosts):
@@ -105,15 +105,15 @@ class Uplink:
 
 @dataclass(frozen=True)
 class Box:
-    """What a program on a host knows of the machine that all hosts are in.
+    """The hosts in a box and their links, as a program on a host knows them.
 
     Attributes:
-        links: one for each host.
-        cores: of all hosts together; a host has its own only while there are enough.
-        uplinks: of the hosts that are not at the first switch.
+        links: links to the switch, one for each host.
+        cores: number of cores of all hosts together; while there are enough, each has its own.
+        uplinks: uplinks of the hosts that are not at the first switch.
 
     Raises:
-        ValueError: an uplink is of a host that there is not, or that has another one.
+        ValueError: an uplink names a host that does not exist, or that has another uplink.
     """
 
     links: tuple[Link, ...]
@@ -128,12 +128,12 @@ class Box:
 
     @property
     def seconds_per_byte(self) -> float:
-        """Of the slowest link or uplink, which a ring waits for."""
+        """Seconds for a byte on the slowest link or uplink, which a ring waits for."""
         uplinks = (uplink.link for uplink in self.uplinks)
         return 1 / min(link.bytes_per_second for link in (*self.links, *uplinks))
 
     def bits_per_second(self, source: int, target: int) -> float:
-        """From one host to another, while nobody else sends: of the slowest link on the way."""
+        """Return the speed from one host to another while nobody else sends: the slowest link's."""
         crossed = (
             uplink.link
             for uplink in self.uplinks
@@ -143,12 +143,12 @@ class Box:
         return min(link.bits_per_second for link in links)
 
     def relink(self, speed: str, host: int | None = None, uplink: Sequence[int] = ()) -> Box:
-        """What the box is with other links. Nothing changes before :meth:`set_up`.
+        """Return the box with other links. Nothing changes before :meth:`set_up`.
 
         Args:
-            speed: as :meth:`Link.parse` reads it. If it says no delay, that of a host stays.
-            host: whose link it is; ``None``: every host's, and all are at the first switch.
-            uplink: hosts that share an uplink of this speed, instead. Their own links stay.
+            speed: new speed, as :meth:`Link.parse` reads it. Without a delay the old one stays.
+            host: host whose link changes; ``None``: all links do, and uplinks go.
+            uplink: hosts that get an uplink of this speed instead. Their own links stay.
 
         Raises:
             ValueError: the speed cannot be read, there is no such host, or both are given.
@@ -170,7 +170,7 @@ class Box:
     def set_up(self) -> None:
         """Give the hosts these links and uplinks, from a process on any of them.
 
-        What waits in the queues of those that change is lost, and TCP sends it again.
+        Messages in the queues of links that change are lost, and TCP sends them again.
 
         Raises:
             OSError: this process is on no such host.
@@ -182,9 +182,9 @@ class Box:
     def cut(self, host: int) -> None:
         """Take a host's link down, from a process on any host, until :meth:`mend`.
 
-        What is sent there or from there is lost. TCP sends it again, after ever longer waits: what
-        a link held up that was cut for t seconds arrives within about t seconds of its mending, or
-        within one if t is less (Linux 6.18).
+        Messages to and from it are lost. TCP sends them again, after ever longer waits: after a cut
+        of t seconds they arrive within about t seconds of the mending, or within one if t is less
+        (Linux 6.18).
 
         Raises:
             ValueError: there is no such host.
@@ -199,7 +199,7 @@ class Box:
         namespaces.ask("mend", host)
 
     def as_environment(self) -> dict[str, str]:
-        """What :func:`links_of_this_job` reads, and what makes ``microddp.comms`` ask it."""
+        """Return the variables by which ``microddp.comms`` knows these links in a job's ranks."""
         return {VARIABLE: json.dumps(asdict(self)), comms_links.VARIABLE: __name__}
 
     def check(self, *hosts: int) -> None:
@@ -214,7 +214,7 @@ class Box:
 
 
 def links_of_this_job() -> Box | None:
-    """Where this process runs, if that is a host in a box."""
+    """Return the box that this process runs in; ``None`` if it is on no host in a box."""
     if VARIABLE not in os.environ:
         return None
     told = json.loads(os.environ[VARIABLE])
@@ -223,21 +223,21 @@ def links_of_this_job() -> Box | None:
 
 
 def relink(comms: Comms, speed: str, host: int | None = None, uplink: Sequence[int] = ()) -> None:
-    """Give the hosts in a box that some ranks are on other links. A collective.
+    """Give the hosts that these ranks run on other links. A collective.
 
-    What other messages have under way then is lost. TCP sends it again, after 0.2 s or more.
+    Messages of other groups that are under way are lost. TCP sends them again, after 0.2 s or more.
     Connections that were made on a slow link may stay below the speed of a fast one: begin on the
     fastest.
 
     Args:
-        comms: the ranks; their ``box`` is then the new one.
-        speed: as ``"100mbit"`` or ``"2.5gbit"``.
-        host: whose link it is; ``None``: every host's, and all are at one switch.
-        uplink: hosts that share an uplink of this speed, instead. Their own links stay.
+        comms: the ranks; their ``box`` becomes the new one.
+        speed: new speed, as ``"100mbit"`` or ``"2.5gbit"``.
+        host: host whose link changes; ``None``: all links do, and uplinks go.
+        uplink: hosts that get an uplink of this speed instead. Their own links stay.
 
     Raises:
-        RuntimeError: on every rank, if one is on no such host, the hosts cannot do it, or the speed
-            cannot be read.
+        RuntimeError: on every rank, if one of them is on no host in a box, the kernel refuses, or
+            the speed cannot be read.
 
     Example:
         >>> relink(comms, "100mbit", host=2)

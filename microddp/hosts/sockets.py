@@ -1,4 +1,4 @@
-"""What plain sockets measure between two hosts: ``sockets.py ADDRESS NEXT BITS_PER_SECOND``.
+"""Speed between two hosts, measured with sockets: ``sockets.py ADDRESS NEXT BITS_PER_SECOND``.
 
 A program of its own, run by its path on every host, so that it starts without PyTorch. It listens
 and says ``ready``; when a line comes in it sends to the next host, and writes ``[bits per second,
@@ -44,7 +44,7 @@ def main(own: str, following: str, bits_per_second: float) -> None:
 
 
 def _send(line: socket.socket, nbytes: int) -> float:
-    """Seconds until the other side has so many bytes, and its answer is here."""
+    """Send so many bytes, and return the seconds until the answer is here."""
     message = memoryview(nbytes.to_bytes(8, "big") + bytes(nbytes))
     start = time.perf_counter()
     line.sendall(message)

@@ -1,4 +1,4 @@
-"""Whether this machine allows hosts in a box, and what of them is left."""
+"""Test if this machine allows hosts in a box, and find processes that are left of them."""
 
 import time
 
@@ -9,7 +9,7 @@ from microddp.hosts import Cluster, Link
 
 
 def refusal() -> str:
-    """Why there are no hosts in a box here; empty if there are."""
+    """Say why this machine allows no hosts in a box; empty if it does."""
     try:
         Cluster([Link.parse("1gbit")]).close()
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Hosts in a box: their links, who may have them, jobs on them, and what is left of them."""
+"""Hosts in a box: their links, permissions, jobs on them, and that nothing is left of them."""
 
 import contextlib
 import os
@@ -37,7 +37,7 @@ os.execvp(command[0], command)
 
 
 def hosts(*arguments, user=None, limits="", **options):
-    """The command line, as this user or as another, and refused some kinds of namespaces."""
+    """Run the command line, as this user or as another, and refuse it some kinds of namespaces."""
     command = [sys.executable, "-m", "microddp.hosts", *map(str, arguments)]
     if user is not None:
         command = [sys.executable, "-c", AS, str(user), limits, *command]
@@ -45,13 +45,13 @@ def hosts(*arguments, user=None, limits="", **options):
 
 
 def rows(output):
-    """The calibration: hosts, asked, measured and their ratio, for each row."""
+    """Return the rows of the calibration: hosts, asked, measured and their ratio."""
     pattern = r"(\d+ -> \d+) +(\S+ \wbit/s) +(\S+ \wbit/s) +(\S+) +(\S+ \w+)"
     return re.findall(pattern, output, re.IGNORECASE)
 
 
 class TestLinks:
-    """What a link is called."""
+    """Names of links."""
 
     @pytest.mark.parametrize(
         ("text", "bits", "written"),
@@ -320,7 +320,7 @@ class TestCluster:
 
 @needs_hosts
 class TestWhoMay:
-    """By any user where user namespaces are allowed, by root without them."""
+    """Permissions: any user where user namespaces are allowed, root without them."""
 
     @pytest.mark.parametrize("user", [0, 1000])
     def test_allowed(self, user):
@@ -583,7 +583,7 @@ def find(mark, words):
         ("microddp.hosts", signal.SIGTERM, 128 + signal.SIGTERM),
         ("microddp.hosts", signal.SIGINT, 128 + signal.SIGINT),
         ("microddp.hosts", signal.SIGKILL, -signal.SIGKILL),
-        ("namespaces.py keep", signal.SIGKILL, 128 + signal.SIGKILL),
+        ("keeper.py", signal.SIGKILL, 128 + signal.SIGKILL),
         ("stand-in", signal.SIGKILL, 128 + signal.SIGKILL),
         ("agent", signal.SIGKILL, 128 + signal.SIGKILL),
         ("job.py", signal.SIGKILL, 1),
@@ -605,10 +605,10 @@ def test_nothing_is_left_whatever_is_killed(tmp_path, victim, number, status):
         while job.stdout.readline() not in ("sitting\n", ""):
             pass
         parent = psutil.Process(job.pid)
-        stand_ins = [each for each in parent.children() if "namespaces.py" not in each.cmdline()[1]]
+        stand_ins = [each for each in parent.children() if "keeper.py" not in each.cmdline()[1]]
         found = {
             "microddp.hosts": [parent],
-            "namespaces.py keep": find(mark, "namespaces.py keep"),
+            "keeper.py": find(mark, "keeper.py"),
             "stand-in": stand_ins,
             "agent": stand_ins[0].children(),
             "job.py": [each for each in find(mark, "job.py") if "-u" in each.cmdline()],
