@@ -252,7 +252,8 @@ def be_a_member(fault: Fault, folder: Path, rank: int, address: str) -> int:
     members.PATIENCE = 10.0  # when its link is back, the job may be over, and the meeting gone
     with logged(folder, rank):
         injector = Injector(fault, rank, folder)
-        with Members(address, timeout=TIMEOUT) as injector.meeting:
+        os.environ["MICRODDP_TIMEOUT"] = str(TIMEOUT)
+        with Members(address) as injector.meeting:
             config = dataclasses.replace(CONFIG, **checkpoints(folder))
             keep(train_elastically(config, injector.meeting, injector.on_step), folder, rank)
     return 0

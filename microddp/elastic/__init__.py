@@ -1,3 +1,3 @@
-"""Ranks that come and go: those that stay meet anew, without a restart."""
+"""Ranks that come and go; the others meet anew, without a restart."""
 
 from microddp.elastic.members import Generation, Members

@@ -1,4 +1,4 @@
-"""A member's connection to the meeting: both ends prove that they belong, then they talk."""
+"""A member's connection to the meeting: first both ends prove that they belong to the job."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from microddp.elastic.meeting import (
+from microddp.elastic.messages import (
     ADMITTED,
     CHALLENGE,
     DONE,
@@ -26,18 +26,18 @@ SEND_SECONDS = 5.0  # for a line of bytes, which the kernel takes at once unless
 
 
 class Line:
-    """A connection, which proves itself as its messages are asked for.
+    """A connection to the meeting; :meth:`messages` also exchanges the proofs.
 
     Args:
-        address: of the meeting, host and port.
-        secret: of the job.
-        name: of this member.
-        seen: what to say of itself when both ends are proved.
+        address: host and port of the meeting.
+        secret: secret of the job.
+        name: name of this member.
+        seen: first message of this member, once both ends are proved.
         limit: seconds to connect.
 
     Attributes:
-        address: of this end.
-        family: of the address.
+        address: address of this end.
+        family: address family of the socket.
 
     Raises:
         OSError: nobody answers there.
@@ -61,7 +61,7 @@ class Line:
 
     @property
     def proven(self) -> bool:
-        """Whether both ends have proved that they know the secret."""
+        """True once both ends have proved that they know the secret."""
         return self._theirs is not None
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -77,12 +77,12 @@ class Line:
         self._socket.sendall(line)
 
     def messages(self, wait: float) -> list[dict[str, Any]]:
-        """Return what the meeting has said, after so many seconds at most; proofs are left out.
+        """Return the meeting's messages, after at most so many seconds; proofs are left out.
 
         Raises:
             OSError: the connection is lost.
-            ValueError: what answers is not this job's meeting, does not take this process for a
-                member, or says what no meeting says.
+            ValueError: the other end has another secret, refuses this process, or says what no
+                meeting says.
         """
         self._socket.settimeout(wait)
         try:

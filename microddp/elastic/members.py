@@ -1,4 +1,4 @@
-"""A member of a job whose ranks come and go, without a restart of those that stay."""
+"""A member of a job whose ranks come and go, without a restart of the others."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Generation:
     """The ranks that train together until one is lost or joins.
 
     Attributes:
-        number: of the generation, from 1.
-        comms: the group.
-        steps: for each rank, how many steps it has behind it; -1: it is new.
+        number: number of the generation, from 1.
+        comms: group of its ranks.
+        steps: number of steps that each rank has behind it; -1: it is new.
     """
 
     number: int
@@ -45,42 +45,41 @@ class Generation:
 
     @property
     def source(self) -> int:
-        """A rank that is furthest, from whose state all go on."""
+        """The first rank with the most steps, from whose state all go on."""
         return self.steps.index(max(self.steps))
 
 
 class Members:
-    """This process's place among those that meet at an address, generation by generation.
+    """This process's membership in a job whose members meet at an address.
 
     A process that is killed, hung or unreachable is left behind by the others, and one that comes
     later is taken in when the others next :meth:`meet`. Close it at the end.
 
-    The meeting is a small server, ``meeting.py``. Whoever finds none at the address, and has that
-    address, starts it, and it ends with that process; then another one on that machine does. So a
+    The meeting is a small server, ``meeting.py``. A member that finds none, on the machine with the
+    address, starts it. It ends with that member; then another one on that machine starts it. So a
     job lives as long as one member there, or one that is started there within ``PATIENCE`` seconds.
-    It takes in nobody who does not know the job's secret: ``MICRODDP_SECRET``, or what
-    :func:`~microddp.elastic.secret.find_secret` finds in a file of this user's.
+    The meeting takes in only members that know the job's secret: ``MICRODDP_SECRET``, or the one
+    that :func:`~microddp.elastic.secret.find_secret` finds in a file of this user's. A member that
+    does not answer for ``MICRODDP_TIMEOUT`` seconds, by default 10, counts as lost.
 
     Args:
-        address: as ``"10.0.0.1:29400"``, the same for all.
-        least: members with which to train at least.
-        timeout: seconds after which a member that does not answer counts as lost. Default:
-            ``MICRODDP_TIMEOUT``, or 10.
+        address: address of the meeting, as ``"10.0.0.1:29400"``, the same for all.
+        least: least number of members with which to train.
 
     Raises:
-        ValueError: the address, the number or the time-out cannot be, or there is no secret.
+        ValueError: the address, the number or the time-out is impossible, or there is no secret.
 
     Source: in the spirit of torchft's lighthouse, and of the rendezvous of torchrun.
     """
 
-    def __init__(self, address: str, *, least: int = 1, timeout: float | None = None) -> None:
+    def __init__(self, address: str, *, least: int = 1) -> None:
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 2**16 or least < 1:
             raise ValueError(
                 f"expected HOST:PORT and at least 1 member, got {address!r} and {least}"
             )
         self.host, self.port, self.least = host, int(port), least
-        self.timeout = patience(timeout, TIMEOUT)
+        self.timeout = patience(None, TIMEOUT)
         self.machine = re.sub(r"[^\w.-]", "_", socket.gethostname(), flags=re.ASCII)
         self.name = f"{self.machine}-{os.getpid()}-{secrets.token_hex(3)}"
         self._secret = find_secret()
@@ -93,17 +92,17 @@ class Members:
         self._comms: Comms | None = None
 
     def meet(self, steps: int) -> Generation | None:
-        """Leave the last group, and return the next one, when it is clear who is in it.
+        """Leave the last group, and return the next one, when its members are known.
 
         Args:
-            steps: that this process has behind it; -1 if it is new.
+            steps: number of steps that this process has behind it; -1 if it is new.
 
         Returns:
             The next generation; ``None`` if the job is over, and this process too late.
 
         Raises:
             RuntimeError: there was no meeting, or too few came, for ``PATIENCE`` seconds.
-            ValueError: who answers at the address does not share this job's secret, and never did.
+            ValueError: the server at the address does not know this job's secret, and never did.
         """
         deadline = time.monotonic() + PATIENCE
         problem = ""
@@ -132,7 +131,7 @@ class Members:
         )
 
     def others_wait(self) -> bool:
-        """Whether somebody waits to be taken in, or the meeting no longer knows this generation.
+        """Return True if somebody waits to be taken in, or the meeting has lost this generation.
 
         Costs microseconds, but for some hundredths of a second to find the meeting again.
         """
@@ -152,11 +151,11 @@ class Members:
 
     @property
     def names(self) -> list[str]:
-        """The members of the last generation that this process was in, by rank."""
+        """Names of the members of this process's last generation, by rank."""
         return self._last[1]
 
     def done(self) -> None:
-        """Say that the job is over, so that who waits to join ends."""
+        """Say that the job is over, so that processes that wait to join end."""
         with suppress(OSError):
             self._reach().send({"done": True})
 
@@ -186,7 +185,7 @@ class Members:
             self._comms = None
 
     def _reach(self) -> Line:
-        """The connection to the meeting, when both ends have proved that they belong."""
+        """Return the connection to the meeting, when both ends have proved that they belong."""
         line = self._line or self._connect(limit=self.timeout)
         self._prove(line, self.timeout)
         if not line.proven:
@@ -195,7 +194,7 @@ class Members:
         return line
 
     def _prove(self, line: Line, seconds: float) -> None:
-        """Wait so long for the proofs of both ends."""
+        """Wait for the proofs of both ends, for at most so many seconds."""
         deadline = time.monotonic() + seconds
         while not line.proven and (left := deadline - time.monotonic()) > 0:
             self._messages(wait=left)
@@ -255,7 +254,7 @@ class Members:
         arguments = listening.fileno(), self.least, os.getpid()
         with listening:
             self._server = subprocess.Popen(
-                [sys.executable, "-I", meeting.__file__, *map(str, arguments)],
+                [sys.executable, "-Es", meeting.__file__, *map(str, arguments)],
                 pass_fds=[listening.fileno()],
                 stdin=subprocess.PIPE,  # where nobody can look
             )
@@ -264,11 +263,11 @@ class Members:
             secret.write(self._secret)
 
     def _messages(self, wait: float) -> list[dict[str, Any]]:
-        """What the meeting says within so many seconds.
+        """Return the meeting's messages within so many seconds.
 
         Raises:
-            OSError: there is no connection any more.
-            ValueError: who answers does not share this job's secret, and never did.
+            OSError: the connection is lost.
+            ValueError: the other end does not know this job's secret, and never did.
         """
         if self._line is None:
             raise ConnectionError("there is no connection")

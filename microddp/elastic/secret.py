@@ -1,4 +1,4 @@
-"""The secret by which the members of a job know each other."""
+"""The secret by which the members of a job recognise each other."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ LEAST_CHARACTERS = 16  # if they are random, nobody tries all
 
 
 def find_secret() -> bytes:
-    """``MICRODDP_SECRET``, or what is in a file that only this user can read: see :func:`home`.
+    """Return ``MICRODDP_SECRET``, or the secret in the file :func:`home`.
 
-    The file is made if it is not there, so that members of one user on one machine need not agree
-    on anything.
+    Only this user can read the file. It is made if it is not there, so that members of one user on
+    one machine need not agree on anything.
 
     Raises:
-        ValueError: the secret is too short, or the file cannot be had, or others can read it.
+        ValueError: the secret is too short, the file cannot be made or read, or others can read it.
     """
     if (text := os.environ.get("MICRODDP_SECRET")) is not None:
         text = text.strip()
@@ -41,12 +41,12 @@ def find_secret() -> bytes:
 
 
 def home() -> Path:
-    """The file of a user's secret: ``~/.config/microddp/secret``, or below ``XDG_CONFIG_HOME``."""
+    """Return the path of ``~/.config/microddp/secret``, or of that below ``XDG_CONFIG_HOME``."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config", "microddp", "secret")
 
 
 def _make(path: Path) -> None:
-    """Write a new secret, whole or not at all, and never over one that is there."""
+    """Write a new secret atomically, and never over one that is there."""
     if path.exists():
         return
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

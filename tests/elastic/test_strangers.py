@@ -1,4 +1,4 @@
-"""Who does not belong: nothing that strangers say changes a job, and each is closed and named."""
+"""Strangers: nothing that they say changes a job, and each is closed and named."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from ranks import free_address
 
-from microddp.elastic import Members, meeting, secret
+from microddp.elastic import Members, meeting, messages, secret
 from microddp.elastic.line import Line
 
 SECRET = b"a secret of these tests"
@@ -31,7 +31,7 @@ class Server:
     def __init__(self):
         listening = socket.create_server(("127.0.0.1", 0))
         self.address = listening.getsockname()
-        command = [sys.executable, "-I", meeting.__file__, str(listening.fileno()), "1"]
+        command = [sys.executable, "-Es", meeting.__file__, str(listening.fileno()), "1"]
         self.process = subprocess.Popen(
             [*command, str(os.getpid())],
             pass_fds=[listening.fileno()],
@@ -101,7 +101,7 @@ def server():
 
 
 def heard_by(connection):
-    """What is sent to a connection until it is closed."""
+    """Return what is sent to a connection until it is closed."""
     heard = b""
     with contextlib.suppress(ConnectionResetError, TimeoutError):
         while data := connection.recv(1 << 16):
@@ -110,7 +110,7 @@ def heard_by(connection):
 
 
 def is_closed(line):
-    """Whether the meeting closes a connection within a while."""
+    """Return True if the meeting closes a connection within a while."""
     with contextlib.suppress(OSError):
         for _ in range(5):
             line.messages(1)
@@ -128,7 +128,7 @@ def real_lines():
             line.messages(1)
             first = server.recv(1 << 16)
             texts = "0" * 64, json.loads(first)["nonce"], "first"
-            mine = {"proof": meeting.proof(SECRET, "meeting", *texts)}
+            mine = {"proof": messages.proof(SECRET, "meeting", *texts)}
             server.sendall(json.dumps(mine).encode() + b"\n")
             line.messages(1)  # and says which generation it has seen
             for message in ({"come": PLACE}, {"done": True}):
@@ -150,7 +150,7 @@ SAID = st.one_of(
     JSON.map(lambda value: json.dumps(value).encode()),
     st.sampled_from(REAL),  # replayed, in whatever order
     st.sampled_from(REAL).flatmap(lambda line: st.integers(0, len(line)).map(lambda n: line[:n])),
-    st.sampled_from([b"[" * 100_000, b"9" * 100_000, b"x" * (2 * meeting.LINE_BYTES)]),
+    st.sampled_from([b"[" * 100_000, b"9" * 100_000, b"x" * (2 * messages.LINE_BYTES)]),
 )
 
 
@@ -192,7 +192,7 @@ def test_ten_thousand_lines_of_strangers_change_nothing(server):
         (b"[1, 2]", "expected {name, nonce, proof}, got b'[1, 2]'"),
         (b"{}", "expected {name, nonce, proof}, got b'{}'"),
         (REAL[0], "expected the job's secret, got another one from first"),
-        (b"x" * (2 * meeting.LINE_BYTES), "chunk exceed"),
+        (b"x" * (2 * messages.LINE_BYTES), "chunk exceed"),
     ],
     ids=["done", "come", "a list", "no keys", "replayed", "too long"],
 )
@@ -341,7 +341,7 @@ def answers(*lines):
 )
 def test_a_member_does_not_believe_a_stranger(lines, complaint):
     with (
-        Members(answers(*lines), timeout=5) as members,
+        Members(answers(*lines)) as members,
         pytest.raises(ValueError, match=f"{complaint}.*set MICRODDP_SECRET for each of them"),
     ):
         members.meet(-1)

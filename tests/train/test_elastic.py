@@ -204,7 +204,7 @@ def test_an_address_that_cannot_be_is_refused(address):
 
 
 def leave_nothing(address):
-    with Members(address, timeout=2) as meeting:
+    with Members(address) as meeting:
         meeting.meet(-1)
         children = psutil.Process().children()
         assert len(children) == 1, "the meeting"
