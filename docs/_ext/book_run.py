@@ -46,7 +46,7 @@ class RealHosts:
     """
 
     def __init__(self, text: str) -> None:
-        own = os.environ.get("MICRODDP_ADDRESS", socket.gethostname())
+        own = os.environ.get("MASTER_ADDR", socket.gethostname())
         prefixes = [shlex.split(entry) for entry in text.split(";")]
         self.agents = [
             Agent(_wanted() or max(1, torch.cuda.device_count()), prefix, "" if number else own)

@@ -21,7 +21,7 @@ from book_run import HostsInABox
 
 # The second stands for ssh: a program that starts another one, and passes no signal on.
 PREFIXES = {"MICRODDP_HOSTS": "; sh -c '\"$@\" || exit 1' sh", "MICRODDP_NPROC": "1"}
-PREFIXES |= {"MICRODDP_ADDRESS": "127.0.0.1"}
+PREFIXES |= {"MASTER_ADDR": "127.0.0.1"}
 
 ON_HOSTS = "# sphinx_gallery_hosts = '2 x 1gbit'\n"
 OF_TWO_RANKS = "# sphinx_gallery_hosts = '2 x 1gbit, 2 ranks each'\n"
