@@ -88,13 +88,13 @@ def _examine(options: argparse.Namespace, say: Callable[..., None]) -> int:
 
 
 def _block(text: str) -> str:
-    """Lines below an entry, in Markdown; nothing if there is no text."""
+    """Format lines below an entry in Markdown; without text, nothing."""
     lines = "".join(f"  {line}".rstrip() + "\n" for line in text.splitlines())
     return f"\n\n  ```text\n{lines}  ```\n" if text else ""
 
 
 def _run(job: Job, limit: float, stuck: set[str]) -> tuple[str, str]:
-    """How a job ended, in a line, and what there is to say about it."""
+    """Run a job; return how it ended, in a line, and the details."""
     start = time.monotonic()
     try:
         end, detail = "ok", run_job(job.what, job.ranks, job.backend, limit)

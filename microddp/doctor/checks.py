@@ -1,7 +1,7 @@
-"""What the ranks of a job check: each result against its definition, or PyTorch's own.
+"""Checks by the ranks of a job: each result against its definition, or PyTorch's own.
 
 Every check is a function of a :class:`~microddp.Comms` that all ranks call. It raises an error
-that names the rank on each one that has a wrong result, and returns a text on what was found.
+with the rank's number on each rank with a wrong result, and returns its findings as text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SAMPLES = 8  # of each rank's batch
 
 
 def check_primitives(comms: Comms) -> str:
-    """Every collective and message of :class:`~microddp.Comms`, in several dtypes and shapes."""
+    """Check all collectives and messages of :class:`~microddp.Comms`, for dtypes and shapes."""
     n, rank = comms.world_size, comms.rank
     last = n - 1
     compared = 0
@@ -88,7 +88,7 @@ def check_primitives(comms: Comms) -> str:
 
 
 def check_allreduce(comms: Comms) -> str:
-    """The algorithms that these ranks can use, and PyTorch's own, against the exact sum."""
+    """Check the all-reduces that these ranks can use, and PyTorch's own, against the exact sum."""
     algorithms = {name: call for name, call in ALL_REDUCES.items() if not refused(name, comms)}
     sizes = (1, comms.world_size + 1, 1000, 2**20 + 1)
     for dtype, size in itertools.product((torch.float32, torch.bfloat16, torch.int64), sizes):
@@ -102,7 +102,7 @@ def check_allreduce(comms: Comms) -> str:
 
 
 def check_ddp(comms: Comms) -> str:
-    """Three steps of microddp.DDP, of PyTorch's DDP and of one process on the whole batch."""
+    """Compare three steps of microddp.DDP, PyTorch's DDP and one process on the whole batch."""
     x, y, mine = _batch(comms, torch.float64)
     ours, torchs, alone, start = (_model(comms, torch.float64) for _ in range(4))
     wrapped: list[tuple[nn.Module, slice]] = [
@@ -128,7 +128,7 @@ def check_ddp(comms: Comms) -> str:
 
 
 def check_precision(comms: Comms) -> str:
-    """Steps of microddp.DDP in bfloat16 by autocast: finite, and equal on all ranks."""
+    """Check that steps of microddp.DDP in bfloat16 stay finite, and equal on all ranks."""
     x, y, mine = _batch(comms, torch.float32)
     model = DDP(_model(comms, torch.float32), comms, bucket_cap_mb=CAP_MB)
     losses = []
@@ -146,7 +146,7 @@ def check_precision(comms: Comms) -> str:
 
 
 def time_transfers(comms: Comms) -> str:
-    """The backend's all-reduce at three sizes; on GPUs also copies from and to the host."""
+    """Time the backend's all-reduce at three sizes; on GPUs also copies from and to the host."""
     n = comms.world_size
     rows = []
     for size in (64 << 10, 4 * MIB, 64 * MIB):
@@ -182,7 +182,7 @@ def _weights(model: nn.Module) -> torch.Tensor:
 
 
 def _batch(comms: Comms, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, slice]:
-    """Inputs and labels of the whole batch, and which of them are this rank's."""
+    """Return inputs and labels of the whole batch, and this rank's slice."""
     random = torch.Generator().manual_seed(1)
     x = torch.randn(SAMPLES * comms.world_size, 16, generator=random, dtype=dtype)
     y = torch.randint(4, (len(x),), generator=random)
@@ -205,7 +205,7 @@ def _step(model: nn.Module, output: torch.Tensor, labels: torch.Tensor) -> float
 def _numbers(
     rank: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """What a rank contributes: 1, 2 or 3 in each place, so that sums over 85 ranks are exact."""
+    """Make a rank's tensor: 1, 2 or 3 in each place, so that sums over 85 ranks are exact."""
     places = torch.arange(torch.Size(shape).numel(), device=device)
     return ((places + rank) % 3 + 1).to(dtype).view(shape)
 

@@ -1,4 +1,4 @@
-"""From what the ranks recorded to sentences: who is where, and who is missing."""
+"""The diagnosis of a hang, from the ranks' records: where each rank is, and which are missing."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from microddp.hang import Entry
 
 @dataclass(frozen=True)
 class Rank:
-    """What is known of a rank.
+    """A rank, as its record and its process show it.
 
     Attributes:
-        calls: of its record, the latest last.
+        calls: calls of its record, the latest last.
         process: ``"running"``, ``"stopped"``, ``"gone"``, or why that is not known.
-        stack: the lines of the user's that it is in, the innermost last: ``"train.py:30 in load"``.
-        torch_calls: the collectives in PyTorch's own record, ``None`` if it is not there.
+        stack: lines of the user's program that it is in, the innermost last:
+            ``"train.py:30 in load"``.
+        torch_calls: collectives in PyTorch's own record, ``None`` without one.
     """
 
     calls: Sequence[Entry]
@@ -27,26 +28,26 @@ class Rank:
 
     @property
     def call(self) -> Entry | None:
-        """The one it waits in, else its last one."""
+        """The call that it waits in, else its last one."""
         calls = [entry for entry in self.calls if not entry.is_end and not entry.is_close]
         waiting = [entry for entry in calls if entry.state == "waiting"]
         return next(reversed(waiting or calls), None)
 
     @property
     def from_the_start(self) -> bool:
-        """Whether none of its calls was dropped."""
+        """True if none of its calls was dropped."""
         return not self.calls or self.calls[0].serial == 0
 
     @property
     def end(self) -> Entry | None:
-        """How it left, which is with an exception if one ended it."""
+        """The entry that says how it left: by an exception, if one ended it."""
         ends = [entry for entry in self.calls if entry.is_end]
         errors = [entry for entry in ends if entry.state == "failed"]
         return next(reversed(errors or ends), None)
 
 
 def whereabouts(rank: Rank, now: int) -> tuple[str, str, str]:
-    """Where a rank is: the call, a time that belongs to it, and what else is known."""
+    """Say where a rank is: the call, a time that belongs to it, and what else is known."""
     entry, end = rank.call, rank.end
     text, when, more = "in no call yet", "", ""
     if entry is not None:
@@ -71,12 +72,12 @@ def whereabouts(rank: Rank, now: int) -> tuple[str, str, str]:
 
 
 def diagnose(ranks: Mapping[int, Rank], world_size: int, now: int) -> str:
-    """What is wrong, as Markdown.
+    """Say what is wrong, in Markdown.
 
     Args:
-        ranks: by number; one without a record is not there.
-        world_size: the number of ranks in the job.
-        now: nanoseconds since 1970.
+        ranks: ranks that have a record, by number.
+        world_size: number of ranks in the job.
+        now: present time, nanoseconds since 1970.
     """
     found = _compare_groups(ranks, world_size, now)
     if not found:
@@ -102,7 +103,7 @@ def diagnose(ranks: Mapping[int, Rank], world_size: int, now: int) -> str:
 
 
 def _fates(ranks: Mapping[int, Rank], world_size: int) -> list[str]:
-    """Who is not there any more, the first first: the others may have failed because of it."""
+    """List the ranks that are gone, the first first: the others may have failed because of it."""
     lines = []
     if absent := [number for number in range(world_size) if number not in ranks]:
         lines.append(f"{_name(absent)} left no record here: of another machine, or never started.")
@@ -120,9 +121,9 @@ def _fates(ranks: Mapping[int, Rank], world_size: int) -> list[str]:
 
 
 def _compare_groups(ranks: Mapping[int, Rank], world_size: int, now: int) -> list[str]:
-    """What is wrong in each group of ranks, in paragraphs; none if all are through the same.
+    """Say in paragraphs what is wrong in each group; none if its ranks are through the same calls.
 
-    A group that all who called something in it have closed is over, whatever became of its calls.
+    A group is over, whatever became of its calls, once all ranks that used it have closed it.
     """
     groups: dict[str, dict[int, dict[int, Entry]]] = {}
     closed = {(e.group, number) for number, rank in ranks.items() for e in rank.calls if e.is_close}
@@ -151,7 +152,7 @@ def _compare_groups(ranks: Mapping[int, Rank], world_size: int, now: int) -> lis
 
 
 def _compare(calls: Mapping[int, Mapping[int, Entry]]) -> str:
-    """What is wrong with the collectives of a group, each rank's by their numbers."""
+    """Say what is wrong with the collectives of a group; ``calls``: by rank and number."""
     last = {rank: max(numbered, default=0) for rank, numbered in calls.items()}
     if different := _first_difference(calls, lambda entry: entry.call):
         return f"The ranks made different calls: {different}."
@@ -178,7 +179,7 @@ def _compare(calls: Mapping[int, Mapping[int, Entry]]) -> str:
 
 
 def _first_difference(calls: Mapping[int, Mapping[int, Entry]], of: Callable[[Entry], str]) -> str:
-    """The first collective that differs between ranks, as each made it; empty if there is none."""
+    """Name the first collective that differs between ranks, as each made it; else empty."""
     for number in sorted(set().union(*calls.values())):
         made = {rank: numbered[number] for rank, numbered in calls.items() if number in numbered}
         if len(set(map(of, made.values()))) > 1:
@@ -190,7 +191,7 @@ def _first_difference(calls: Mapping[int, Mapping[int, Entry]], of: Callable[[En
 
 
 def _list(ranks: Mapping[int, Rank], now: int) -> str:
-    """Where the ranks are, those together that are in the same place."""
+    """List where the ranks are; ranks in the same place share a line."""
     who: dict[tuple[str, str], list[int]] = {}
     times: dict[tuple[str, str], str] = {}
     for number, rank in ranks.items():

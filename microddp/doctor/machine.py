@@ -1,4 +1,4 @@
-"""What the machine has, one fact after the other; a fact that cannot be had says why.
+"""Facts about the machine; a fact that cannot be had says why.
 
 The facts are asked in a process of their own, since a driver may hang or crash, and since asking
 a GPU for its memory takes some of it until the process ends.
@@ -35,7 +35,7 @@ SMI_QUERY = (
     "--query-gpu=index,name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,"
     "power.draw,power.limit,temperature.gpu,utilization.gpu,compute_mode"
 )
-# What a host of its own needs: a network, and to be root in it, which is where AppArmor refuses.
+# A host of its own needs a network, and root in it, which is where AppArmor refuses.
 NAMESPACES = """
 import ctypes, os, sys
 user, libc = os.getuid(), ctypes.CDLL(None, use_errno=True)
@@ -47,7 +47,7 @@ with open("/proc/self/uid_map", "w") as ids:
 
 
 def facts() -> Iterator[tuple[str, str]]:
-    """Name and text of each fact; a text may have several lines."""
+    """Yield the name and the text of each fact; a text may have several lines."""
     command = [sys.executable, "-m", "microddp.doctor.machine"]
     try:
         done = subprocess.run(command, capture_output=True, timeout=PATIENCE, check=False)
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def _answer(*command: str) -> str:
-    """What a program prints, as plain text; it has 10 seconds."""
+    """Return what a program prints, as plain text; it has 10 seconds."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     if done.returncode:
         told = " ".join((done.stderr or done.stdout).split())
@@ -120,7 +120,7 @@ def _memory() -> str:
 
 
 def _control_group(name: str) -> str:
-    """A limit of the container, which sees its own control group as the root; ``"max"``: none."""
+    """Return a limit of the container, whose control group is its root; ``"max"``: none."""
     path = Path("/sys/fs/cgroup", name)
     return path.read_text().strip() if path.exists() else "max"
 
@@ -162,7 +162,7 @@ def _backends() -> str:
 
 
 def _network() -> str:
-    """The address that gloo binds to, unless told of an interface, is that of the host's name."""
+    """Say which address the host's name has: gloo binds to it, unless told of an interface."""
     host = socket.gethostname()
     interfaces = ", ".join(name for _, name in socket.if_nameindex())
     try:

@@ -1,4 +1,4 @@
-"""PyTorch's own record of collectives, its flight recorder: written to a file, and read from it."""
+"""PyTorch's own record of collectives, its flight recorder, to a file and back."""
 
 from __future__ import annotations
 

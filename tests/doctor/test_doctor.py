@@ -1,4 +1,4 @@
-"""The doctor: what it says of this machine, what its checks find, and how its jobs end."""
+"""The doctor: its facts about this machine, the findings of its checks, the end of its jobs."""
 
 import os
 import re

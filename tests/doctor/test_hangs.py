@@ -1,4 +1,4 @@
-"""Reading a hang: what the doctor says of made-up records, and of jobs that really hang."""
+"""Diagnoses of hangs: of made-up records, and of jobs that really hang."""
 
 import json
 import os
@@ -298,7 +298,7 @@ def caught(comms, mistake):
 
 
 def examine(tmp_path, mistake, ranks=3):
-    """Who got an error, and the diagnosis of a job of so many ranks that make the mistake."""
+    """Return the ranks that got an error, and the diagnosis, where each makes the mistake."""
     environment = {"MICRODDP_RECORD": str(tmp_path), "MICRODDP_TIMEOUT": "2"}
     failed = run(caught, ranks, mistake, environment=environment)
     told = report(tmp_path).partition("## The diagnosis\n\n")[2]

@@ -1,4 +1,4 @@
-"""The record of calls: what is in it, that it outlives its process, and what a rank tells."""
+"""The record of calls: its entries, that it outlives its process, and a rank's own report."""
 
 import json
 import os
