@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from microddp.allreduce import reduced_bytes
+from microddp.allreduce import ring_cost
 from microddp.comms import Comms, Pending
 from microddp.model import gradient_bytes
 from microddp.program import Program
@@ -294,8 +294,8 @@ class Local(Strategy):
         self.local.meet()
 
     def sent_bytes(self) -> float:
-        whole = reduced_bytes(gradient_bytes(self.module), self.comms.world_size)
-        return whole / self.local.every
+        whole = ring_cost(self.comms.world_size, gradient_bytes(self.module))
+        return whole.most_sent / self.local.every
 
     @classmethod
     def program(cls, program: Program) -> None:

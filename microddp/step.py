@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, TypedDict, Unpack
 import torch
 from torch import nn
 
-from microddp.allreduce import reduced_bytes
+from microddp.allreduce import ring_cost
 from microddp.buckets import bucket_caps, plan_in_order
 from microddp.comms import Comms
 from microddp.model import gradient_bytes
@@ -237,7 +237,7 @@ class Strategy:
         if self.compression is not None:
             return self.compression.sent_bytes()
         size = gradient_bytes(self.module) if self.averages else 0
-        return reduced_bytes(size, self.comms.world_size)
+        return ring_cost(self.comms.world_size, size).most_sent
 
     def remove(self) -> None:
         """Leave the model as it was."""

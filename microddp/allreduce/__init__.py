@@ -22,13 +22,13 @@ from collections.abc import Callable
 import torch
 
 from microddp.allreduce.cost import (
-    AllReduceCost,
+    CollectiveCost,
     FittedCost,
     all_reduce_cost,
     bus_bandwidth,
     estimate_communication_time,
     fit_alpha_beta,
-    reduced_bytes,
+    ring_cost,
 )
 from microddp.allreduce.reduction import flattened
 from microddp.allreduce.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter

@@ -1,4 +1,7 @@
-"""The cost of an all-reduce: bytes and messages, and time by the alpha-beta model."""
+"""The cost of a collective: messages, bytes, and seconds by the alpha-beta model.
+
+Whatever in the package predicts communication counts it here.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class AllReduceCost:
-    """Rounds, messages and bytes of an all-reduce algorithm.
+class CollectiveCost:
+    """Messages and bytes of a collective, counted, and its time by the alpha-beta model.
 
     Attributes:
-        rounds: messages that must follow one another.
-        round_bytes: bytes of each of them.
+        rounds: number of messages that must follow one another.
+        round_bytes: bytes of each of those messages.
         messages: number of messages of all ranks together.
         most_sent: bytes sent by the rank that sends most.
     """
@@ -27,36 +30,59 @@ class AllReduceCost:
     most_sent: float
 
     def seconds(self, alpha: float, beta: float) -> float:
-        """Predicted time: each round costs ``alpha`` seconds and ``beta`` seconds a byte."""
+        """Predict the time: each round costs ``alpha`` seconds and ``beta`` seconds a byte."""
         return self.rounds * (alpha + beta * self.round_bytes)
 
 
-def all_reduce_cost(algorithm: str, world_size: int, nbytes: int) -> AllReduceCost:
-    """The cost of reducing ``nbytes`` over ``world_size`` ranks, each with one full-duplex link.
+def ring_cost(world_size: int, nbytes: float, passes: int = 2) -> CollectiveCost:
+    """Count what passes around a ring cost, in each of which a rank sends all chunks but one.
 
-    The ring is counted with one message for each chunk; large chunks travel as several pieces.
+    Each chunk counts as one message; large chunks travel as several pieces.
+
+    Args:
+        world_size: number of ranks n, at least 1, each with one full-duplex link.
+        nbytes: size S of the whole tensor in bytes.
+        passes: 1 for a reduce-scatter or an all-gather, 2 for an all-reduce, which is both.
+
+    Raises:
+        ValueError: fewer than one rank.
+
+    Example:
+        >>> ring_cost(4, 1200).most_sent
+        1800.0
+
+    Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
+    MPICH", 2005, section 4.
+    """
+    n = world_size
+    if n < 1:
+        raise ValueError(f"expected at least one rank, got {n}")
+    rounds = passes * (n - 1)
+    return CollectiveCost(rounds, nbytes / n, rounds * n, rounds * nbytes / n)
+
+
+def all_reduce_cost(algorithm: str, world_size: int, nbytes: float) -> CollectiveCost:
+    """Count what reducing ``nbytes`` over ``world_size`` ranks costs.
 
     Args:
         algorithm: ``"naive"``, ``"direct"``, ``"ring"`` or ``"doubling"``.
-        world_size: n, at least 1.
-        nbytes: S, the size of the tensor in bytes.
+        world_size: number of ranks n, at least 1, each with one full-duplex link.
+        nbytes: size S of the tensor in bytes.
 
     Raises:
         ValueError: an unknown algorithm, or fewer than one rank.
 
-    Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
-    MPICH", 2005, section 3 (the model) and 4 (the algorithms).
+    Source: as for :func:`ring_cost`, section 3 (the model) and 4 (the algorithms).
     """
     n, size = world_size, float(nbytes)
-    if n < 1:
-        raise ValueError(f"expected at least one rank, got {n}")
+    ring = ring_cost(n, size)
     match algorithm:
         case "naive":
-            return AllReduceCost(2 * (n - 1), size, 2 * (n - 1), size * max(n - 1, 0))
+            return CollectiveCost(2 * (n - 1), size, 2 * (n - 1), size * (n - 1))
         case "direct":
-            return AllReduceCost(n - 1, size, n * (n - 1), size * (n - 1))
+            return CollectiveCost(n - 1, size, n * (n - 1), size * (n - 1))
         case "ring":
-            return AllReduceCost(2 * (n - 1), size / n, 2 * n * (n - 1), 2 * size * (n - 1) / n)
+            return ring
         case "doubling":
             doublings = int(math.log2(n))
             power = 2**doublings
@@ -64,29 +90,23 @@ def all_reduce_cost(algorithm: str, world_size: int, nbytes: int) -> AllReduceCo
             rounds = doublings + (2 if extra else 0)
             # The busiest rank also returns the result to the rank that has no partner.
             sent = size * (doublings + (1 if extra else 0))
-            return AllReduceCost(rounds, size, power * doublings + 2 * extra, sent)
+            return CollectiveCost(rounds, size, power * doublings + 2 * extra, sent)
     raise ValueError(f"expected 'naive', 'direct', 'ring' or 'doubling', got {algorithm!r}")
 
 
-def reduced_bytes(nbytes: float, world_size: int) -> float:
-    """Bytes that a rank sends in a ring all-reduce of ``nbytes``."""
-    return all_reduce_cost("ring", world_size, int(nbytes)).most_sent
-
-
 def estimate_communication_time(
-    nbytes: float, world_size: int, bandwidth: float, latency: float = 0.0, algorithm: str = "ring"
+    nbytes: float, world_size: int, bandwidth: float, latency: float = 0.0
 ) -> float:
-    """Seconds that an all-reduce takes by the alpha-beta model.
+    """Estimate the seconds of a ring all-reduce by the alpha-beta model.
 
     Args:
-        nbytes: size of the tensor.
-        world_size: ranks, each with one full-duplex link.
-        bandwidth: of a link, bytes a second in each direction.
-        latency: of a message, seconds.
-        algorithm: as for :func:`all_reduce_cost`.
+        nbytes: size of the tensor in bytes.
+        world_size: number of ranks, each with one full-duplex link.
+        bandwidth: bytes a second of a link, in each direction.
+        latency: seconds to start a message.
 
     Raises:
-        ValueError: a bandwidth that is not positive, or what ``all_reduce_cost`` refuses.
+        ValueError: a bandwidth that is not positive, or fewer than one rank.
 
     Example:
         >>> estimate_communication_time(4e9, world_size=4, bandwidth=1e9)
@@ -94,40 +114,40 @@ def estimate_communication_time(
     """
     if bandwidth <= 0:
         raise ValueError(f"expected a bandwidth above 0 bytes a second, got {bandwidth}")
-    return all_reduce_cost(algorithm, world_size, int(nbytes)).seconds(latency, 1 / bandwidth)
+    return ring_cost(world_size, nbytes).seconds(latency, 1 / bandwidth)
 
 
-def bus_bandwidth(nbytes: int, seconds: float, world_size: int) -> float:
-    """Bus bandwidth of an all-reduce in bytes a second: S/t x 2 (n-1)/n, as nccl-tests defines it.
+def bus_bandwidth(nbytes: float, seconds: float, world_size: int) -> float:
+    """Compute an all-reduce's bus bandwidth in bytes a second: S/t x 2 (n-1)/n, as nccl-tests does.
 
     It is the bandwidth each link must have carried, so it can be compared with the hardware's and
     between numbers of ranks. Source: nccl-tests, doc/PERFORMANCE.md.
     """
-    return nbytes / seconds * 2 * (world_size - 1) / world_size
+    return ring_cost(world_size, nbytes).most_sent / seconds
 
 
-SMALL = 1 << 14  # bytes: what such a message takes is nearly all alpha
+SMALL = 1 << 14  # bytes; the time of a message of this size is nearly all alpha
 
 
 def fit_alpha_beta(
     sizes: Sequence[float], seconds: Sequence[float], beta: float | None = None
 ) -> tuple[float, float]:
-    """The start-up time and the time per byte that best explain measured message times.
+    """Fit the start-up time and the time per byte to measured message times.
 
-    Least squares of the *relative* error of ``alpha + beta * size``, so that the small messages,
+    The fit minimises the *relative* error of ``alpha + beta * size``, so that the small messages,
     which say most about alpha, count as much as the large ones. Neither is let below zero.
 
     Args:
         sizes: bytes of each message, at least two different sizes.
-        seconds: the time each took.
-        beta: seconds a byte, if that is known. Then only alpha is looked for, and only where it is
-            seen: the median of what the messages of at most 16 KiB took beside their bytes.
+        seconds: time of each message.
+        beta: seconds a byte, if known. Then alpha is the median, over the messages of at most
+            16 KiB, of the time that their bytes do not explain.
 
     Returns:
         ``(alpha, beta)`` in seconds and seconds per byte.
 
     Raises:
-        ValueError: fewer than two different sizes, or as many times as sizes are not given.
+        ValueError: fewer than two different sizes, or another number of times than of sizes.
     """
     if len(sizes) != len(seconds) or len(set(sizes)) < 2:
         raise ValueError(
@@ -153,10 +173,10 @@ class FittedCost:
     """The time of an all-reduce on a group of ranks, fitted to a sweep over sizes.
 
     Attributes:
-        alpha: seconds, whatever the size.
-        beta: seconds a byte of the tensor.
-        cores: processor cores that a rank keeps busy meanwhile: over gloo, the processor moves
-            the bytes, and what computes at the same time has to do without. 0 where a GPU does.
+        alpha: seconds of an all-reduce of no bytes.
+        beta: seconds for each byte of the tensor.
+        cores: processor cores that a rank keeps busy meanwhile. Over gloo the processor moves the
+            bytes, and computing has to do without these cores; where a GPU does it, this is 0.
     """
 
     alpha: float
@@ -164,5 +184,5 @@ class FittedCost:
     cores: float
 
     def seconds(self, nbytes: float) -> float:
-        """The time of one all-reduce."""
+        """Predict the time of one all-reduce of ``nbytes``."""
         return self.alpha + self.beta * nbytes

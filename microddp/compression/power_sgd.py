@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from microddp.allreduce import reduced_bytes, ring_all_reduce
+from microddp.allreduce import ring_all_reduce, ring_cost
 from microddp.comms import Comms
 from microddp.compression.compressor import Compressor
 
@@ -98,7 +98,7 @@ class PowerSGD(Compressor):
         for shape in shapes:
             columns = self._columns(shape)
             values += columns * (shape[0] + shape[1:].numel()) if columns else shape.numel()
-        return reduced_bytes(values * itemsize, world_size)
+        return ring_cost(world_size, values * itemsize).most_sent
 
     def state_dict(self, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
         """The factors by name, and the state of the generator."""

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from microddp.allreduce import reduced_bytes, ring_all_reduce
+from microddp.allreduce import ring_all_reduce, ring_cost
 from microddp.comms import Comms
 from microddp.compression.compressor import PIECE, Compressor, count, gather_parts, gathered_bytes
 
@@ -138,7 +138,7 @@ class Half(Compressor):
 
     def sent_bytes(self, shapes: Sequence[torch.Size], itemsize: int, world_size: int) -> float:  # noqa: ARG002
         """See :meth:`~microddp.compression.compressor.Compressor.sent_bytes`."""
-        return reduced_bytes(count(shapes) * self.dtype.itemsize, world_size)
+        return ring_cost(world_size, count(shapes) * self.dtype.itemsize).most_sent
 
 
 def _blocks(values: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from microddp.allreduce import reduced_bytes, ring_all_reduce
+from microddp.allreduce import ring_all_reduce, ring_cost
 from microddp.comms import Comms
 from microddp.compression.compressor import PIECE, Compressor, count, gather_parts, gathered_bytes
 
@@ -90,7 +90,7 @@ class RandomK(Sparse):
 
     def sent_bytes(self, shapes: Sequence[torch.Size], itemsize: int, world_size: int) -> float:
         """See :meth:`~microddp.compression.compressor.Compressor.sent_bytes`."""
-        return reduced_bytes(self.sent(count(shapes)) * itemsize, world_size)
+        return ring_cost(world_size, self.sent(count(shapes)) * itemsize).most_sent
 
     def state_dict(self, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:  # noqa: ARG002
         """The generator's state."""

@@ -1,4 +1,4 @@
-"""What the simulator is fed where it can be checked: the network and the work of these ranks."""
+"""The network and the work of these ranks, measured: input of the simulator to check it by."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch
 
-from microddp.allreduce import fit_alpha_beta
+from microddp.allreduce import fit_alpha_beta, ring_cost
 from microddp.allreduce.ring import ring_all_reduce
 from microddp.comms import Comms
 from microddp.performance.network import Port, Processor
@@ -21,17 +21,17 @@ SIZES = (1 << 10, 1 << 12, 1 << 20, 1 << 22)  # bytes
 
 
 def measure_network(comms: Comms, repeat: int = 11) -> tuple[Port, Processor | None]:
-    """Fit a rank's port to ring all-reduces among some ranks, and what their processor does.
+    """Fit a port and a processor to ring all-reduces among these ranks. A collective.
 
     On hosts in a box a port has the bandwidth of its link, and only the latency is fitted.
 
     Args:
-        comms: the ranks, two or more, better two than many.
-        repeat: measurements of each size.
+        comms: ranks that take part, two or more; better two than many.
+        repeat: number of measurements of each size.
 
     Returns:
-        The port; and the processor that the ranks share, ``None`` if they have each their own
-        machine, or do not send by processors.
+        The port; and the processor that the ranks share, ``None`` if each has a machine of its
+        own, or if no processor carries the messages.
 
     Raises:
         ValueError: there is one rank only.
@@ -64,21 +64,21 @@ def fit_network(
     cores: int,
     bandwidth: float | None = None,
 ) -> tuple[Port, Processor]:
-    """The port and the processor that explain ring all-reduces.
+    """Find the port and the processor that explain ring all-reduces.
 
     Args:
-        ranks: that took part.
-        sizes: bytes of the tensors.
-        seconds: that each took.
-        spent: seconds of processor time that each took of each rank.
-        cores: that the ranks share.
-        bandwidth: bytes a second, if that is known.
+        ranks: number of ranks that took part.
+        sizes: bytes of each tensor.
+        seconds: time of each all-reduce.
+        spent: seconds of processor time of each all-reduce on each rank.
+        cores: number of cores that the ranks share.
+        bandwidth: bytes a second of the port, if known.
 
     Raises:
-        ValueError: as :func:`~microddp.allreduce.cost.fit_alpha_beta`.
+        ValueError: as for :func:`~microddp.allreduce.cost.fit_alpha_beta`.
     """
-    rounds = 2 * (ranks - 1)
-    share = rounds / ranks  # of the tensor, that a rank sends
+    cost = ring_cost(ranks, 1)
+    rounds, share = cost.rounds, cost.most_sent  # the share of the tensor that a rank sends
     alpha, beta = fit_alpha_beta(sizes, seconds, share / bandwidth if bandwidth else None)
     start, each = fit_alpha_beta(sizes, spent)
     return (
@@ -88,25 +88,18 @@ def fit_network(
 
 
 def measured_work(compute: ComputeTimes, counts: Mapping[str, int], crowd: float = 1.0) -> Work:
-    """The work of a model whose step was measured, a layer for each of its parameters.
+    """Describe a measured step as work, with a layer for each parameter of the model.
 
     Args:
-        compute: of the model, without communication.
-        counts: values of each parameter by its name.
-        crowd: ranks that share a core, in what is not the layers' own computing: the optimizer,
-            and copying.
+        compute: times of the model's step without communication.
+        counts: number of values of each parameter, by its name.
+        crowd: factor on the times of the optimizer and of copying: ranks that share a core.
     """
     moments = [0.0, *compute.ready.values()]
     layers = [
-        Layer(
-            compute.forward * (end - start) / moments[-1],
-            end - start,
-            (counts[name],),
-        )
+        Layer(compute.forward * (end - start) / moments[-1], end - start, (counts[name],))
         for name, (start, end) in zip(compute.ready, pairwise(moments), strict=True)
     ]
     return Work(
-        tuple(reversed(layers)),
-        optimizer=compute.optimizer * crowd,
-        copy=compute.copy * crowd,
+        tuple(reversed(layers)), optimizer=compute.optimizer * crowd, copy=compute.copy * crowd
     )

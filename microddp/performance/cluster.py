@@ -1,13 +1,12 @@
-"""A simulator of data-parallel steps: what many devices would take that nobody has at hand.
+"""A simulator of data-parallel steps on devices that nobody has at hand.
 
-A step is a program (:mod:`microddp.program`), the same on every device. It is
-played with a clock for each device and one lane for messages. A collective starts when the last
-device has reached it and the one before has ended; what it takes is
-:meth:`microddp.performance.network.Network.seconds`. Devices that are all alike have one clock for
-all of them.
+A step is a program (:mod:`microddp.program`), the same on every device. It is played with a clock
+for each device and one lane for messages. A collective starts when the last device has reached it
+and the collective before has ended, and lasts for
+:meth:`microddp.performance.network.Network.seconds`. Devices that are all alike share one clock.
 
-What is left out: that messages take memory's bandwidth or processors from computing, and that a
-device may begin a collective's first rounds while another one is late.
+Two things are left out: messages that take memory's bandwidth or processors from computing, and a
+device that begins a collective's first rounds while another one is late.
 """
 
 from __future__ import annotations
@@ -25,15 +24,19 @@ from microddp.strategies import STRATEGIES
 
 @dataclass(frozen=True)
 class Way:
-    """How the devices work together.
+    """The way in which devices work together.
 
     Attributes:
-        strategy: a key of ``microddp.strategies.STRATEGIES``.
-        algorithm: of a collective, see ``ALGORITHMS`` of :mod:`microddp.performance.network`.
-        bucket_cap_mb: as for a strategy of :mod:`microddp.strategies`.
-        accumulation: micro-batches of a step, each with the work of all layers.
-        kept: the share of a gradient's bytes that is sent, where it is compressed.
-        every: steps from one meeting to the next.
+        strategy: key of ``microddp.strategies.STRATEGIES``.
+        algorithm: algorithm of collectives, one of ``ALGORITHMS`` of
+            :mod:`microddp.performance.rounds`.
+        bucket_cap_mb: size of a bucket in MiB, as for a strategy.
+        accumulation: number of micro-batches in a step, each with the work of all layers.
+        kept: share of a gradient's bytes that is sent; below 1 if it is compressed.
+        every: number of steps from one meeting to the next.
+
+    Raises:
+        ValueError: an unknown strategy, or a number out of its range.
     """
 
     strategy: str = "ddp"
@@ -57,13 +60,13 @@ class Way:
 
 
 def program(work: Work, way: Way, devices: int, step: int = 0) -> list[Op]:
-    """What each device does in a step, in its order.
+    """Write down what each device does in a step, in order.
 
     Args:
-        work: of a device.
-        way: how they work together.
-        devices: how many.
-        step: its number, from 0, for what does not happen in each.
+        work: work of a device.
+        way: way in which the devices work together.
+        devices: number of devices.
+        step: number of the step, from 0: not every step has a meeting.
     """
     written = Program(
         work,
@@ -80,13 +83,15 @@ def program(work: Work, way: Way, devices: int, step: int = 0) -> list[Op]:
 
 @dataclass(frozen=True)
 class Variation:
-    """How much longer a device computes than it mostly does.
+    """The variation of a device's computing, drawn for each device and step.
 
     Attributes:
-        factors: that steps of one device have taken, in their median; one is drawn for each device
-            and step.
-        rare: the probability that a device has to wait once in a step, for something else.
-        pause: seconds of that.
+        factors: times of one device's steps, divided by their median, of which one is drawn.
+        rare: probability that a device pauses once in a step.
+        pause: seconds of such a pause.
+
+    Raises:
+        ValueError: a number out of its range, or no factor.
     """
 
     factors: tuple[float, ...] = (1.0,)
@@ -105,13 +110,13 @@ class Variation:
 
 @dataclass(frozen=True)
 class Simulated:
-    """What a simulation gave.
+    """The result of a simulation.
 
     Attributes:
-        steps: seconds of each.
-        exposed: seconds that a device waits in a step, in the mean: for messages, and for others.
-        calls: of the last step, in their order.
-        events: lines of programs that were played, of all devices that were.
+        steps: seconds of each step, shape (steps,).
+        exposed: mean seconds that a device waits in a step, for messages and for other devices.
+        calls: collectives of the last step, in order.
+        events: number of program lines that were played, over all clocks.
     """
 
     steps: NDArray[np.float64]
@@ -121,7 +126,7 @@ class Simulated:
 
     @property
     def step(self) -> float:
-        """Their median."""
+        """Seconds of the median step."""
         return float(np.median(self.steps))
 
 
@@ -137,15 +142,15 @@ def simulate(
     """Play steps of all devices.
 
     Args:
-        work: of each device.
-        network: between them.
-        way: how they work together.
-        steps: how many; those of devices that are alike are all alike, too.
-        variation: of computing; without, one clock stands for all devices.
-        seed: of what is drawn.
+        work: work of each device.
+        network: network between the devices.
+        way: way in which the devices work together.
+        steps: number of steps.
+        variation: variation of computing; without it one clock stands for all devices.
+        seed: seed of the draws.
 
     Raises:
-        ValueError: fewer than one step, or a collective that the network or algorithm has not.
+        ValueError: fewer than one step, or a collective that the network or algorithm lacks.
     """
     if steps < 1:
         raise ValueError(f"expected at least one step, got {steps}")

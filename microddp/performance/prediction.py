@@ -1,8 +1,8 @@
-"""How long a data-parallel step should take, from parts that are measured one by one.
+"""The time of a data-parallel step, predicted from parts that are measured one by one.
 
 The parts are the forward and backward pass of one rank without communication, the moment at which
-each gradient is ready, the bucket plan, and what an all-reduce costs on these ranks. What is
-predicted is how they overlap.
+each gradient is ready, the bucket plan, and the cost of an all-reduce on these ranks. The
+prediction is how they overlap.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from microddp.allreduce import FittedCost, fit_alpha_beta
+from microddp.allreduce import FittedCost, fit_alpha_beta, ring_cost
 from microddp.comms import Comms, cpu_cores
 from microddp.hooks import HookTracker
 from microddp.report import MIB
@@ -40,12 +40,12 @@ SWEEP = tuple(1 << shift for shift in range(10, 25, 2))  # 1 KiB to 16 MiB
 def measure_all_reduce(comms: Comms, sizes: Sequence[int] = SWEEP, repeat: int = 10) -> FittedCost:
     """Fit the cost of the backend's all-reduce to measurements. A collective.
 
-    On links of known speed, beta is what they take for the bytes that an all-reduce has to send.
+    On links of known speed, beta is the time of the bytes that a ring sends over the slowest.
 
     Args:
-        comms: the ranks.
-        sizes: bytes; at least two different ones.
-        repeat: measurements of each.
+        comms: ranks that take part.
+        sizes: bytes of the tensors; at least two different sizes.
+        repeat: number of measurements of each size.
     """
     tensors = {size: torch.zeros(size // 4, device=comms.device) for size in sizes}
     busy, wall = 0.0, 0.0
@@ -60,7 +60,7 @@ def measure_all_reduce(comms: Comms, sizes: Sequence[int] = SWEEP, repeat: int =
     calls = {str(size): lambda t=tensor: all_reduce(t) for size, tensor in tensors.items()}
     times = measure(calls, comms, repeat=repeat)
     n = comms.world_size
-    wire = 2 * (n - 1) / n * comms.box.seconds_per_byte if comms.box and n > 1 else None
+    wire = ring_cost(n, 1).most_sent * comms.box.seconds_per_byte if comms.box and n > 1 else None
     alpha, beta = fit_alpha_beta(sizes, [times[str(size)].median for size in sizes], wire)
     cores = torch.tensor([busy / wall if comms.backend == "gloo" else 0.0], device=comms.device)
     comms.all_reduce_mean(cores)
@@ -80,12 +80,12 @@ def measure_compute(
     At once, because ranks share the memory's bandwidth and maybe more.
 
     Args:
-        model: is copied, and left as it is.
-        loss_fn: from outputs and targets to a scalar.
+        model: model to train; it is copied, and left as it is.
+        loss_fn: function from outputs and targets to a scalar.
         batch: inputs and targets of this rank's shard.
-        make_optimizer: of a model's parameters.
-        comms: the ranks.
-        repeat: measurements, after a few that are not counted.
+        make_optimizer: function from a model to an optimizer of its parameters.
+        comms: ranks that compute.
+        repeat: number of measurements, after a few that are not counted.
     """
     strategy = Strategy(copy.deepcopy(model), comms)
     optimizer = make_optimizer(strategy.module)
@@ -115,7 +115,7 @@ def measure_compute(
 
 
 def _copy(comms: Comms) -> float:
-    """Seconds to scale a byte of gradient into a bucket, out of the cache, on all ranks at once."""
+    """Measure the seconds to scale a byte of gradient into a bucket that no cache holds."""
     gradients, buckets = torch.zeros(2, 16, MIB // 4, device=comms.device)
 
     def bring_in() -> None:
@@ -128,13 +128,13 @@ def _copy(comms: Comms) -> float:
 def plan_by_name(
     strategy: str, model: nn.Module, arrival: Iterable[str], bucket_cap_mb: float | None = None
 ) -> list[Bucket]:
-    """What a strategy sends of a model's gradients, in the order of sending.
+    """List the buckets in which a strategy sends a model's gradients, in the order of sending.
 
     Args:
-        strategy: a key of ``microddp.strategies.STRATEGIES``.
-        model: names and sizes.
-        arrival: the parameters' names in the order in which gradients come.
-        bucket_cap_mb: as for the strategy.
+        strategy: key of ``microddp.strategies.STRATEGIES``.
+        model: model whose gradients are sent.
+        arrival: names of the parameters in the order in which their gradients are ready.
+        bucket_cap_mb: size of a bucket in MiB, as for the strategy.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     numbers = {name: i for i, (name, _) in enumerate(named)}
@@ -154,20 +154,20 @@ def predict_step(
     bucket_cap_mb: float | None = None,
     world_size: int = 1,
 ) -> Prediction:
-    """The time of a step of a strategy, from its parts.
+    """Predict the time of a strategy's step from its parts.
 
-    Of sharding, half an all-reduce brings gradients together, while backward computes, and another
-    half parameters, while forward does, and in stage 3 once more while backward does.
+    In sharding, half an all-reduce reduces gradients while backward computes, and another half
+    gathers parameters while forward does; in stage 3 once more while backward does.
 
     Args:
-        strategy: a key of ``microddp.strategies.STRATEGIES``.
-        model: that is trained.
-        compute: of that model, from :func:`measure_compute`.
-        cost: from :func:`measure_all_reduce`.
-        cores: processor cores for each rank, from :func:`cores_for_each_rank`; ``None``: moving
+        strategy: key of ``microddp.strategies.STRATEGIES``.
+        model: model to train.
+        compute: times of that model, from :func:`measure_compute`.
+        cost: cost of an all-reduce, from :func:`measure_all_reduce`.
+        cores: processor cores for each rank, from :func:`cores_for_each_rank`; ``None`` if moving
             bytes takes nothing from computing.
-        bucket_cap_mb: as for the strategy.
-        world_size: ranks among which a strategy divides the optimizer's work.
+        bucket_cap_mb: size of a bucket in MiB, as for the strategy.
+        world_size: number of ranks among which sharding divides the optimizer's work.
     """
     kind = STRATEGIES[strategy]
     buckets = plan_by_name(strategy, model, compute.ready, bucket_cap_mb)
@@ -179,9 +179,7 @@ def predict_step(
     waited = max(0.0, gather - compute.forward)
     backward = predict_plan(compute, buckets, cost if kind.stage == 3 else half, cores)
     return Prediction(
-        backward.step + waited,
-        backward.exposed + waited,
-        backward.hidden + gather - waited,
+        backward.step + waited, backward.exposed + waited, backward.hidden + gather - waited
     )
 
 
@@ -193,16 +191,16 @@ def predict_plan(
     *,
     overlap: bool = True,
 ) -> Prediction:
-    """The time of a data-parallel step that sends given buckets.
+    """Predict the time of a data-parallel step that sends given buckets.
 
     Buckets travel one after the other, each from when its last gradient is ready and copied. While
     one travels, backward goes on with the cores that are left over.
 
     Args:
-        compute: as for :func:`predict_step`, like ``cost`` and ``cores``.
-        buckets: in the order of sending.
-        cost: of an all-reduce.
-        cores: for each rank.
+        compute: times as for :func:`predict_step`.
+        buckets: buckets in the order of sending.
+        cost: cost of an all-reduce.
+        cores: processor cores for each rank, as for :func:`predict_step`.
         overlap: whether a bucket is sent as soon as it is full, or only after backward.
     """
     ready = [
@@ -217,7 +215,7 @@ def predict_plan(
     threads = torch.get_num_threads()
     left = max(0.0, (cores - cost.cores) / threads) if cores is not None else 1.0
     speed = min(1.0, left) if cost.cores else 1.0
-    clock, done, waited, sent = 0.0, 0.0, 0.0, 0.0  # time; work done; idle; time spent sending
+    clock, done, waited, sent = 0.0, 0.0, 0.0, 0.0  # seconds: now, computed, idle, sending
     total = compute.backward + copied
     for moment, bucket in work:
         if done < moment:  # nothing to send: compute at full speed
@@ -228,7 +226,7 @@ def predict_plan(
         possible = (total - done) / speed if speed else float("inf")
         if total - done <= 0:
             possible = 0.0
-        # What is left of backward may end while this bucket travels.
+        # The rest of backward may end while this bucket travels.
         computing = min(travel, possible)
         done = min(total, done + computing * speed)
         waited += travel - computing
@@ -239,7 +237,5 @@ def predict_plan(
 
 
 def cores_for_each_rank(comms: Comms) -> float | None:
-    """Processor cores for each rank where ranks compute on them; else ``None``."""
-    if comms.device.type != "cpu":
-        return None
-    return cpu_cores() / comms.local_world_size
+    """Return the processor cores for each rank where ranks compute on them; else ``None``."""
+    return cpu_cores() / comms.local_world_size if comms.device.type == "cpu" else None

@@ -1,30 +1,32 @@
-"""When several devices are worth it: their step beside that of one, from a handful of numbers.
+"""A planned step of several devices beside that of one, from a handful of numbers.
 
-Nothing here is measured. It is the arithmetic of chapter 08 for a planned training: what a step
-computes, what it sends, and how much of the sending the last backward pass can hide.
+It is the arithmetic of chapter 08, without a measurement: how long a step computes, what it sends,
+and how much of the sending the last backward pass can hide.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+from microddp.allreduce import ring_cost
 from microddp.performance.memory import bytes_kept
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What comes of a step, once it is settled how much communication is hidden.
+    """A planned step with some of its communication hidden.
 
     Attributes:
         exposed: seconds of communication that nothing hides.
-        gathering: of these, the ones in which parameters are gathered for forward.
-        step: seconds of a step: computing, then what is exposed.
-        speedup: how many times as long one device takes for the same global batch.
-        efficiency: that, divided by the number of devices.
-        break_even: bytes a second of a link from which on the speed-up is above 1; infinite where
-            no link is fast enough.
+        gathering: seconds of ``exposed`` in which parameters are gathered for forward.
+        step: seconds of the step: computing, then exposed communication.
+        speedup: time of one device for the same global batch, divided by ``step``.
+        efficiency: speed-up divided by the number of devices.
+        break_even: bandwidth of a link, bytes a second, above which the speed-up is above 1;
+            infinite where no link is fast enough.
     """
 
     exposed: float
@@ -41,12 +43,12 @@ class StepBudget:
 
     Attributes:
         compute: seconds that each device computes in a step.
-        communication: seconds that messages take, hidden or not.
-        gathering: of these, the ones in which parameters are gathered for forward.
+        communication: seconds of all messages, hidden or not.
+        gathering: seconds of ``communication`` in which parameters are gathered for forward.
         memory: bytes on each device for weights, gradients and Adam's two moments, in 32 bits,
             divided as the stage says. Activations come on top.
-        overlapped: the step if computing hides as much as it lasts, which is the best case.
-        unhidden: the step if nothing is hidden.
+        overlapped: outcome if computing hides communication all the while: the best case.
+        unhidden: outcome if nothing is hidden.
     """
 
     compute: float
@@ -83,16 +85,17 @@ def step_budget(
     backward, of every micro-batch.
 
     Args:
-        parameters: P, of the model.
-        tokens: b, in a micro-batch of one device; samples, where each is used once by a parameter.
-        devices: n, at least 1.
+        parameters: number of parameters P of the model.
+        tokens: tokens b in a micro-batch of one device; or samples, where a parameter is used once
+            for each.
+        devices: number of devices n, at least 1.
         peak: operations a second of one device.
-        utilisation: the share of the peak that training reaches, above 0 and at most 1.
+        utilisation: share of the peak that training reaches, above 0 and at most 1.
         bandwidth: bytes a second of each device's link, in each direction.
         latency: seconds to start each round of the all-reduce.
-        accumulation: K, the micro-batches of a step.
-        gradient_bytes: that are sent for each parameter; 2 with bf16 messages.
-        stage: of sharding, 0 to 3.
+        accumulation: number of micro-batches K in a step.
+        gradient_bytes: bytes sent for each parameter; 2 with bf16 messages.
+        stage: stage of sharding, 0 to 3.
 
     Raises:
         ValueError: a number out of its range.
@@ -109,16 +112,18 @@ def step_budget(
         >>> budget.unhidden.speedup
         1.0
     """
-    _expect_above_zero(
-        parameters=parameters,
-        tokens=tokens,
-        peak=peak,
-        bandwidth=bandwidth,
-        gradient_bytes=gradient_bytes,
-    )
+    for name, number in {
+        "parameters": parameters,
+        "tokens": tokens,
+        "peak": peak,
+        "bandwidth": bandwidth,
+        "gradient_bytes": gradient_bytes,
+    }.items():
+        if not 0 < number < math.inf:
+            raise ValueError(f"expected {name} above 0, got {number}")
     if not 0 < utilisation <= 1:
         raise ValueError(f"expected a utilisation above 0 and at most 1, got {utilisation}")
-    if not 0 <= latency < float("inf"):
+    if not 0 <= latency < math.inf:
         raise ValueError(f"expected a latency of 0 seconds or more, got {latency}")
     for name, count in {"devices": devices, "accumulation": accumulation}.items():
         if count != int(count) or count < 1:
@@ -128,18 +133,17 @@ def step_budget(
     rate = peak * utilisation
     forward = 2 * parameters * tokens / rate
     compute = accumulation * 3 * forward
-    start_up = (devices - 1) * latency  # of half an all-reduce
-    sent = (devices - 1) / devices * parameters * gradient_bytes
-    # Halves of an all-reduce in forward, in backward, and how often a step has them.
-    halves, times = {0: ((0, 2), 1), 3: ((1, 2), accumulation)}.get(stage, ((1, 1), 1))
-    messages = [times * count * (start_up + sent / bandwidth) for count in halves]
+    # Passes around the ring in forward and in backward, and how often a step has them.
+    passes, times = {0: ((0, 2), 1), 3: ((1, 2), accumulation)}.get(stage, ((1, 1), 1))
+    costs = [ring_cost(devices, parameters * gradient_bytes, count) for count in passes]
+    messages = [times * cost.seconds(latency, 1 / bandwidth) for cost in costs]
 
     def outcome(*hidden: float) -> Outcome:
         exposed = [max(0.0, takes - hides) for takes, hides in zip(messages, hidden, strict=True)]
         step = compute + sum(exposed)
         phases = [
-            (hides - times * count * start_up, times * count * sent)
-            for count, hides in zip(halves, hidden, strict=True)
+            (hides - times * cost.rounds * latency, times * cost.most_sent)
+            for cost, hides in zip(costs, hidden, strict=True)
         ]
         return Outcome(
             sum(exposed),
@@ -147,7 +151,7 @@ def step_budget(
             step,
             speedup=devices * compute / step,
             efficiency=compute / step,
-            break_even=_break_even((devices - 1) * compute, phases) if devices > 1 else INFINITE,
+            break_even=_break_even((devices - 1) * compute, phases) if devices > 1 else math.inf,
         )
 
     return StepBudget(
@@ -160,32 +164,23 @@ def step_budget(
     )
 
 
-INFINITE = float("inf")
-
-
 def _break_even(room: float, phases: Sequence[tuple[float, float]]) -> float:
-    """The bandwidth with which phases are exposed for ``room`` seconds together.
+    """Find the bandwidth with which phases are exposed for ``room`` seconds together.
 
     Args:
         room: seconds.
-        phases: seconds of each that may be hidden, without those of its start-ups; and its bytes.
+        phases: seconds of each phase that may be hidden, less its start-ups; and its bytes.
 
     Returns:
         Bytes a second; infinite if no bandwidth is enough.
     """
-    # What is exposed is the largest of the sums over some of the phases. So the seconds of a byte
-    # that fill the room are the least of those that do so with some of the phases.
+    # The exposed time is the largest sum over any of the phases. So the seconds of a byte that fill
+    # the room are the least of those that fill it with any of the phases.
     some = [chosen for r in range(len(phases)) for chosen in combinations(phases, r + 1)]
     least = min(
         (room + sum(hides for hides, _ in chosen)) / nbytes
         if (nbytes := sum(size for _, size in chosen))
-        else (INFINITE if room + sum(hides for hides, _ in chosen) > 0 else 0.0)
+        else (math.inf if room + sum(hides for hides, _ in chosen) > 0 else 0.0)
         for chosen in some
     )
-    return 1 / least if least > 0 else INFINITE
-
-
-def _expect_above_zero(**numbers: float) -> None:
-    for name, number in numbers.items():
-        if not 0 < number < float("inf"):
-            raise ValueError(f"expected {name} above 0, got {number}")
+    return 1 / least if least > 0 else math.inf

@@ -1,4 +1,4 @@
-"""Plans for trainings on devices that nobody has at hand, simulated, with the error of that."""
+"""Plans of trainings on devices that nobody has at hand: simulated, with the simulator's error."""
 
 from microddp.plan.config import count_parameters
 from microddp.plan.library import Device, Link, devices, links, named, network_of

@@ -122,14 +122,12 @@ def _asked(options: argparse.Namespace) -> tuple[Training, Device, Link]:
         if options.utilisation > 1:
             raise ValueError(f"expected a utilisation of at most 1, got {options.utilisation}")
         device = Device(**{**asdict(device), "utilisation": options.utilisation})
-    for name in options.strategies:
-        named("strategy", name, STRATEGIES)
     link: Link = named("link", options.link, links())
     return training, device, link
 
 
 def as_table(plans: Sequence[Plan], training: Training) -> str:
-    """A line for each plan, with the whole training where it has an end."""
+    """Write a table with a line for each plan, and the whole training where it has an end."""
     rows: list[list[Any]] = []
     for each in plans:
         row: list[Any] = [
@@ -170,14 +168,13 @@ def _advice(best: Plan | None, options: argparse.Namespace) -> str:
 
 
 def errors() -> list[str]:
-    """How far off the simulator was where it was checked, in sentences."""
-    sentences = []
-    for run in read("checked.toml")["runs"]:
-        sentences.append(
-            f"Error where it was checked, {run['what']}: median {run['median']:.1%}, nine of ten "
-            f"within {run['ninety']:.1%}, at most {run['most']:.0%} ({run['cases']} cases, "
-            f"{run['machine']}, {run['date']})."
-        )
+    """Report the simulator's errors where it was checked, in sentences."""
+    sentences = [
+        f"Error where it was checked, {run['what']}: median {run['median']:.1%}, nine of ten "
+        f"within {run['ninety']:.1%}, at most {run['most']:.0%} ({run['cases']} cases, "
+        f"{run['machine']}, {run['date']})."
+        for run in read("checked.toml")["runs"]
+    ]
     found = compare_published()
     for kind, rows in (
         ("trainings", [row for row in found if row.what.startswith("speed")]),
@@ -192,7 +189,7 @@ def errors() -> list[str]:
 
 
 def library() -> str:
-    """Devices and links, with their sources."""
+    """List devices and links, with their sources."""
     rows = [
         (key, d.name, f"{d.peak / 1e12:g}", f"{d.utilisation:.0%}", f"{d.memory / 1e9:g}",
          d.node, f"{d.inside / 1e9:g}", d.date)

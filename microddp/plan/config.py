@@ -1,4 +1,4 @@
-"""How many parameters a model has, from the ``config.json`` that Hugging Face keeps of it."""
+"""The number of a model's parameters, from its ``config.json`` of Hugging Face."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 
 
 def count_parameters(config: Mapping[str, Any]) -> tuple[int, int]:
-    """The parameters and layers of a decoder of Llama's kind: Llama, Mistral, Qwen, SmolLM.
+    """Count the parameters of a decoder of Llama's kind: Llama, Mistral, Qwen, SmolLM.
 
     Args:
-        config: as ``config.json`` says it.
+        config: content of ``config.json``.
 
     Returns:
-        All parameters, and layers.
+        The number of parameters, and the number of layers.
 
     Raises:
-        ValueError: the configuration is of another kind: it lacks a number, or has experts.
+        ValueError: a configuration of another kind: it lacks a number, or has experts.
 
     Example:
         >>> smol = {"hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32}

@@ -17,18 +17,18 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Device:
-    """What a step is computed on.
+    """A device on which a step is computed.
 
     Attributes:
-        name: in words.
+        name: name in words.
         peak: operations a second, bf16, dense.
-        utilisation: the share of them that training reaches.
-        memory: bytes.
-        node: devices that are connected with each other by ``inside``.
-        inside: bytes a second in each direction.
-        inside_latency: seconds of a message.
-        source: of the figures.
-        date: of them.
+        utilisation: share of the peak that training reaches.
+        memory: bytes of memory.
+        node: number of devices that ``inside`` connects with each other.
+        inside: bandwidth in a node, bytes a second in each direction.
+        inside_latency: seconds to start a message in a node.
+        source: source of the figures.
+        date: date of the figures.
     """
 
     name: str
@@ -49,15 +49,15 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """What connects a node with the others.
+    """The link between a node and the others.
 
     Attributes:
-        name: in words.
+        name: name in words.
         bandwidth: bytes a second in each direction, of each rail.
-        rails: how many a node has.
-        latency: seconds of a message.
-        source: of the figures.
-        date: of them.
+        rails: number of rails of a node.
+        latency: seconds to start a message.
+        source: source of the figures.
+        date: date of the figures.
     """
 
     name: str
@@ -70,25 +70,25 @@ class Link:
 
 @cache
 def read(name: str) -> dict[str, Any]:
-    """A TOML file that lies here."""
+    """Read a TOML file of this folder."""
     return tomllib.loads((HERE / name).read_text(encoding="utf-8"))
 
 
 def devices() -> dict[str, Device]:
-    """All devices, by the short names that are asked for."""
+    """Return all devices, by the short names of the command line."""
     return {key: Device(**entry) for key, entry in read("library.toml")["devices"].items()}
 
 
 def links() -> dict[str, Link]:
-    """All links, by the short names that are asked for."""
+    """Return all links, by the short names of the command line."""
     return {key: Link(**entry) for key, entry in read("library.toml")["links"].items()}
 
 
 def named(kind: str, name: str, choices: Mapping[str, Any]) -> Any:
-    """What has a name.
+    """Look a name up.
 
     Raises:
-        ValueError: nothing has; the message says what comes nearest.
+        ValueError: an unknown name; the message suggests the closest one.
     """
     if name in choices:
         return choices[name]
@@ -99,10 +99,10 @@ def named(kind: str, name: str, choices: Mapping[str, Any]) -> Any:
 
 
 def network_of(device: Device, link: Link, count: int) -> Network:
-    """So many devices in their nodes, with a link between those.
+    """Describe the network of ``count`` devices in nodes, with a link between the nodes.
 
     Raises:
-        ValueError: they do not fill their nodes.
+        ValueError: the devices do not fill their nodes.
     """
     inside = Port(device.inside, device.inside_latency)
     between = Port(link.bandwidth, link.latency)

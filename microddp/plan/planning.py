@@ -1,4 +1,4 @@
-"""What a training takes on so many devices: simulated, with the memory and the money it needs."""
+"""Plans of a training on so many devices: simulated time, memory, and price."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from microddp.performance.cluster import Way, simulate
+from microddp.performance.cluster import Simulated, Way, simulate
 from microddp.performance.failures import Failures
 from microddp.performance.memory import bytes_kept
-from microddp.performance.network import HALVED
-from microddp.plan.library import Device, Link, network_of, read
+from microddp.performance.network import Network
+from microddp.performance.rounds import HALVED
+from microddp.plan.library import Device, Link, named, network_of, read
 from microddp.program import Work
 from microddp.strategies import STRATEGIES
 
-WHOLE = ("ring", "tree", "hierarchical")  # algorithms of an all-reduce that are tried
+WHOLE = ("ring", "tree", "hierarchical")  # all-reduce algorithms to try
 CHECKPOINT, RESTART = 60.0, 600.0  # seconds
 DAY = 86400.0
-YEAR = 365 * DAY
 
 
 @dataclass(frozen=True)
 class Training:
-    """What is to be trained.
+    """A training to plan.
 
     Attributes:
-        parameters: of the model.
-        layers: equal ones.
-        tokens: of a device and micro-batch.
-        accumulation: micro-batches of a step.
-        in_all: tokens of the whole training.
-        kept: the share of a gradient's bytes that is sent, where it is compressed.
-        every: steps from one meeting to the next, where weights are averaged (``"local"``).
-        batch: tokens of a step, all devices together, where that is given instead of ``tokens``.
+        parameters: number of parameters of the model.
+        layers: number of layers, all equal.
+        tokens: number of tokens in a micro-batch of a device.
+        accumulation: number of micro-batches in a step.
+        in_all: number of tokens of the whole training; ``None`` if it has no end.
+        kept: share of a gradient's bytes that is sent; below 1 if it is compressed.
+        every: number of steps between two meetings, where weights are averaged (``"local"``).
+        batch: number of tokens in a step, all devices together, instead of ``tokens``.
 
     Raises:
         ValueError: a number is not above 0.
@@ -54,7 +54,7 @@ class Training:
                 raise ValueError(f"expected {name} above 0, got {number}")
 
     def on(self, devices: int) -> Training:
-        """The same with the tokens of one of so many devices."""
+        """Return this training with the tokens of one of so many devices."""
         if self.batch is None:
             return self
         return replace(self, tokens=self.batch / devices / self.accumulation)
@@ -65,18 +65,18 @@ class Plan:
     """A simulated way to train.
 
     Attributes:
-        devices: how many.
-        strategy: a key of ``microddp.strategies.STRATEGIES``.
-        algorithm: of its collectives, the quickest of those that were tried.
-        step: seconds, the mean from one meeting to the next.
+        devices: number of devices.
+        strategy: key of ``microddp.strategies.STRATEGIES``.
+        algorithm: algorithm of its collectives, the quickest that was tried.
+        step: seconds of a step, the mean from one meeting to the next.
         exposed: seconds of a step in which a device waits for messages.
-        tokens_per_second: of each device.
-        efficiency: that, by what one device would do that waits for nothing.
+        tokens_per_second: tokens a second of each device.
+        efficiency: tokens a second, divided by those of a device that waits for nothing.
         memory: bytes of parameters, gradients and optimizer on a device; activations come on top.
-        fits: whether that is less than the device has.
-        useful: the share of the time that is left, with checkpoints and failures.
-        seconds: of the whole training; ``None`` if it has no end.
-        price: of that; ``None`` without a price.
+        fits: whether the device has more memory than that.
+        useful: share of the time that is training which is kept, with checkpoints and failures.
+        seconds: seconds of the whole training; ``None`` if it has no end.
+        price: price of the whole training; ``None`` without a price or an end.
     """
 
     devices: int
@@ -94,10 +94,17 @@ class Plan:
 
     @property
     def limit(self) -> str:
-        """Memory, messages or computing, whichever stands in the way of more."""
+        """The limit of the plan, one of ``"memory"``, ``"messages"`` or ``"computing"``."""
         if not self.fits:
             return "memory"
         return "messages" if self.exposed > self.step / 2 else "computing"
+
+
+def quickest(work: Work, network: Network, way: Way) -> tuple[str, Simulated]:
+    """Simulate a way with each algorithm; return the quickest algorithm, and its simulation."""
+    tried = HALVED if STRATEGIES[way.strategy].stage else WHOLE
+    found = {a: simulate(work, network, replace(way, algorithm=a), steps=way.every) for a in tried}
+    return min(found.items(), key=lambda each: float(each[1].steps.mean()))
 
 
 def plan(
@@ -108,51 +115,36 @@ def plan(
     strategy: str,
     price: float | None = None,
 ) -> Plan:
-    """Simulate a step of a strategy on so many devices, and what follows from it.
+    """Simulate a step of a strategy on so many devices, and plan the training by it.
 
     Parameters and messages are in bf16, the optimizer is Adam with a copy of the parameters in
-    fp32: 16 bytes of each parameter, divided as the stage says. Failures are those of
-    ``library.toml``, checkpoints take a minute and restarts ten.
+    fp32: 16 bytes of each parameter, divided as the stage says. Devices fail as often as
+    ``library.toml`` says, checkpoints take a minute and restarts ten.
 
     Args:
-        training: what.
-        device: on which.
-        link: between nodes.
-        devices: how many.
-        strategy: a key of ``microddp.strategies.STRATEGIES``.
-        price: of a device's hour.
+        training: training to plan.
+        device: kind of the devices.
+        link: link between nodes.
+        devices: number of devices.
+        strategy: key of ``microddp.strategies.STRATEGIES``.
+        price: price of a device's hour.
 
     Raises:
-        ValueError: devices that do not fill their nodes, or a strategy that there is not.
+        ValueError: devices that do not fill their nodes, or an unknown strategy.
     """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"expected a strategy of {', '.join(STRATEGIES)}, got {strategy!r}")
-    training, stage = training.on(devices), STRATEGIES[strategy].stage
+    training, stage = training.on(devices), named("strategy", strategy, STRATEGIES).stage
     network = network_of(device, link, devices)
     work = Work.from_operations(training.parameters, training.layers, training.tokens, device.rate)
-    played = {
-        algorithm: simulate(
-            work,
-            network,
-            Way(
-                strategy,
-                algorithm,
-                accumulation=training.accumulation,
-                kept=training.kept,
-                every=training.every,
-            ),
-            steps=training.every,
-        )
-        for algorithm in (HALVED if stage else WHOLE)
-    }
-    algorithm = min(played, key=lambda name: float(played[name].steps.mean()))
-    found, step = played[algorithm], float(played[algorithm].steps.mean())
-    tokens = training.tokens * training.accumulation
-    kept = bytes_kept(
+    accumulation, kept, every = training.accumulation, training.kept, training.every
+    way = Way(strategy, accumulation=accumulation, kept=kept, every=every)
+    algorithm, found = quickest(work, network, way)
+    step = float(found.steps.mean())
+    tokens = training.tokens * accumulation
+    memory = bytes_kept(
         stage, training.parameters, devices, parameter=2, gradient=2, optimizer=12
     ).total
     if stage == 3 and devices > 1:  # two layers are whole at a time, and the gradients of one
-        kept += 3 * 2 * training.parameters / training.layers
+        memory += 3 * 2 * training.parameters / training.layers
     failures = Failures.of_devices(
         devices, 3600 * read("library.toml")["failures"]["hours"], CHECKPOINT, RESTART
     )
@@ -167,9 +159,9 @@ def plan(
         step,
         found.exposed,
         tokens / step,
-        training.accumulation * work.seconds / step,
-        kept,
-        kept < device.memory,
+        accumulation * work.seconds / step,
+        memory,
+        memory < device.memory,
         useful,
         seconds,
         None if price is None or seconds is None else price * devices * seconds / 3600,
@@ -184,17 +176,20 @@ def sweep(
     strategies: Iterable[str],
     price: float | None = None,
 ) -> list[Plan]:
-    """Every strategy on every number of devices. Arguments and errors are those of :func:`plan`."""
+    """Plan every strategy on every number of devices, with arguments and errors of :func:`plan`."""
     names = list(strategies)
     return [plan(training, device, link, n, name, price) for n in counts for name in names]
 
 
 def cheapest(plans: Sequence[Plan], within: float | None = None) -> Plan | None:
-    """The plan that fits and takes the least of the devices' time, all together.
+    """Choose the plan that fits and takes the least time of all devices together.
 
     Args:
-        plans: of one device and price, with an end.
-        within: seconds that the training may take.
+        plans: plans for one device and price; a plan without an end is never chosen.
+        within: limit of the training's seconds.
+
+    Returns:
+        The cheapest plan; ``None`` if none fits.
     """
     able = [
         each

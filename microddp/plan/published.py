@@ -1,4 +1,4 @@
-"""The simulator beside what others measured: ``published.toml``."""
+"""The simulator beside published measurements: ``published.toml``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from microddp.allreduce import bus_bandwidth
-from microddp.performance.cluster import Way, simulate
-from microddp.performance.network import HALVED, Network, Port
+from microddp.performance.cluster import Way
+from microddp.performance.network import Network, Port
 from microddp.plan.library import read
-from microddp.plan.planning import WHOLE
+from microddp.plan.planning import quickest
 from microddp.program import Work
 
 
@@ -20,11 +20,11 @@ class Compared:
     """A published figure, and the simulated one.
 
     Attributes:
-        name: of the publication.
-        what: what was measured, in words.
-        published: a share of speed that is kept, or a bus bandwidth in GB/s.
-        simulated: the same.
-        source: of the published one, and of the inputs.
+        name: name of the publication.
+        what: measured quantity, in words.
+        published: published figure: a share of speed that is kept, or a bus bandwidth in GB/s.
+        simulated: simulated figure, in the same unit.
+        source: source of the published figure, and of the inputs.
         assumed: inputs that are not the source's, in words; empty where there are none.
     """
 
@@ -37,22 +37,19 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Of the simulated one, as a share of the published one."""
+        """Error of the simulated figure, as a share of the published one."""
         return self.simulated / self.published - 1
 
 
 def compare_published() -> list[Compared]:
-    """Every published figure, in the order of the file."""
+    """Simulate every published figure, in the order of the file."""
     book = read("published.toml")
     rows = [row for curve in book["curves"] for row in _curve(curve)]
     return rows + [row for entry in book["all_reduces"] for row in _all_reduces(entry)]
 
 
 def _curve(curve: dict[str, Any]) -> Iterator[Compared]:
-    """The share of the first number of devices' speed that each has, of all others.
-
-    How fast a device computes is what the first one's speed says, so that only messages tell.
-    """
+    """Compare the speeds with those of the first number of devices, which sets a device's rate."""
     rates = []
     first, count = curve["rates"][0], len(curve["devices"])
     between = curve["between"]  # one, or as it was measured on so many devices
@@ -75,12 +72,8 @@ def _curve(curve: dict[str, Any]) -> Iterator[Compared]:
             Port(curve["inside"], curve.get("latency", 3.4e-6)),
             curve["rails"],
         )
-        halved = curve["strategy"].startswith("zero")
-        step = min(
-            simulate(work, network, Way(curve["strategy"], name, accumulation=accumulation)).step
-            for name in (HALVED if halved else WHOLE)
-        )
-        rates.append(tokens / step)
+        way = Way(curve["strategy"], accumulation=accumulation)
+        rates.append(tokens / quickest(work, network, way)[1].step)
     for devices, rate, published in zip(
         curve["devices"][1:], rates[1:], curve["rates"][1:], strict=True
     ):
@@ -116,7 +109,7 @@ def _all_reduces(entry: dict[str, Any]) -> Iterator[Compared]:
 
 
 def summary(errors: Sequence[float]) -> tuple[float, float, float]:
-    """Of errors without their signs: the median, the 90th percentile, and the largest."""
+    """Return the median, the 90th percentile and the largest of errors without their signs."""
     sizes = sorted(map(abs, errors))
     ninety = sizes[min(len(sizes) - 1, round(0.9 * (len(sizes) - 1)))]
     return statistics.median(sizes), ninety, sizes[-1]

@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import on_ranks
 
-from microddp.allreduce import AllReduceCost, all_reduce_cost, bus_bandwidth, fit_alpha_beta
+from microddp.allreduce import (
+    CollectiveCost,
+    all_reduce_cost,
+    bus_bandwidth,
+    fit_alpha_beta,
+    ring_cost,
+)
 from microddp.comms import Message, MessageCounter
 
 ALGORITHMS = ("naive", "direct", "ring", "doubling")
@@ -45,13 +51,13 @@ def test_messages_are_counted_once_at_a_time_and_an_error_ends_the_count(comms):
 @pytest.mark.parametrize(
     ("algorithm", "n", "cost"),
     [
-        ("naive", 4, AllReduceCost(6, 1200, 6, 3600)),
-        ("direct", 4, AllReduceCost(3, 1200, 12, 3600)),
-        ("ring", 4, AllReduceCost(6, 300, 24, 1800)),
-        ("doubling", 4, AllReduceCost(2, 1200, 8, 2400)),
-        ("doubling", 5, AllReduceCost(4, 1200, 10, 3600)),
-        ("doubling", 3, AllReduceCost(3, 1200, 4, 2400)),
-        ("ring", 2, AllReduceCost(2, 600, 4, 1200)),
+        ("naive", 4, CollectiveCost(6, 1200, 6, 3600)),
+        ("direct", 4, CollectiveCost(3, 1200, 12, 3600)),
+        ("ring", 4, CollectiveCost(6, 300, 24, 1800)),
+        ("doubling", 4, CollectiveCost(2, 1200, 8, 2400)),
+        ("doubling", 5, CollectiveCost(4, 1200, 10, 3600)),
+        ("doubling", 3, CollectiveCost(3, 1200, 4, 2400)),
+        ("ring", 2, CollectiveCost(2, 600, 4, 1200)),
     ],
 )
 def test_costs_computed_by_hand(algorithm, n, cost):
@@ -71,6 +77,15 @@ def test_costs_have_the_properties_that_the_book_claims(n, nbytes):
     assert costs["doubling"].rounds <= costs["ring"].rounds
     # The least that any rank could send, and what the ring comes to.
     assert costs["ring"].most_sent == pytest.approx(2 * nbytes * (n - 1) / n)
+
+
+@given(n=st.integers(1, 10_000), nbytes=st.integers(0, 10**12))
+def test_a_reduce_scatter_or_an_all_gather_is_half_of_a_rings_all_reduce(n, nbytes):
+    half, whole = ring_cost(n, nbytes, passes=1), all_reduce_cost("ring", n, nbytes)
+    assert half.round_bytes == whole.round_bytes == nbytes / n
+    assert (2 * half.rounds, 2 * half.messages) == (whole.rounds, whole.messages)
+    assert half.most_sent == pytest.approx(nbytes * (n - 1) / n)
+    assert whole == ring_cost(n, nbytes)
 
 
 def test_predicted_seconds_are_rounds_times_alpha_plus_beta_bytes():

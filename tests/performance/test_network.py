@@ -8,14 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from microddp.allreduce import all_reduce_cost
-from microddp.performance.network import (
-    ALGORITHMS,
-    HALVED,
-    Network,
-    Port,
-    Processor,
-    rounds,
-)
+from microddp.performance.network import Network, Port, Processor
+from microddp.performance.rounds import ALGORITHMS, HALVED, rounds
 
 ALPHA, BANDWIDTH = 3e-6, 7e9
 ANY_SIZE = st.integers(1, 10**10)
