@@ -328,7 +328,7 @@ receives in the second. So its link is used one way at a time, for $2S/B_2$ inst
 $1.5\,S/B_2$.
 
 A job has to know its speeds first. They can be measured, before the training:
-{func}`~microddp.performance.stragglers.probe_links` sends messages around and takes the time. But
+{func}`~microddp.performance.link_speed.probe_links` sends messages around and takes the time. But
 is it a link that is slow?
 
 ## Slow rank or slow link?

@@ -2,7 +2,7 @@
 
 Whatever averages the gradients, a step is taken apart by the same rule. Communication is
 *exposed* while the rank waits for it and does nothing else, and *hidden* for the rest of the time
-in which it is under way. Computing is what a phase takes without the waiting inside it.
+in which it is under way. Computing is the time of a phase without the waiting inside it.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ PHASES = tuple(field.name for field in fields(StepTimes))
 
 
 def median_step(steps: Sequence[StepTimes]) -> StepTimes:
-    """The median of each number of several steps."""
+    """Take the median of each time over several steps."""
     return StepTimes(*map(statistics.median, zip(*map(astuple, steps), strict=True)))
 
 
 class DDPPerformanceAnalyzer:
-    """Times training steps phase by phase, and says what the ranks have in common.
+    """Times training steps phase by phase, and compares the ranks.
 
     Args:
-        comms: the ranks that train together.
-        device: where batches are wanted; default: where this rank computes.
+        comms: ranks that train together.
 
     Attributes:
-        steps: the times of every step so far, of this rank.
+        steps: times of every step so far on this rank.
 
     Example:
         >>> analyzer = DDPPerformanceAnalyzer(comms)
@@ -50,9 +49,8 @@ class DDPPerformanceAnalyzer:
         >>> comms.print(analyzer.summary())
     """
 
-    def __init__(self, comms: Comms, device: torch.device | None = None) -> None:
+    def __init__(self, comms: Comms) -> None:
         self.comms = comms
-        self.device = device or comms.device
         self.steps: list[StepTimes] = []
         self._timeline = _QuietTimeline(comms)
         self._fetching = 0.0
@@ -83,25 +81,27 @@ class DDPPerformanceAnalyzer:
         """Train one step and time its phases.
 
         Args:
-            model: a strategy with its model, :class:`~microddp.ddp.wrapper.DistributedDataParallel`
+            model: strategy with its model, :class:`~microddp.ddp.wrapper.DistributedDataParallel`
                 or PyTorch's, or a bare module, whose gradients nobody averages. With PyTorch's the
                 buckets cannot be watched: communication counts as under way from the first
                 collective to the end of backward.
-            inputs: of this rank's shard.
-            targets: of this rank's shard.
-            optimizer: of the model's parameters.
-            loss_fn: from outputs and targets to a scalar.
+            inputs: inputs of this rank's shard.
+            targets: targets of this rank's shard.
+            optimizer: optimizer of the model's parameters.
+            loss_fn: function from outputs and targets to a scalar.
 
         Returns:
-            This rank's times, which also go to :attr:`steps`.
+            The times on this rank, which also go to :attr:`steps`.
         """
         timeline, strategy = self._timeline, strategy_of(model, self.comms)
-        timeline.take()  # what is left of a step that raised
+        timeline.take()  # the rest of a step that raised
         before = strategy.timeline
         strategy.record(timeline)
         try:
             with timeline.span("data", lane="data"):
-                batch = [part.to(self.device, non_blocking=True) for part in (inputs, targets)]
+                batch = [
+                    part.to(self.comms.device, non_blocking=True) for part in (inputs, targets)
+                ]
             take_step(strategy, loss_fn, optimizer, batch)
         finally:
             strategy.record(before)
@@ -112,7 +112,7 @@ class DDPPerformanceAnalyzer:
         return times
 
     def summary(self) -> StepSummary:
-        """The median step of every rank so far. A collective.
+        """Gather the median step of every rank so far. A collective.
 
         Raises:
             RuntimeError: no step was timed.
@@ -129,28 +129,19 @@ class DDPPerformanceAnalyzer:
         targets: torch.Tensor,
         *,
         loss_fn: Loss = cross_entropy,
-        bucket_cap_mb: float | None = None,
         repeat: int = 15,
     ) -> Overhead:
         """Time a step with the model in the book's DDP against one without. A collective.
 
         Args:
-            model: is copied, and left as it is.
-            inputs: of this rank's shard, on its device.
-            targets: likewise.
-            loss_fn: from outputs and targets to a scalar.
-            bucket_cap_mb: size of a bucket in MiB.
-            repeat: measurements of each.
+            model: model to train; it is copied, and left as it is.
+            inputs: inputs of this rank's shard, on its device.
+            targets: targets of this rank's shard, on its device.
+            loss_fn: function from outputs and targets to a scalar.
+            repeat: number of measurements of each.
         """
-        times = compare_strategies(
-            ("none", "ddp"),
-            model,
-            self.comms,
-            (inputs, targets),
-            loss_fn,
-            bucket_cap_mb=bucket_cap_mb,
-            repeat=repeat,
-        )
+        batch, kinds = (inputs, targets), ("none", "ddp")
+        times = compare_strategies(kinds, model, self.comms, batch, loss_fn, repeat=repeat)
         return Overhead(gradient_bytes(model), times["none"], times["ddp"])
 
 
@@ -161,30 +152,28 @@ def compare_strategies(
     batch: Sequence[torch.Tensor],
     loss_fn: Loss,
     *,
-    bucket_cap_mb: float | None = None,
     repeat: int = 15,
 ) -> dict[str, Timing]:
     """Time a step of several strategies, in turns. A collective.
 
     Args:
         names: keys of ``microddp.strategies.STRATEGIES``.
-        model: is copied, and left as it is.
-        comms: the ranks that share the gradients.
+        model: model to train; it is copied, and left as it is.
+        comms: ranks that share the gradients.
         batch: inputs and targets of this rank's shard.
-        loss_fn: from outputs and targets to a scalar.
-        bucket_cap_mb: size of a bucket in MiB, as for a strategy.
-        repeat: measurements of each.
+        loss_fn: function from outputs and targets to a scalar.
+        repeat: number of measurements of each.
     """
     steps: dict[str, Callable[[], object]] = {}
     for name in names:
-        strategy = STRATEGIES[name](copy.deepcopy(model), comms, bucket_cap_mb)
+        strategy = STRATEGIES[name](copy.deepcopy(model), comms)
         optimizer = torch.optim.SGD(strategy.parameters(), lr=1e-4)
         steps[name] = partial(take_step, strategy, loss_fn, optimizer, batch)
     return measure(steps, comms, repeat=repeat)
 
 
 class _QuietTimeline(Timeline):
-    """Without the moments at which gradients are ready: there are many, and none is needed here."""
+    """A timeline without the many moments at which gradients are ready."""
 
     def mark(self, name: str, lane: str = "gradients") -> None:
         pass
@@ -192,27 +181,27 @@ class _QuietTimeline(Timeline):
 
 @dataclass(frozen=True)
 class StepSummary:
-    """The median step of every rank.
+    """The median step of every rank. Prints as a table.
 
     Attributes:
-        ranks: in rank order.
+        ranks: times of each rank's step, in rank order.
     """
 
     ranks: tuple[StepTimes, ...]
 
     @property
     def slowest(self) -> int:
-        """The rank that works longest, and so waits least; the straggler."""
+        """The straggler, the rank that works longest and so waits least."""
         return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].working)
 
     @property
     def spread(self) -> float:
-        """The straggler's work, by that of the rank that works least; 1 where all are alike."""
+        """The straggler's work, divided by the least work of a rank; 1 where all are alike."""
         return self.ranks[self.slowest].working / min(times.working for times in self.ranks)
 
     @property
     def rows(self) -> list[tuple[str | float, ...]]:
-        """A row for each phase, with its name and its milliseconds on each rank."""
+        """Rows of a table, each with a phase's name and its milliseconds on each rank."""
         return [(phase, *(getattr(times, phase) * 1e3 for times in self.ranks)) for phase in PHASES]
 
     @property
@@ -232,7 +221,7 @@ class StepSummary:
 
     @property
     def verdict(self) -> str:
-        """Which rank the others wait for, in a sentence."""
+        """The rank for which the others wait, in a sentence."""
         return (
             f"Rank {self.slowest} works longest (total less exposed), {self.spread:.2f} times as "
             "long as the rank that works least."
@@ -248,9 +237,10 @@ class Overhead:
     """A step with gradients averaged over the ranks against one without.
 
     Attributes:
-        nbytes: of all gradients.
-        alone: the step without communication, on all ranks at once.
-        together: the step in :class:`microddp.DDP <microddp.ddp.wrapper.DistributedDataParallel>`.
+        nbytes: bytes of all gradients.
+        alone: time of the step without communication, on all ranks at once.
+        together: time of the step in
+            :class:`microddp.DDP <microddp.ddp.wrapper.DistributedDataParallel>`.
     """
 
     nbytes: int
@@ -259,11 +249,11 @@ class Overhead:
 
     @property
     def seconds(self) -> float:
-        """What data parallelism adds to a step, as the median of the differences of each round."""
+        """Seconds that data parallelism adds to a step, the median difference within a round."""
         pairs = zip(self.alone.seconds, self.together.seconds, strict=True)
         return statistics.median(together - alone for alone, together in pairs)
 
     @property
     def share(self) -> float:
-        """The part of the step that data parallelism takes."""
+        """The share of the step that data parallelism takes."""
         return self.seconds / self.together.median

@@ -1,4 +1,4 @@
-"""Devices that fail, and checkpoints: how much of the time is training."""
+"""Devices that fail, and checkpoints: the share of the time that is training."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Failures:
-    """How often a job is interrupted, and what that costs.
+    """Failures of a job, with the costs of a checkpoint and of a restart.
 
     Attributes:
-        between: seconds between two failures of the job, in the mean.
+        between: mean seconds between two failures of the job.
         checkpoint: seconds in which a checkpoint is written and nothing else goes on.
-        restart: seconds from a failure until training goes on, with the last checkpoint.
+        restart: seconds from a failure until training goes on from the last checkpoint.
 
     Raises:
         ValueError: a time is not above 0, or a cost is below 0.
@@ -37,12 +37,16 @@ class Failures:
     def of_devices(
         cls, devices: int, between: float, checkpoint: float, restart: float
     ) -> Failures:
-        """Those of a job in which each device fails by itself: n devices, n times as often.
+        """Model n independent devices, which fail n times as often as one.
 
         Args:
-            devices: n; any of them interrupts the job.
-            between: seconds between failures of one device, in the mean.
-            checkpoint: as above, like ``restart``.
+            devices: number of devices n, at least 1; a failure of any interrupts the job.
+            between: mean seconds between two failures of one device.
+            checkpoint: seconds in which a checkpoint is written.
+            restart: seconds from a failure until training goes on.
+
+        Raises:
+            ValueError: fewer than one device, or a time as for the class.
         """
         if devices < 1:
             raise ValueError(f"expected at least one device, got {devices}")
@@ -50,17 +54,17 @@ class Failures:
 
     @property
     def best_interval(self) -> float:
-        """Seconds of training from one checkpoint to the next that lose least, nearly.
+        """Seconds of training from one checkpoint to the next that lose nearly the least time.
 
-        The root of 2 x checkpoint x time between failures. Source: Young, "A first order
+        It is the root of 2 x checkpoint x time between failures. Source: Young, "A first order
         approximation to the optimum checkpoint interval", CACM 1974.
         """
         return math.sqrt(2 * self.checkpoint * self.between)
 
     def useful(self, interval: float) -> float:
-        """The share of the time that is training which is kept, in the long run.
+        """Compute the share of the time, in the long run, that is training which is kept.
 
-        Failures come at random, at any time, during checkpoints and restarts, too.
+        Failures come at random, at any time, also during checkpoints and restarts.
 
         Args:
             interval: seconds of training from one checkpoint to the next.
@@ -83,12 +87,12 @@ class Failures:
         return interval / (m * math.exp(self.restart / m) * math.expm1(exponent))
 
     def play(self, interval: float, intervals: int, seed: int = 0) -> float:
-        """The same share by playing: failures are drawn, one after the other.
+        """Estimate the share of :meth:`useful` by drawing failures one after the other.
 
         Args:
-            interval: as for :meth:`useful`.
-            intervals: that are to be completed.
-            seed: of what is drawn.
+            interval: seconds of training from one checkpoint to the next.
+            intervals: number of intervals to complete.
+            seed: seed of the draws.
         """
         drawn = np.random.default_rng(seed)
         clock, until = 0.0, float(drawn.exponential(self.between))

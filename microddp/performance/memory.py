@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes of a rank: of parameters, gradients, and what an optimizer keeps."""
+    """Bytes that a rank keeps of parameters, gradients, and the optimizer's state."""
 
     parameters: float
     gradients: float
@@ -15,7 +15,7 @@ class Kept:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Bytes of all three together."""
         return self.parameters + self.gradients + self.optimizer
 
 
@@ -28,16 +28,16 @@ def bytes_kept(
     gradient: float = 4,
     optimizer: float = 8,
 ) -> Kept:
-    """What a rank keeps when backward has ended, between the largest moments of a step.
+    """Compute the bytes that a rank keeps when backward has ended.
 
     Args:
-        stage: of ZeRO; 0: everything on every rank, as DDP does.
-        count: of parameters that train.
-        world_size: the number of ranks.
-        parameter: bytes of each; 2 in half precision.
-        gradient: bytes of each.
-        optimizer: bytes of what it keeps of each: 8 with Adam in fp32, 12 with the fp32 copy that
-            training in half precision needs.
+        stage: stage of ZeRO; 0 keeps everything on every rank, as DDP does.
+        count: number of parameters that train.
+        world_size: number of ranks.
+        parameter: bytes of each parameter; 2 in half precision.
+        gradient: bytes of each gradient.
+        optimizer: bytes of the optimizer's state for each parameter: 8 with Adam in fp32, 12 with
+            the fp32 copy that training in half precision needs.
 
     Example:
         >>> bytes_kept(3, 7.5e9, 64, parameter=2, gradient=2, optimizer=12).total / 1e9

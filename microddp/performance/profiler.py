@@ -1,10 +1,10 @@
-"""Where the time of a step goes, by kind of operation: ``torch.profiler`` read on every rank.
+"""The time of a step by kind of operation: ``torch.profiler`` read on every rank.
 
-On CPU computation is what operations do on the host; on CUDA it is kernels, which belong to the
-operations that launched them. Collectives are ranges of their own: NCCL's kernels, or gloo's
-``gloo:all_reduce``, on gloo's own threads. Both last from the moment when a stream or one of those
-threads takes the collective up, not from the call, until the result is there. So they hold the
-wait for ranks that come later, but no time in the backend's queue.
+On CPU operations compute on the host; on CUDA kernels compute, which belong to the operations that
+launched them. Collectives are ranges of their own: NCCL's kernels, or gloo's ``gloo:all_reduce``,
+on gloo's own threads. Both last from the moment when a stream or one of those threads takes the
+collective up, not from the call, until the result is there. So they include the wait for ranks that
+come later, but no time in the backend's queue.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ WINDOW = "profiled steps"  # the range whose events count
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the summary, the mean over the ranks.
+class KindTime:
+    """The time of one kind of operation in a step, the mean over the ranks.
 
     Attributes:
-        kind: of operation.
-        calls: operations or kernels a step.
-        seconds: a step.
-        share: of what ``ProfileSummary.of`` says.
+        kind: kind of operation.
+        calls: number of operations or kernels in a step.
+        seconds: seconds in a step.
+        share: share of the time that ``ProfileSummary.of`` names.
     """
 
     kind: str
@@ -51,21 +51,21 @@ class Row:
 
 @dataclass(frozen=True)
 class ProfileSummary:
-    """Where the time of a step went, on all ranks. Prints as two tables.
+    """The time of a step by kind of operation, on all ranks. Prints as two tables.
 
     Attributes:
-        ranks: one profile for each rank.
-        of: what shares are shares of. With NCCL ``"kernel time"``: the sum of all kernels' times,
-            NCCL's among them, as ``nsys`` counts. With gloo ``"wall time"``: a step's, in which
-            all-reduces run on other threads beside the rest, so that shares add up to more than 1
-            where they overlap.
+        ranks: profile of each rank.
+        of: time of which all shares are a part. With NCCL ``"kernel time"``: the sum of all
+            kernels' times, NCCL's among them, as ``nsys`` counts. With gloo ``"wall time"``: a
+            step's, in which all-reduces run on other threads beside the rest, so that shares add up
+            to more than 1 where they overlap.
     """
 
     ranks: tuple[RankProfile, ...]
     of: str
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[KindTime]:
         """The kinds that occurred, in the order of ``KINDS``, as means over the ranks."""
         whole = self.mean("busy" if self.of == "kernel time" else "wall")
         rows = []
@@ -74,16 +74,16 @@ class ProfileSummary:
                 sum(rank.kinds[kind][i] for rank in self.ranks) / len(self.ranks) for i in (0, 1)
             )
             if calls:
-                rows.append(Row(kind, calls, seconds, seconds / whole))
+                rows.append(KindTime(kind, calls, seconds, seconds / whole))
         return rows
 
     def seconds(self, kind: str) -> float:
-        """The time of a kind, the mean over the ranks, seconds a step; 0 if it did not occur."""
+        """Return the seconds a step of a kind, the mean over the ranks; 0 if it did not occur."""
         return next((row.seconds for row in self.rows if row.kind == kind), 0.0)
 
     @property
     def all_reduce_share(self) -> float:
-        """All-reduce's share of what ``of`` says."""
+        """All-reduce's share of the time that ``of`` names."""
         return next((row.share for row in self.rows if row.kind == ALL_REDUCE), 0.0)
 
     @property
@@ -97,10 +97,10 @@ class ProfileSummary:
 
     @property
     def transfer(self) -> float:
-        """Time of all-reduces after the last rank has come to them, seconds a step.
+        """Seconds a step of all-reduces after the last rank has come to them.
 
-        Of each all-reduce the shortest of the ranks' ranges: the rank that came last did not wait.
-        Those of several that are under way at once are added up.
+        Of each all-reduce the shortest of the ranks' ranges counts: the rank that came last did not
+        wait. The seconds of all-reduces that are under way at once are added up.
         """
         return float(sum(map(min, zip(*(rank.ranges for rank in self.ranks), strict=False))))
 
@@ -110,10 +110,10 @@ class ProfileSummary:
         return self.mean("hidden") / (self.mean("all_reduce") or math.inf)
 
     def mean(self, name: str) -> float:
-        """The mean over the ranks of a time of theirs, seconds a step.
+        """Compute the mean over the ranks of a time in their profiles, seconds a step.
 
         Args:
-            name: an attribute of :class:`~microddp.performance.profiler_events.RankProfile`.
+            name: attribute of :class:`~microddp.performance.profiler_events.RankProfile`.
         """
         return float(sum(getattr(rank, name) for rank in self.ranks)) / len(self.ranks)
 
@@ -140,26 +140,20 @@ class ProfileSummary:
 
 
 def profile_steps(
-    step: Callable[[], object],
-    comms: Comms,
-    *,
-    warmup: int = 1,
-    steps: int = 3,
-    folder: str | Path | None = None,
+    step: Callable[[], object], comms: Comms, *, steps: int = 3, folder: str | Path | None = None
 ) -> ProfileSummary:
-    """Run a training step under the profiler on every rank, and say where its time went.
+    """Run a training step under the profiler on every rank, and sum up its time.
 
-    The profiler itself costs some microseconds for each operation: of a model of small operations
-    the step is longer than without, so look at shares here, and at times with
-    :func:`~microddp.timing.clock.measure`.
+    The first step is not counted. The profiler itself takes some microseconds for each operation.
+    With a model of small operations the step is longer than without, so look at shares here, and at
+    times with :func:`~microddp.timing.clock.measure`.
 
     Args:
-        step: takes one step, in which all ranks do the same collectives.
-        comms: the ranks that take it together.
-        warmup: steps under the profiler that are not counted.
-        steps: steps that are counted, at least 1.
-        folder: gets a ``rank{r}.json`` of each rank, for https://ui.perfetto.dev, whole or not at
-            all.
+        step: call that takes one step, in which all ranks do the same collectives.
+        comms: ranks that take the step together.
+        steps: number of steps that are counted, at least 1.
+        folder: folder for a ``rank{r}.json`` of each rank, written atomically, for
+            https://ui.perfetto.dev.
 
     Returns:
         The summary, the same on every rank.
@@ -174,8 +168,7 @@ def profile_steps(
     if comms.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     with quiet_profile(activities) as profiler:
-        for _ in range(warmup):
-            step()
+        step()
         comms.barrier()
         _synchronize(comms)
         with record_function(WINDOW):
@@ -195,9 +188,9 @@ def profile_steps(
 
 
 def quiet_profile(activities: Iterable[ProfilerActivity], **options: Any) -> profile:
-    """PyTorch's profiler without the lines ``USDT: ... profiler_start`` on the screen.
+    """Make a PyTorch profiler that prints no lines ``USDT: ... profiler_start``.
 
-    Kineto, which it is made of, prints them at log levels up to 6, and reads the level when it is
+    Kineto, on which it is built, prints them at log levels up to 6, and reads the level when it is
     used first. A level that the user has set stays.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -215,7 +208,7 @@ def _synchronize(comms: Comms) -> None:
 
 
 def _save(profiler: profile, comms: Comms, folder: str | Path | None) -> str:
-    """Write this rank's trace; return what went wrong."""
+    """Write this rank's trace; return the error, or nothing."""
     if folder is None:
         return ""
     try:

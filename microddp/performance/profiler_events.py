@@ -1,4 +1,4 @@
-"""What a profiler saw: operations and kernels, of which kind they are, and when they overlap."""
+"""Events of a profiler: operations and kernels, their kinds, and when they overlap."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from microddp.timing import covered, in_both
 
 ALL_REDUCE, OPTIMIZER, COLLECTIVES, OTHER = "all-reduce", "optimizer", "other collectives", "other"
-# What stands first wins where an operation is made of others: attention is, of multiplications.
+# The first match wins where an operation is made of others, as attention is of multiplications.
 WHOLE = {"attention": r"attention|flash_|fmha", "convolution": r"conv|cudnn"}
 PARTS = {
     "matrix multiplication": r"::_?(add|b|badd|scaled_)*mm\b|::(matmul|linear|mv|dot)\b|gemm"
@@ -34,15 +34,15 @@ RUNTIME_CALL = r"(cuda|cu|hip)[A-Z]"  # as cudaLaunchKernel, cuLaunchKernelEx, h
 
 @dataclass(frozen=True)
 class Event:
-    """Something the profiler saw on one rank.
+    """An operation, kernel or range that the profiler saw on one rank.
 
     Attributes:
-        name: of the operation, kernel or range.
-        start: seconds.
-        end: likewise.
-        alone: seconds of it that are not a nested operation's.
-        within: names of what it is part of, innermost first: of a kernel, the operation that
-            launched it and what that is part of.
+        name: name of the operation, kernel or range.
+        start: beginning, seconds.
+        end: end, seconds.
+        alone: seconds that are not a nested operation's.
+        within: names of the events around it, innermost first; around a kernel, the operation that
+            launched it and the events around that.
         device: whether it is a kernel.
     """
 
@@ -55,9 +55,9 @@ class Event:
 
     @property
     def kind(self) -> str:
-        """Which of ``KINDS`` it counts as."""
+        """Its kind, one of ``KINDS``."""
         if re.match(COLLECTIVE_KERNEL if self.device else "nccl:|gloo:", self.name):
-            # One kernel serves many collectives, whatever its name says: what launched it knows.
+            # One kernel serves many collectives, whatever its name says: its launcher knows.
             calls = [name for name in self.within if re.match("nccl:|c10d::", name)]
             all_reduce = re.search(r"all_?reduce", " ".join(calls) or self.name, re.I)
             return ALL_REDUCE if all_reduce else COLLECTIVES
@@ -67,34 +67,35 @@ class Event:
 
     @property
     def outermost(self) -> bool:
-        """Whether it is no part of an operation of the same kind, and counts as a call."""
+        """True if it is no part of an operation of the same kind, and so counts as a call."""
         nested = self.within and is_operation(self.within[0])
         return self.device or not nested or _kind(self.within) != self.kind
 
     @property
     def collective(self) -> bool:
-        """Whether it is communication, and no computation."""
+        """True if it communicates, and does not compute."""
         return self.kind in (ALL_REDUCE, COLLECTIVES)
 
     @property
     def operation(self) -> bool:
-        """Whether it computes, and is no mere range, nor a node of autograd's graph."""
+        """True if it computes, and is neither a mere range nor a node of autograd's graph."""
         return self.device or is_operation(self.name)
 
 
 @dataclass(frozen=True)
 class RankProfile:
-    """Where the time of a step went on one rank. All times are seconds a step.
+    """The time of a step on one rank, in seconds a step.
 
     Attributes:
-        wall: from the beginning of a step to the next one's.
-        kinds: for each of ``KINDS`` its time and the number of its operations, or kernels. The
-            time of collectives is that in which at least one was under way.
+        wall: time from the beginning of a step to the next one's.
+        kinds: time and number of operations or kernels, by kind of ``KINDS``. The time of
+            collectives is the time in which at least one was under way.
         hidden: time in which an all-reduce was under way and the rank computed.
         computing: time in which the rank computed: operations on CPU, kernels on CUDA.
         host: time in which an operation was going on on the host, launching kernels or computing.
         idle: time in which the rank neither computed nor had a collective under way.
-        ranges: of each all-reduce of all steps, in the order they began, divided by the steps.
+        ranges: time of each all-reduce of all steps, in the order they began, divided by the number
+            of steps.
     """
 
     wall: float
@@ -107,7 +108,7 @@ class RankProfile:
 
     @property
     def all_reduce(self) -> float:
-        """Time in which an all-reduce was under way, seconds a step."""
+        """Seconds a step in which an all-reduce was under way."""
         return self.kinds[ALL_REDUCE][0]
 
     @property
@@ -119,12 +120,12 @@ class RankProfile:
 def summarize(
     events: Sequence[Event], seconds: float, steps: int = 1, *, kernels: bool = False
 ) -> RankProfile:
-    """Where the time of one rank went.
+    """Sum up the events of one rank.
 
     Args:
-        events: all of that rank.
-        seconds: that all steps took.
-        steps: the number of steps.
+        events: all events of the rank.
+        seconds: seconds of all steps together.
+        steps: number of steps.
         kernels: whether kernels compute, on CUDA; else operations on the host do.
     """
     host = [e for e in events if e.operation and not e.device and not e.collective]
@@ -148,9 +149,9 @@ def summarize(
 
 
 def events_of(found: Iterable[FunctionEvent]) -> Iterator[Event]:
-    """A profiler's own events as these, without those that tell of a kernel once more.
+    """Convert a profiler's own events, and leave out those that stand for a kernel once more.
 
-    Those are user ranges on the device, and NCCL's ranges on the host if it launched kernels.
+    These are user ranges on the device, and NCCL's ranges on the host if it launched kernels.
     """
     host, kernels = [], []
     for event in found:
@@ -164,7 +165,7 @@ def events_of(found: Iterable[FunctionEvent]) -> Iterator[Event]:
             alone = event.self_cpu_time_total * 1e-6
             yield Event(event.name, *_moments(event), alone, _with_parents(event.cpu_parent))
     # A kernel has the number of the operation that launched it. Calls of the runtime are events of
-    # the host, too, with numbers of their own, which may be those of quite other operations.
+    # the host, too, with numbers of their own, which may equal the numbers of other operations.
     launchers = {
         event.id: event
         for event in host
@@ -180,7 +181,7 @@ def events_of(found: Iterable[FunctionEvent]) -> Iterator[Event]:
 
 
 def _calls_within(launcher: FunctionEvent, host: Iterable[FunctionEvent]) -> Iterator[str]:
-    """NCCL's ranges that began in an operation: they end on another thread, as nobody's child."""
+    """List NCCL's ranges that began in an operation, which end on another thread without parent."""
     span = launcher.time_range
     for event in host:
         here = event.name.startswith("nccl:") and event.thread == launcher.thread
@@ -202,7 +203,7 @@ def _moments(event: FunctionEvent) -> tuple[float, float]:
 
 @functools.cache
 def _kind(names: tuple[str, ...]) -> str:
-    """The kind of what has these names, its own or the most telling first."""
+    """Find the kind of an event by its name and the names around it, the most telling first."""
     if any(name.startswith("Optimizer.") for name in names):
         return OPTIMIZER
     for kind, pattern in WHOLE.items():

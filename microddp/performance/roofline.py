@@ -1,9 +1,9 @@
-"""What limits a training step: computing, memory, communication, or the host that gives orders.
+"""The limit of a training step: computing, memory, communication, or the host that gives orders.
 
 Every operation of a step is counted with its floating point operations and the bytes it reads and
 writes. At this machine's measured rates each would take some time for computing, some for memory,
-and some to be started at all; the longest of the three is what limits it. That is the roofline
-model (Williams, Waterman and Patterson, "Roofline", 2009), one operation at a time.
+and some to be started at all; the longest of the three limits it. That is the roofline model
+(Williams, Waterman and Patterson, "Roofline", 2009), one operation at a time.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ ADVICE = {
 
 @dataclass(frozen=True)
 class Rates:
-    """The most this rank does in a second, measured while the others do the same.
+    """The fastest rates of this rank, measured while the others do the same.
 
     Attributes:
-        flops: floating point operations of a large matrix multiplication.
-        nbytes: bytes read and written by a copy that no cache holds.
+        flops: floating point operations a second of a large matrix multiplication, in float32.
+        nbytes: bytes a second, read and written, of a copy that no cache holds.
         call: seconds to start an operation on a few values, for autograd.
     """
 
@@ -47,15 +47,10 @@ class Rates:
 MATRIX = {"cpu": 512, "cuda": 4096}  # rows and columns that keep a device of this kind busy
 
 
-def measure_rates(comms: Comms, dtype: torch.dtype = torch.float32) -> Rates:
-    """Measure this machine's rates on all ranks at once. A collective.
-
-    Args:
-        comms: the ranks.
-        dtype: of the matrices that are multiplied.
-    """
+def measure_rates(comms: Comms) -> Rates:
+    """Measure this machine's rates on all ranks at once. A collective."""
     size = MATRIX[comms.device.type]
-    a, b, out = (torch.ones(size, size, dtype=dtype, device=comms.device) for _ in range(3))
+    a, b, out = (torch.ones(size, size, device=comms.device) for _ in range(3))
     source, target = torch.zeros(2, 16 * MIB, device=comms.device)
     tiny, calls = torch.zeros(8, device=comms.device, requires_grad=True), 200
 
@@ -84,12 +79,12 @@ def measure_rates(comms: Comms, dtype: torch.dtype = torch.float32) -> Rates:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a step, as it was counted.
+    """One counted operation of a step.
 
     Attributes:
-        name: PyTorch's.
-        flops: of its multiplications and additions, where it multiplies matrices; else 0.
-        nbytes: of the tensors it reads and writes.
+        name: PyTorch's name.
+        flops: number of multiplications and additions of matrix multiplications; else 0.
+        nbytes: bytes of the tensors that it reads and writes.
     """
 
     name: str
@@ -101,7 +96,7 @@ class WorkCounter(TorchDispatchMode):
     """Counts every operation that PyTorch runs in the block, backward included.
 
     Attributes:
-        operations: in the order they ran.
+        operations: operations in the order in which they ran.
 
     Example:
         >>> with WorkCounter() as counter:
@@ -121,12 +116,12 @@ class WorkCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         read, written = _tensors((args, kwargs)), _tensors(result)
-        # Views move no bytes; what collectives cost is measured, not counted.
+        # Views move no bytes; the cost of collectives is measured, not counted.
         if func.is_view or not written or func.namespace == "c10d":
             return result
         count = flop_registry.get(func._overloadpacket)
         flops = count(*args, **kwargs, out_val=result) if count else 0
-        # What is both read and written, in place, goes each way once.
+        # A tensor that is changed in place is read and written.
         nbytes = sum(tensor.nbytes for tensor in (*read, *written))
         self.operations.append(Operation(func.name(), int(flops), nbytes))
         return result
@@ -138,16 +133,16 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What limits a step.
+    """The limit of a step. Prints as a few lines.
 
     Attributes:
-        seconds: by resource, the time of the operations that it limits, at the measured rates;
-            for communication, the exposed time that was measured.
-        measured: time of the step, seconds.
-        flops: of the step.
-        nbytes: read and written in the step.
-        operations: of the step.
-        rates: that the times come from.
+        seconds: seconds of the operations that a resource limits, at the measured rates, by the
+            resource; for communication, the exposed seconds that were measured.
+        measured: seconds of the step.
+        flops: number of floating point operations.
+        nbytes: bytes read and written.
+        operations: number of operations.
+        rates: rates from which the seconds come.
     """
 
     seconds: dict[str, float]
@@ -181,13 +176,13 @@ class Verdict:
 def find_bottleneck(
     step: Callable[[], object], rates: Rates, *, measured: float, exposed: float = 0.0
 ) -> Verdict:
-    """Say what limits a step.
+    """Find the resource that limits a step.
 
     Args:
-        step: runs it once, on this rank, so that it can be counted.
-        rates: from :func:`measure_rates`.
-        measured: time of the step, seconds.
-        exposed: of that, waiting for communication.
+        step: call that runs the step once on this rank, so that it can be counted.
+        rates: rates from :func:`measure_rates`.
+        measured: seconds of the step.
+        exposed: seconds of ``measured`` spent waiting for communication.
     """
     with WorkCounter() as counter:
         step()
@@ -197,7 +192,7 @@ def find_bottleneck(
 def judge(
     operations: Iterable[Operation], rates: Rates, *, measured: float, exposed: float = 0.0
 ) -> Verdict:
-    """The verdict on operations that were counted; arguments as for :func:`find_bottleneck`."""
+    """Judge counted operations; the other arguments are those of :func:`find_bottleneck`."""
     seconds = {"compute": 0.0, "memory": 0.0, "communication": exposed, "host": 0.0}
     flops = nbytes = number = 0
     for operation in operations:

@@ -1,8 +1,8 @@
-"""How much more several ranks get done than one: strong and weak scaling, within one job."""
+"""Strong and weak scaling within one job: the throughput of several ranks beside that of one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,13 +16,13 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """A number of ranks that train together.
+    """The throughput of so many ranks.
 
     Attributes:
-        ranks: how many.
-        samples: of all their batches together.
-        step: the time of a step, of the slowest rank.
-        compute: of a step without communication on as many ranks at once: what the machine allows.
+        ranks: number of ranks that train together.
+        samples: number of samples of all their batches together.
+        step: time of a step on the slowest rank.
+        compute: time of a step without communication, on as many ranks at once.
         crowded: whether ranks share a core or a GPU.
     """
 
@@ -45,24 +45,24 @@ class ScalingPoint:
 
 @dataclass(frozen=True)
 class Scaling:
-    """Throughput by number of ranks, the smallest first; all of one run. Prints as a table.
+    """Throughput by number of ranks, all of one run. Prints as a table.
 
     Attributes:
-        points: one for each number of ranks.
+        points: a point for each number of ranks, the smallest first.
     """
 
     points: tuple[ScalingPoint, ...]
 
     def speedup(self, point: ScalingPoint) -> float:
-        """Its throughput by that of the first point; with equal samples, the ratio of times."""
+        """Divide a point's throughput by the first one's."""
         return point.throughput / self.points[0].throughput
 
     def efficiency(self, point: ScalingPoint) -> float:
-        """Its speed-up by the ideal, which is the ratio of the numbers of ranks."""
+        """Divide a point's speed-up by the ideal one, the ratio of the numbers of ranks."""
         return self.speedup(point) * self.points[0].ranks / point.ranks
 
     def allowed(self, point: ScalingPoint) -> float:
-        """The speed-up of computing alone: what is left if communication takes no time."""
+        """Compute the speed-up that a point would have if communication took no time."""
         return point.ceiling / self.points[0].ceiling
 
     def __str__(self) -> str:
@@ -87,27 +87,27 @@ def measure_scaling(
     samples: int,
     *,
     weak: bool = False,
-    counts: Sequence[int] | None = None,
-    warmup: int = 2,
     repeat: int = 10,
 ) -> Scaling:
     """Time a step on sub-groups of 1, 2, 4, ... ranks, taking turns. A collective.
 
     Args:
-        make_steps: from a group and this rank's number of samples to a training step of that
-            group, and to one without communication.
-        comms: all ranks; those outside a group wait while it is timed.
-        samples: of the whole batch (strong scaling), or of each rank's (weak scaling).
+        make_steps: function from a group and this rank's number of samples to two calls: a
+            training step of that group, and a step without communication.
+        comms: all ranks; the ranks outside a group wait while it is timed.
+        samples: number of samples of the whole batch (strong scaling), or of each rank's batch
+            (weak scaling).
         weak: whether the batch grows with the ranks.
-        counts: numbers of ranks; default: the powers of two, and all.
-        warmup: rounds that are not counted.
-        repeat: rounds that are.
+        repeat: number of measurements of each step.
+
+    Returns:
+        The same scaling on every rank: of the powers of two, and of all ranks.
 
     Raises:
         ValueError: on every rank, if a batch does not divide by a number of ranks.
     """
     n = comms.world_size
-    counts = counts or sorted({1 << k for k in range(n.bit_length())} | {n})
+    counts = sorted({1 << k for k in range(n.bit_length())} | {n})
     for count in counts:
         if not weak and samples % count:
             raise ValueError(
@@ -124,7 +124,7 @@ def measure_scaling(
         # A rank outside the group waits for the others to have been timed.
         step, alone = steps.get(count, (lambda: None, lambda: None))
         calls |= {f"step of {count}": step, f"computing of {count}": alone}
-    times = measure(calls, comms, warmup=warmup, repeat=repeat)
+    times = measure(calls, comms, repeat=repeat)
     devices = torch.cuda.device_count() if comms.device.type == "cuda" else cpu_cores()
     here = comms.local_world_size
     points = [

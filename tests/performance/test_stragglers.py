@@ -7,9 +7,8 @@ import torch
 from ranks import on_ranks, run
 from torch.nn.functional import mse_loss
 
-import microddp.performance.stragglers as module
 from microddp.model import FullMLP
-from microddp.performance import LinkSpeed, find_stragglers, probe_links, straggler_report
+from microddp.performance import LinkSpeed, find_stragglers, link_speed, straggler_report
 from microddp.step import take_step
 from microddp.strategies import STRATEGIES
 from microddp.timing import Span, Timeline
@@ -288,12 +287,12 @@ def slow_to(tensor):
 
 def probe(comms, slow):
     """The speeds that all ranks have measured; what a slow rank sends and receives takes longer."""
-    module.ROUNDS, module.MOST_ROUNDS = 1, 2  # quick, and one round more for what is slow
+    link_speed.ROUNDS, link_speed.MOST_ROUNDS = 1, 2  # quick, and one round more for what is slow
     if comms.rank == slow:
         send, recv = comms.send, comms.recv
         comms.send = lambda tensor, dst: (slow_to(tensor), send(tensor, dst))
         comms.recv = lambda tensor, src: (slow_to(tensor), recv(tensor, src))
-    links = probe_links(comms)
+    links = link_speed.probe_links(comms)
     everyone = comms.all_gather_data([[link.rank, link.sends, link.receives] for link in links])
     assert everyone == everyone[:1] * comms.world_size
     return links
