@@ -707,8 +707,8 @@ for rate, start_up in (H100, HERE):
 
 # %% tags=["plumbing"]
 devices = {
-    "H100": figures.Device(989e12, 0.4, H100[1] / (2 * RANKS - 2)),
-    "this machine's": figures.Device(HERE[0], 1, HERE[1] / (2 * RANKS - 2)),
+    "H100": {"peak": 989e12, "utilisation": 0.4, "latency": H100[1] / (2 * RANKS - 2)},
+    "this machine's": {"peak": HERE[0], "utilisation": 1, "latency": HERE[1] / (2 * RANKS - 2)},
 }
 links = sorted(((name, 1e9 * speed) for name, speed in LINKS.items()), key=lambda link: -link[1])
 figures.explore_plan(

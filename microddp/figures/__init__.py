@@ -10,12 +10,12 @@ Functions whose name begins with ``explore_`` return a picture that readers can 
 """
 
 from microddp.figures.chrome_trace import save_chrome_trace
-from microddp.figures.explore import explore_timelines
-from microddp.figures.flow import questions
-from microddp.figures.kept import explore_kept
-from microddp.figures.planned import Device, explore_plan
+from microddp.figures.flow_chart import questions
+from microddp.figures.live_buckets import explore_buckets
+from microddp.figures.live_memory import explore_kept
+from microddp.figures.live_plan import explore_plan
+from microddp.figures.live_timelines import explore_timelines
 from microddp.figures.plots import buckets, lines, pauses, stacked_bars, times_by_size
-from microddp.figures.refilled import explore_buckets
 from microddp.figures.ring import all_reduces, ring_rounds
 from microddp.figures.timelines import gradient_order, timeline, timelines
 from microddp.figures.who_has_what import contributors, holdings, traffic

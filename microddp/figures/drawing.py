@@ -1,4 +1,4 @@
-"""Figures that can be drawn again for a phone, and that know what can be pointed at in them."""
+"""Figures that can be drawn again for a phone, and whose values can be pointed at."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from matplotlib.ticker import FuncFormatter
 from microddp.figures.style import NAMES, NARROW, STYLE, WIDE
 
 P = ParamSpec("P")
-MOST_VALUES = 128  # of a series; what lies between is left out, in equal steps
+MOST_VALUES = 128  # of a series; of more, values are left out in equal steps
 LINE = 0.2  # inches, the height of a line of text
 # Now, and not inside the first rc_context: a notebook's back end turns interactive drawing on when
 # it is loaded, and leaving the context would turn it off again.
@@ -32,14 +32,14 @@ plt.switch_backend(plt.get_backend())
 
 @dataclass
 class Series:
-    """Values that are drawn: points of a curve, bars of a row, spans of a lane.
+    """Drawn values: points of a curve, bars of a row, spans of a lane.
 
     A place is x and y of a point, or left, right, bottom and top of a box, in the axes' data.
     """
 
     axes: Axes
     name: str
-    labels: tuple[str, ...] = ()  # of a value's texts, the first ones
+    labels: tuple[str, ...] = ()  # of the first texts of each value
     places: list[tuple[float, ...]] = field(default_factory=list)
     texts: list[tuple[str, ...]] = field(default_factory=list)
 
@@ -50,11 +50,11 @@ class Drawing(Figure):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.series: list[Series] = []
-        self.told: list[str] = []  # sentences that name all that is drawn, for who does not see it
+        self.told: list[str] = []  # sentences that name all that is drawn, for screen readers
         self.narrow: Callable[[], Figure] | None = None  # draws it again
 
     def tell(self, what: str, names: Sequence[str]) -> None:
-        """Name some of what is drawn, once each. Names can contain commas."""
+        """Name the drawn parts of a kind, once each. Names can contain commas."""
         if named := "; ".join(dict.fromkeys(" ".join(name.split()) for name in names)):
             self.told.append(f"{what}: {named}")
 
@@ -69,7 +69,7 @@ class Drawing(Figure):
         self.set_figheight(self.get_figheight() + lines * LINE)
 
     def legend_below(self, handles: Sequence[Artist], names: Sequence[str]) -> None:
-        """Say below the figure which part is which, in as many columns as fit."""
+        """Draw a legend below the figure, in as many columns as fit."""
         widest = max(map(text_width, names)) + 0.55
         columns = max(1, min(len(names), 4, int(width() / widest)))
         self.legend(
@@ -88,11 +88,11 @@ class Drawing(Figure):
         """Let the points of a curve be pointed at.
 
         Args:
-            axes: where it is drawn, with its labels and its formatters of ticks.
-            name: the curve's.
-            xs: along the x axis.
-            ys: along the y axis.
-            texts: what to say of each; by default y as the axis writes it.
+            axes: axes of the curve, with their labels and formatters of ticks.
+            name: name of the curve.
+            xs: values along the x axis.
+            ys: values along the y axis.
+            texts: text about each point; by default y as the axis writes it.
         """
         labels = (axes.get_xlabel(), axes.get_ylabel() or axes.get_title(loc="left"))
         series = Series(axes, name, tuple(" ".join(label.split()) for label in labels))
@@ -107,7 +107,7 @@ class Drawing(Figure):
     def boxes(
         self, axes: Axes, name: str, boxes: Mapping[tuple[float, float, float, float], str]
     ) -> None:
-        """Let boxes be pointed at: what to say of each, by left, right, bottom and top."""
+        """Let boxes be pointed at: the text about each, by its left, right, bottom and top."""
         places, texts = list(boxes), [tuple(text.split("\n")) for text in boxes.values()]
         self.series.append(Series(axes, name, (), [tuple(map(float, p)) for p in places], texts))
 
@@ -115,7 +115,7 @@ class Drawing(Figure):
 def drawing(draw: Callable[P, Drawing]) -> Callable[P, None]:
     """Draw in the book's style, on rank 0 only, and save if asked to.
 
-    The figure keeps what it was drawn from, to be drawn again narrow.
+    The figure keeps its data, to be drawn again narrow.
     """
 
     def draw_in_width(inches: float, *args: P.args, **kwargs: P.kwargs) -> Drawing:
@@ -139,26 +139,26 @@ def drawing(draw: Callable[P, Drawing]) -> Callable[P, None]:
 
 
 def width() -> float:
-    """How wide the figure is that is drawn now, in inches."""
+    """Return the width of the figure that is drawn now, in inches."""
     return float(plt.rcParams["figure.figsize"][0])
 
 
 def is_narrow() -> bool:
-    """Whether the figure that is drawn now is for a phone."""
+    """Return whether the figure that is drawn now is for a phone."""
     return width() < WIDE
 
 
 def new_panels(
     rows: int, columns: int, height: float, *, inches: float | None = None, **options: Any
 ) -> tuple[Drawing, Any]:
-    """A figure of so many inches with its axes, an array of rows by columns.
+    """Make a figure with its axes, an array of shape (rows, columns).
 
     Args:
-        rows: of axes.
-        columns: of axes.
-        height: of the figure, in inches; titles of several lines add to it.
-        inches: its width, by default the page's.
-        options: as ``plt.subplots`` takes them.
+        rows: number of rows of axes.
+        columns: number of columns of axes.
+        height: height of the figure in inches; titles of several lines add to it.
+        inches: width of the figure, by default the page's.
+        options: options of ``plt.subplots``.
     """
     figure, panels = plt.subplots(
         rows,
@@ -174,7 +174,7 @@ def new_panels(
 
 
 def new_axes(title: str, xlabel: str, ylabel: str, height: float = 3.4) -> tuple[Drawing, Axes]:
-    """A figure of the page's width with one pair of axes; its height is in inches.
+    """Make a figure of the page's width with one pair of axes; the height is in inches.
 
     On a phone the name of the y axis lies above it.
     """
@@ -190,14 +190,14 @@ def new_axes(title: str, xlabel: str, ylabel: str, height: float = 3.4) -> tuple
 
 
 def text_width(text: str, size: float | None = None) -> float:
-    """Of a line of text, in inches; its size is in points."""
+    """Measure a line of text in inches; its size is in points."""
     font = FontProperties(size=size or plt.rcParams["font.size"])
     points, _, _ = text_to_path.get_text_width_height_descent(text, font, ismath=False)
     return float(points) / 72
 
 
 def wrapped(text: str, inches: float, size: float | None = None) -> str:
-    """The text in lines that are no wider, unless a word is; its size is in points."""
+    """Break a text into lines that are no wider, unless a word is; its size is in points."""
     lines = [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()
@@ -209,7 +209,7 @@ def wrapped(text: str, inches: float, size: float | None = None) -> str:
 
 
 def written(axis: Axis, value: float) -> str:
-    """A value as its axis writes it, where that has a way of its own, else with four digits."""
+    """Write a value as its axis does, if that has a format of its own, else with four digits."""
     formatter = axis.get_major_formatter()
     if isinstance(formatter, FuncFormatter):
         return formatter(value)
@@ -217,7 +217,7 @@ def written(axis: Axis, value: float) -> str:
 
 
 def name_rows(axes: Axes, rows: Mapping[str, tuple[float, float]]) -> None:
-    """Name rows whose y axis points down, by their top and middle: left of them, or above."""
+    """Name rows by their top and middle, y pointing down: on their left, or above on a phone."""
     axes.grid(axis="y", visible=False)
     few_ticks(axes)
     if not is_narrow():
@@ -256,7 +256,7 @@ def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float, str]]) -> None
     ]
     for i in range(len(names)):
         places[i] = max([places[i], *(places[j] + gap for j in beside[i] if j < i)])
-    for i in reversed(range(len(names))):  # what was moved up past the top moves the others down
+    for i in reversed(range(len(names))):  # a label that was moved past the top moves others down
         places[i] = min([places[i], top, *(places[j] - gap for j in beside[i] if j > i)])
     for name, place in zip(names, places, strict=True):
         x, _, color = ends[name]

@@ -1,4 +1,4 @@
-"""Pictures that a reader can work with: the page's scripts draw them from what a run recorded."""
+"""Live pictures, with which a reader can work: a script of the page draws a run's record."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 def json_in_html(data: object) -> str:
-    """JSON for a script element: nothing in it ends the element.
+    """Write data as JSON for a script element, with nothing that ends the element.
 
     Its lines are short, because docutils drops input with lines of more than 10,000 characters.
     """
@@ -19,16 +19,16 @@ def json_in_html(data: object) -> str:
 
 
 class Live:
-    """A picture that a script of the site draws from data, and a still one for where none runs.
+    """A picture that a script of the site draws from data, with a still one for where none runs.
 
-    The last value of a cell shows it on a web page. A notebook shows what stands still, a terminal
-    one line.
+    As the last value of a cell it is shown on a web page. A notebook shows the still picture, a
+    terminal one line.
 
     Args:
-        kind: which script draws it: ``docs/_static/live/<kind>.js``.
-        title: what there is to see, in words.
-        data: what the script is given, as JSON can write it.
-        still: HTML that says the same without a script, and in print.
+        kind: name of its script: ``docs/_static/live/<kind>.js``.
+        title: subject of the picture, in words.
+        data: input of the script, as JSON can write it.
+        still: HTML with the same content for pages without a script, and for print.
     """
 
     def __init__(self, kind: str, title: str, data: Mapping[str, object], still: str) -> None:

@@ -43,17 +43,17 @@ def lines(
     crosses: Sequence[tuple[float, float]] = (),
     simulated: bool = False,
 ) -> Drawing:
-    """Curves of y against x, each named at its end; on a phone below the plot.
+    """Draw curves of y against x, each named at its end; on a phone below the plot.
 
     Args:
-        series: the x and y values by name.
-        title: the finding, in words.
-        xlabel: with unit.
-        ylabel: with unit.
-        log: the axes with a logarithmic scale: ``"x"``, ``"y"``, ``"xy"`` or neither.
+        series: x and y values of each curve, by its name.
+        title: finding, in words.
+        xlabel: label of the x axis, with unit.
+        ylabel: label of the y axis, with unit.
+        log: axes with a logarithmic scale: ``"x"``, ``"y"``, ``"xy"`` or neither.
         zero: whether a linear y axis begins at 0, so that heights compare as the values do.
-        crosses: moments to mark, x and y.
-        simulated: whether nobody measured this: the title and the ground say so.
+        crosses: points to mark, x and y.
+        simulated: whether the values are simulated: then the title and the ground say so.
     """
     figure, axes = new_axes(f"Simulated: {title}" if simulated else title, xlabel, ylabel)
     if simulated:
@@ -115,24 +115,25 @@ def stacked_bars(
     xlabel: str,
     formatter: Callable[[float, object], str] = human_seconds,
 ) -> Drawing:
-    """One horizontal bar for each name, divided into the same named parts.
+    """Draw a horizontal bar for each name, divided into the same named parts.
 
     A part that has a role in a step, such as ``"forward"`` or ``"exposed"``, has the role's colour.
 
     Args:
-        bars: the size of each part by its name, by the bar's name.
-        title: the finding, in words.
-        xlabel: with unit.
-        formatter: writes a size.
+        bars: size of each part by its name, by the bar's name.
+        title: finding, in words.
+        xlabel: label of the x axis, with unit.
+        formatter: function that writes a size.
     """
     figure, axes = new_axes(title, xlabel, "", height=1.2 + _ROW[is_narrow()] * len(bars))
     names = list(bars)
     top, height = _bar()
-    total = max(sum(parts.values()) for parts in bars.values())
+    total = max(sum(sizes.values()) for sizes in bars.values())
     left = [0.0] * len(names)
     rows: list[dict[tuple[float, float, float, float], str]] = [{} for _ in names]
+    parts = list(next(iter(bars.values())))
     handles = []
-    for part, look in looks(next(iter(bars.values()))).items():
+    for part, look in looks(parts).items():
         sizes = [bars[name][part] for name in names]
         tops = [row + top for row in range(len(names))]
         drawn = axes.barh(tops, sizes, height, left=left, align="edge", **look.style)
@@ -148,16 +149,16 @@ def stacked_bars(
     for name, boxes in zip(names, rows, strict=True):
         figure.boxes(axes, name, boxes)
     figure.tell("Bars", names)
-    figure.tell("Parts", list(next(iter(bars.values()))))
+    figure.tell("Parts", parts)
     axes.xaxis.set_major_formatter(FuncFormatter(formatter))
     if formatter is human_bytes:  # whose round numbers are powers of two
         axes.xaxis.set_major_locator(_whole_bytes(total))
-    figure.legend_below(handles, list(next(iter(bars.values()))))
+    figure.legend_below(handles, parts)
     return figure
 
 
 def _whole_bytes(total: float) -> MultipleLocator:
-    """Ticks at powers of two."""
+    """Put ticks at powers of two."""
     return MultipleLocator(2 ** math.ceil(math.log2(total / (4 if is_narrow() else 6))))
 
 
@@ -165,7 +166,7 @@ _ROW = (0.45, 0.62)  # inches from bar to bar; on a phone there is a name betwee
 
 
 def _bar() -> tuple[float, float]:
-    """Of a bar in its row, which ends half a row below: the upper edge, and the height."""
+    """Return the upper edge and the height of a bar within its row, from -0.5 to 0.5."""
     return (-0.02, 0.46) if is_narrow() else (-0.4, 0.8)
 
 
@@ -173,7 +174,7 @@ def _write_inside(
     axes: Axes, text: str, left: float, right: float, y: float, total: float, color: str
 ) -> None:
     """Write in the middle of a bar, of the given colour, if it has room for that."""
-    inches = width() * (0.9 if is_narrow() else 0.7)  # what the longest bar has, about
+    inches = width() * (0.9 if is_narrow() else 0.7)  # of the longest bar, about
     if (right - left) / total * inches > text_width(text) + 0.06:
         written = axes.text((left + right) / 2, y, text, ha="center", va="center", color="black")
         written.set_bbox({"pad": 1.5, "facecolor": color, "edgecolor": "none"})
@@ -181,11 +182,11 @@ def _write_inside(
 
 @drawing
 def buckets(plans: Mapping[str, Sequence[Sequence[int]]], *, title: str) -> Drawing:
-    """Which parameters share a bucket: a bar for each plan, a colour for each of its buckets.
+    """Draw plans of buckets: a bar for each plan, a colour for each of its buckets.
 
     Args:
-        plans: by name, for each bucket in the order of sending, the bytes of its parameters.
-        title: the finding, in words.
+        plans: bytes of the parameters of each bucket, in the order of sending, by the plan's name.
+        title: finding, in words.
     """
     height_of_row = 0.62 if is_narrow() else 0.55
     height = 1.1 + height_of_row * len(plans)
@@ -226,12 +227,12 @@ def times_by_size(
     title: str,
     models: Mapping[str, Callable[[int], float]] | None = None,
 ) -> Drawing:
-    """Time against size, both logarithmic: the median with a band from quartile to quartile.
+    """Draw time against size, both logarithmic: the median with a band between the quartiles.
 
     Args:
-        timings: by algorithm and by size in bytes.
-        title: the finding, in words.
-        models: predicted seconds by size, dashed in the colour of the algorithm of that name.
+        timings: time by size in bytes, by algorithm.
+        title: finding, in words.
+        models: function from size to predicted seconds, by algorithm; drawn dashed.
     """
     figure, axes = new_axes(title, "size of the tensor", "time (median and quartiles)", height=3.8)
     axes.set_xscale("log", base=2)
@@ -271,12 +272,12 @@ def times_by_size(
 
 @drawing
 def pauses(series: Mapping[str, Sequence[float]], *, title: str, xlabel: str) -> Drawing:
-    """How often a call took how long: the share of calls that took longer than x.
+    """Draw the share of calls that took longer than x seconds.
 
     Args:
         series: seconds of every call, by name.
-        title: the finding, in words.
-        xlabel: what was timed.
+        title: finding, in words.
+        xlabel: name of the calls.
     """
     figure, axes = new_axes(title, xlabel, "share of calls that took longer")
     axes.set_xscale("log")

@@ -30,10 +30,10 @@ def all_reduces(
     send. Messages have no times: those of a round are on their way together if nothing is late.
 
     Args:
-        sent: what ``MessageCounter.gather()`` gave, for each of ``"naive"``, ``"direct"`` and
+        sent: messages of ``MessageCounter.gather()``, for each of ``"naive"``, ``"direct"`` and
             ``"ring"``.
-        elements: of the reduced tensor.
-        itemsize: of an element, bytes.
+        elements: number of elements of the reduced tensor.
+        itemsize: bytes of an element.
     """
     rounds = {name: _in_rounds(name, by_rank) for name, by_rank in sent.items()}
     data = {
@@ -53,7 +53,7 @@ def all_reduces(
 
 
 def _in_rounds(name: str, by_rank: Sequence[Sequence[Message]]) -> list[list[Message]]:
-    """The messages that are on their way together, round by round.
+    """Group the messages that are on their way together, round by round.
 
     A rank that sends and receives in one call sends its k-th message in round k. Through rank 0
     they go one at a time: it receives in the order of the ranks, then it sends.
@@ -64,7 +64,7 @@ def _in_rounds(name: str, by_rank: Sequence[Sequence[Message]]) -> list[list[Mes
 
 
 def _first_round(name: str, messages: Sequence[Message], n: int) -> str:
-    """A circle of ranks, with an arrow for each message, as an ``<svg>`` element."""
+    """Draw a circle of ranks, with an arrow for each message, as an ``<svg>`` element."""
     places = [_on_circle(rank, n) for rank in range(n)]
     parts = [
         f'<svg class="round" viewBox="0 0 {SIZE} {SIZE}" width="{SIZE}" height="{SIZE}" role="img" '
@@ -83,7 +83,7 @@ def _first_round(name: str, messages: Sequence[Message], n: int) -> str:
 
 
 def _arrow(start: tuple[float, float], end: tuple[float, float]) -> str:
-    """From rank to rank, a little to the right, as traffic keeps: another may come towards it."""
+    """Draw an arrow from rank to rank, a little to the right: another may come towards it."""
     (x0, y0), (x1, y1) = start, end
     length = math.hypot(x1 - x0, y1 - y0)
     x, y = (x1 - x0) / length, (y1 - y0) / length
@@ -99,13 +99,13 @@ def _arrow(start: tuple[float, float], end: tuple[float, float]) -> str:
 
 
 def _on_circle(rank: int, n: int) -> tuple[float, float]:
-    """The place of a rank, the first at the top and the next to its right."""
+    """Place a rank on the circle: the first at the top and the next to its right."""
     angle = 2 * math.pi * rank / n
     return SIZE / 2 + RADIUS * math.sin(angle), SIZE / 2 + 10 - RADIUS * math.cos(angle)
 
 
 def _table_of_rounds(rounds: Mapping[str, Sequence[Sequence[Message]]], nbytes: int) -> str:
-    """What ``HEADS`` says of every round, as an HTML table."""
+    """Write an HTML table with the column of ``HEADS`` for every round."""
     lines = []
     for k in range(max(map(len, rounds.values()))):
         cells = [
@@ -130,15 +130,15 @@ def _in_words(name: str, together: Sequence[Message], nbytes: int) -> str:
 
 @drawing
 def ring_rounds(messages: Sequence[Sequence[Message]], nbytes: int, *, title: str) -> Drawing:
-    """The ring, round by round, from recorded messages: what each rank holds, and what it sends.
+    """Draw the ring's rounds from recorded messages: the chunks on each rank, and those it sends.
 
-    A square is a chunk on a rank; the number in it says how many ranks' values it contains. A frame
-    marks the chunks that travel in this round, to the rank below (the last rank's to the first).
+    A square is a chunk on a rank, with the number of ranks whose values it contains. A frame marks
+    the chunks that travel in this round, to the rank below (the last rank's to the first).
 
     Args:
-        messages: each rank's messages in order, one for each round.
-        nbytes: the size of the reduced tensor.
-        title: the finding, in words.
+        messages: messages of each rank in order, one for each round.
+        nbytes: size of the reduced tensor in bytes.
+        title: finding, in words.
     """
     n = len(messages)
     rounds = len(messages[0])

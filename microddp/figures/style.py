@@ -1,4 +1,4 @@
-"""How the book's figures look: sizes, and colours that mean the same in all of them."""
+"""The look of the book's figures: sizes, and colours that mean the same in all of them."""
 
 from __future__ import annotations
 
@@ -6,34 +6,22 @@ from typing import Any, NamedTuple
 
 from cycler import cycler
 
-WIDE, NARROW = (
-    7.0,
-    3.75,
-)  # inches: on a desk, and on a phone, where an inch shows as about 96 pixels
+WIDE, NARROW = 7.0, 3.75  # inches: on a desk, and on a phone, of about 96 pixels an inch
 # Text and axes. The ground is transparent. On a dark page a copy of the picture is shown in which
 # the colours of DARK are replaced; all text then has a contrast of 4.5 and more on both grounds.
 INK = "#57606a"
-GREY = "#7d8590"  # of marks and of squares with nothing in them
+GREY = "#7d8590"  # for marks and for empty squares
 # Curves, and parts that have no role. They differ in lightness for greyscale readers.
 COLORS = ("#3b8bd9", "#e08214", "#1b9e77", "#c2589b", "#8c6bb1", "#9a8428")
-# The same as text: a curve's name has the colour of the curve.
-NAMES = dict(
-    zip(COLORS, ("#1d6bb5", "#a15a00", "#0f7557", "#a83f80", "#74529b", "#75651a"), strict=True)
-)
-DARK = {
-    INK: "#a9b1bb",
-    **dict(
-        zip(
-            NAMES.values(),
-            ("#6db1f2", "#f0a04a", "#3fc59b", "#e086be", "#b497d6", "#cdb855"),
-            strict=True,
-        )
-    ),
-}
+# The same as text, for a curve's name: on a light ground, and on a dark one.
+_ON_LIGHT = ("#1d6bb5", "#a15a00", "#0f7557", "#a83f80", "#74529b", "#75651a")
+_ON_DARK = ("#6db1f2", "#f0a04a", "#3fc59b", "#e086be", "#b497d6", "#cdb855")
+NAMES = dict(zip(COLORS, _ON_LIGHT, strict=True))
+DARK = {INK: "#a9b1bb", **dict(zip(_ON_LIGHT, _ON_DARK, strict=True))}
 
 
 class Look(NamedTuple):
-    """Of a bar or a span: its colour, and what is hatched over it."""
+    """The look of a bar or a span: its colour, and the hatching over it."""
 
     color: str
     hatch: str = ""
@@ -41,10 +29,10 @@ class Look(NamedTuple):
 
     @property
     def style(self) -> dict[str, Any]:
-        """As a patch of matplotlib takes it."""
+        """Keyword arguments of a matplotlib patch."""
         if not self.hatch:
             return {"facecolor": self.color, "edgecolor": self.color, "linewidth": 0.5}
-        # What is hatched has the colour of the edge.
+        # Hatching has the colour of the edge.
         style = {"facecolor": self.color, "edgecolor": self.hatch_color, "linewidth": 0.5}
         return {**style, "hatch": self.hatch}
 
@@ -77,7 +65,7 @@ ROLES = {
     "idle": Look("#a9afb7"),
     "data": Look("#b0a58f"),
 }
-# Of what has no role, so that it takes no role's colour.
+# For parts without a role, so that none takes a role's colour.
 OTHERS = (COLORS[4], COLORS[5], "#3d93a3", "#b0663f", "#8f969f")
 
 STYLE: dict[Any, Any] = {
@@ -108,10 +96,7 @@ STYLE: dict[Any, Any] = {
 
 
 def looks(parts: Any) -> dict[str, Look]:
-    """How each of the named parts looks, in their order: by its role, else in a colour of no role.
-
-    A part that has no role takes the next of the colours that mean nothing.
-    """
+    """Choose the look of each named part, in order: its role's, else the next of ``OTHERS``."""
     others = [part for part in parts if part not in ROLES]
     return {
         part: ROLES.get(part) or Look(OTHERS[others.index(part) % len(OTHERS)]) for part in parts

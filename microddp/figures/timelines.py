@@ -1,4 +1,4 @@
-"""Figures of what happened when: timelines of steps, and the order of gradients."""
+"""Figures of events in time: timelines of steps, and the order of gradients."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from microddp.hooks import GradientReady
 from microddp.report import human_bytes, human_seconds
 from microddp.timing import Span, tracks
 
-Row = tuple[int, str]  # a rank's lane
+Lane = tuple[int, str]  # a rank, and the name of its lane: one row
 
 
 @drawing
 def timeline(spans: Sequence[Span], *, title: str) -> Drawing:
-    """What each rank did when: a row for each of its lanes.
+    """Draw the spans of each rank over time, with a row for each of its lanes.
 
     Spans that overlap share the height of their row. A mark is a tick. The lane ``"wait"``, in
     which nothing hides the communication, is hatched. On a phone a row's name lies above it.
 
     Args:
-        spans: of all ranks, as :meth:`microddp.timing.timeline.Timeline.gather` returns them.
-        title: the finding, in words.
+        spans: spans of all ranks, as :meth:`microddp.timing.timeline.Timeline.gather` returns them.
+        title: finding, in words.
     """
     return _draw({"": spans}, title)
 
 
 @drawing
 def timelines(steps: Mapping[str, Sequence[Span]], *, title: str) -> Drawing:
-    """Timelines above each other on one scale, each from its own beginning.
+    """Draw timelines above each other on one scale, each from its own beginning.
 
     Args:
-        steps: spans as for :func:`timeline`, by name.
-        title: the finding, in words.
+        steps: spans as for :func:`timeline`, by the name of the step.
+        title: finding, in words.
     """
     return _draw(steps, title)
 
@@ -73,7 +73,7 @@ def _draw(steps: Mapping[str, Sequence[Span]], title: str) -> Drawing:
 
 
 def _gap() -> float:
-    """Between two rows, in heights of a row: on a phone there is a name."""
+    """Return the gap between two rows, in heights of a row: on a phone there is a name."""
     return 0.6 if is_narrow() else 0.0
 
 
@@ -86,7 +86,7 @@ def _draw_rows(
     steps = (height + _gap() for height in heights.values())
     tops = dict(zip(heights, itertools.accumulate(steps, initial=_gap()), strict=False))
     origin = min(span.start for span in spans)
-    boxes: dict[Row, dict[tuple[float, float, float, float], str]] = {row: {} for row in heights}
+    boxes: dict[Lane, dict[tuple[float, float, float, float], str]] = {row: {} for row in heights}
     for span, track in zip(spans, tracks(spans), strict=True):
         row, kind = (span.rank, span.lane), kind_of(span)
         height = 0.8 * heights[row] / shares[row]
@@ -116,22 +116,22 @@ def _say(span: Span, left: float, right: float) -> str:
 
 
 def kind_of(span: Span) -> str:
-    """What a span is one of: it has that one's colour, and its name in the legend."""
+    """Return the kind of a span, which gives it a colour and a name in the legend."""
     special = {"wait": "waiting for communication", "gradients": "gradient ready"}
     return special.get(span.lane, span.name.split()[0])
 
 
-def _shares(spans: Sequence[Span]) -> dict[Row, int]:
-    """By rank and lane, in how many tracks its row is divided."""
-    shares: dict[Row, int] = {}
+def _shares(spans: Sequence[Span]) -> dict[Lane, int]:
+    """Count the tracks of each row."""
+    shares: dict[Lane, int] = {}
     for span, track in zip(spans, tracks(spans), strict=True):
         row = (span.rank, span.lane)
         shares[row] = max(track + 1, shares.get(row, 1))
     return shares
 
 
-def _heights(spans: Sequence[Span]) -> dict[Row, float]:
-    """The rows from top to bottom with their heights: up to three times one where many overlap."""
+def _heights(spans: Sequence[Span]) -> dict[Lane, float]:
+    """Return the rows from top to bottom with their heights, from 1 to 3 where many overlap."""
     lanes = list(dict.fromkeys(span.lane for span in spans))
     shares = _shares(spans)
     ordered = sorted(shares, key=lambda row: (row[0], lanes.index(row[1])))
@@ -142,12 +142,12 @@ def _heights(spans: Sequence[Span]) -> dict[Row, float]:
 def gradient_order(
     rows: Sequence[GradientReady], *, title: str, forward: Sequence[str] = ()
 ) -> Drawing:
-    """When each gradient was ready: a line for each parameter, a dot whose area is its bytes.
+    """Draw when each gradient was ready: a line for each parameter, a dot whose area is its bytes.
 
     Args:
-        rows: as :attr:`microddp.hooks.HookTracker.rows` returns them.
-        title: the finding, in words.
-        forward: the parameters' names from top to bottom; by default the order of ``rows``.
+        rows: rows of :attr:`microddp.hooks.HookTracker.rows`.
+        title: finding, in words.
+        forward: names of the parameters from top to bottom; by default the order of ``rows``.
     """
     names = list(forward or (row.name for row in rows))
     figure, axes = new_axes(title, "time since backward began", "", height=1.0 + 0.22 * len(names))

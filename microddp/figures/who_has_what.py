@@ -1,4 +1,4 @@
-"""Figures of who has what, and who sends what to whom, in a collective."""
+"""Figures of a collective: the values on each rank, and the bytes from rank to rank."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from microddp.figures.drawing import Drawing, drawing, is_narrow, new_panels, wi
 from microddp.figures.style import COLORS, GREY
 from microddp.report import BYTE_UNITS, human_bytes
 
-Rows = Sequence[Sequence[int]]  # what each rank holds, in rank order
+Rows = Sequence[Sequence[int]]  # the values on each rank, in rank order
 WIDTH = 4.9  # inches: narrower than the other figures, as its squares need no more
 CELL = 0.3  # inches, the height of a square
 SIZE = 0.86  # of a square; the rest is the gap to the next one
 
 
 def contributors(value: int) -> list[int]:
-    """The ranks whose values are in a number: the decimal digits, from the right, that are not 0.
+    """List the ranks whose values are in a sum: its decimal digits, from the right, that are not 0.
 
     Rank r's part p is written as ``(p + 1) * 10**r``. Each rank has a digit of its own, so a sum
     tells who is in it.
@@ -33,15 +33,15 @@ def contributors(value: int) -> list[int]:
 
 @drawing
 def holdings(panels: Mapping[str, tuple[Rows, Rows]], *, title: str) -> Drawing:
-    """What each rank held before and after: a row of squares for each rank.
+    """Draw the values on each rank before and after a collective: a row of squares for each rank.
 
     On a phone "after" lies below "before". A square has its number in it, on the colour of the rank
     whose value that is; in a sum, each digit is on the colour of its own rank.
 
     Args:
-        panels: by the collective's name, what every rank held before and after it, as numbers
-            that :func:`contributors` can read. A rank may hold nothing.
-        title: the finding, in words.
+        panels: values on every rank before and after a collective, by its name, as numbers that
+            :func:`contributors` can read. A rank may hold nothing.
+        title: finding, in words.
     """
     sides = [side for panel in panels.values() for side in panel]
     ranks = max(map(len, sides))
@@ -91,17 +91,17 @@ def _draw_square(axes: Axes, left: float, top: float, value: int) -> None:
 
 
 def _short(size: float) -> str:
-    """With two digits, and no 0 before a point: squares are small."""
+    """Write a size with two digits, and no 0 before a point: squares are small."""
     return f"{size:.2g}".removeprefix("0")
 
 
 @drawing
 def traffic(matrices: Mapping[str, Sequence[Sequence[float]]], *, title: str) -> Drawing:
-    """Who sent how much to whom: one square of ranks by ranks for each algorithm.
+    """Draw the bytes from rank to rank: one square of ranks by ranks for each algorithm.
 
     Args:
         matrices: bytes from row to column, by the algorithm's name.
-        title: the finding, in words.
+        title: finding, in words.
     """
     shape = (len(matrices), 1) if is_narrow() else (1, len(matrices))
     figure, panels = new_panels(*shape, 3.4 * shape[0] if is_narrow() else 3.0)

@@ -11,7 +11,10 @@ from test_site import Visit
 from microddp import figures
 from microddp.performance import step_budget
 
-DEVICES = {"fast": figures.Device(1e15, 0.4, 3e-6), "slow": figures.Device(1e11, 1, 1e-4)}
+DEVICES = {
+    "fast": {"peak": 1e15, "utilisation": 0.4, "latency": 3e-6},
+    "slow": {"peak": 1e11, "utilisation": 1, "latency": 1e-4},
+}
 LINKS = {"wide": 450e9, "narrow": 1.25e9}
 
 

@@ -1,6 +1,6 @@
 // What ranks keep during a step, moment by moment: one panel for each way, on one scale.
 //
-// Data (microddp/figures/kept.py): kinds as [name, color], moments as [phase, what], and ways, each
+// Data (microddp/figures/live_memory.py): kinds as [name, color], moments as [phase, what], and ways, each
 // with the bytes of every kind at every moment and the most that was predicted for all together.
 "use strict";
 

@@ -2,7 +2,7 @@
 //
 // Times in the data are nanoseconds since the step's first span began, on any rank. A row is
 // [rank, lane, name, start, end, bytes, track]: lane and name by number, bytes or null, and the
-// track within its lane on which no other span overlaps it (microddp/figures/explore.py).
+// track within its lane on which no other span overlaps it (microddp/figures/live_timelines.py).
 "use strict";
 
 (() => {

@@ -10,23 +10,23 @@ from matplotlib.patches import Rectangle
 from microddp.figures.drawing import Drawing, drawing, is_narrow, new_panels, width, wrapped
 from microddp.figures.style import COLORS, GREY, INK, NAMES
 
-HEAD, BOX, GAP = 0.4, 0.44, 0.18  # inches: a heading's height, a box's, and what lies below one
+HEAD, BOX, GAP = 0.4, 0.44, 0.18  # inches: height of a heading, of a box, and of the gap below
 INSET = 0.08  # inches, from a box's side to its text
 
 
 @drawing
 def questions(parts: Mapping[str, Sequence[tuple[str, str]]]) -> Drawing:
-    """Questions one below the other, each with what to do if the answer is yes.
+    """Draw questions one below the other, each with its action if the answer is yes.
 
-    What to do stands beside its question; on a phone below it.
+    The action stands beside its question; on a phone below it.
 
     Args:
-        parts: by its heading, a part's questions and what to do, in the order in which to ask.
+        parts: questions with their actions, in the order in which to ask, by a part's heading.
     """
     right = width()
     ask = (0.0, 3.3) if is_narrow() else (0.0, 2.75)
     do = (0.55, right) if is_narrow() else (3.45, right)
-    below = BOX + GAP if is_narrow() else 0.0  # from a question to what to do
+    below = BOX + GAP if is_narrow() else 0.0  # from a question to its action
     step = BOX + GAP + below
     height = sum(HEAD + step * len(part) for part in parts.values())
     figure, panels = new_panels(1, 1, height)

@@ -1,4 +1,4 @@
-"""Timelines to look into: switch between steps, choose ranks, zoom, ask each span what it was."""
+"""Live timelines: switch between steps, choose ranks, zoom, and ask each span what it was."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from microddp.figures.timelines import kind_of
 from microddp.report import human_bytes, human_seconds, table
 from microddp.timing import Span, StepTimes, break_down, tracks
 
-MOST_RANKS = 4  # what is drawn of a larger job: each rank's spans are bytes of the page
+MOST_RANKS = 4  # drawn of a larger job, because each rank's spans are bytes of the page
 
 
 def explore_timelines(steps: Mapping[str, Sequence[Span]], *, title: str) -> Live:
@@ -20,9 +20,9 @@ def explore_timelines(steps: Mapping[str, Sequence[Span]], *, title: str) -> Liv
     Where a job has more than four ranks, the picture has the first four, and says so.
 
     Args:
-        steps: the spans of all ranks, as :meth:`microddp.timing.timeline.Timeline.gather` returns
+        steps: spans of all ranks, as :meth:`microddp.timing.timeline.Timeline.gather` returns
             them, by the name of the step; at least one span each.
-        title: what there is to see, in words.
+        title: subject of the picture, in words.
     """
     everyone = sorted({span.rank for spans in steps.values() for span in spans})
     ranks = everyone[:MOST_RANKS]
@@ -71,12 +71,12 @@ def explore_timelines(steps: Mapping[str, Sequence[Span]], *, title: str) -> Liv
 
 
 def _of_each(spans: Sequence[Span], ranks: Sequence[int]) -> dict[int, StepTimes]:
-    """What each rank's step consists of."""
+    """Take each rank's step apart."""
     return {rank: break_down([span for span in spans if span.rank == rank]) for rank in ranks}
 
 
 def _table(steps: Mapping[str, Sequence[Span]], ranks: Sequence[int], world: int) -> str:
-    """What the picture adds up to, for each step and rank, in HTML."""
+    """Write an HTML table of the sums for each step and rank."""
     rows: list[tuple[object, ...]] = []
     for name, spans in steps.items():
         for rank, step in _of_each(spans, ranks).items():
@@ -85,16 +85,7 @@ def _table(steps: Mapping[str, Sequence[Span]], ranks: Sequence[int], world: int
             total = human_bytes(sum(known)) if len(known) == len(sent) else None
             parts = step.total, step.forward, step.backward, step.exposed, step.hidden
             rows.append((name, rank, *map(human_seconds, parts), len(sent), total))
-    headers = [
-        "",
-        "rank",
-        "step",
-        "forward",
-        "backward",
-        "exposed",
-        "hidden",
-        "all-reduces",
-        "bytes",
-    ]
+    headers = ["", "rank", "step", "forward", "backward", "exposed", "hidden"]
+    headers += ["all-reduces", "bytes"]
     omitted = f"<p>Ranks {ranks[0]} to {ranks[-1]} of {world}.</p>" if world > len(ranks) else ""
     return table(rows, headers, form="html") + omitted

@@ -1,4 +1,4 @@
-"""What ranks keep during a step: each way beside the others, moment by moment."""
+"""Live picture of the bytes that ranks keep during a step, moment by moment, way by way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from microddp.figures.live import Live, html_table
 from microddp.figures.style import BACKWARD, FORWARD, OPTIMIZER
 from microddp.report import human_bytes
 
-# As the phases that need them most have elsewhere.
+# The colours that the phases which need these bytes most have elsewhere.
 COLORS = FORWARD.color, BACKWARD.color, OPTIMIZER.color
 
 
@@ -22,17 +22,18 @@ def explore_kept(
 ) -> Live:
     """Bytes that a rank keeps, of several kinds, at each moment of a step.
 
-    What stands still is a table of the moments at which each way keeps most.
+    The still table has the moment at which each way keeps most.
 
     Args:
-        ways: by name, the bytes of each kind at each moment; at least one way and one moment.
-        predicted: by the names of the ways, the most bytes of all kinds together.
-        moments: the phase of the step, and what happens.
-        kinds: what is kept, from the bottom up; at most three.
-        title: what there is to see, in words.
+        ways: bytes of each kind at each moment, by the name of the way; at least one way and one
+            moment.
+        predicted: most bytes of all kinds together, by the name of the way.
+        moments: phase of the step, and event, of each moment.
+        kinds: names of the kinds, from the bottom up; at most three.
+        title: subject of the picture, in words.
 
     Raises:
-        ValueError: a way does not have its bytes for each kind at each moment.
+        ValueError: a way lacks the bytes of a kind at a moment.
     """
     for name, found in ways.items():
         shape = len(found), *{len(bytes_of) for bytes_of in found}

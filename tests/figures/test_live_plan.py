@@ -1,14 +1,13 @@
 """The still table of the form that plans a step."""
 
 import re
-from dataclasses import asdict
 
 from microddp import figures
 from microddp.performance import step_budget
 
 
 def test_the_table_has_each_number_of_devices_on_each_link():
-    device = figures.Device(1e15, 0.4, 3e-6)
+    device = {"peak": 1e15, "utilisation": 0.4, "latency": 3e-6}
     links = {"wide": 450e9, "a & b": 1.25e9}
     form = figures.explore_plan(
         {"one": device}, links, parameters=1e9, tokens=1024, ranks=8, budget=step_budget
@@ -19,7 +18,7 @@ def test_the_table_has_each_number_of_devices_on_each_link():
     assert rows[0][1:] == ("1", "1")
     for n, *cells in rows[1:]:
         for cell, bandwidth in zip(cells, links.values(), strict=True):
-            plan = {**asdict(device), "bandwidth": bandwidth}
+            plan = {**device, "bandwidth": bandwidth}
             budget = step_budget(1e9, 1024, int(n), **plan)
             assert cell.startswith(f"{budget.unhidden.speedup:.3g}")
             assert cell.endswith(f"{budget.overlapped.speedup:.3g}")

@@ -1,4 +1,4 @@
-"""Buckets that a reader refills: a cap, and what a step takes with it by chapter 08's model."""
+"""Live buckets: a cap to choose, its plan, and the step predicted with it as in chapter 08."""
 
 from __future__ import annotations
 
@@ -28,21 +28,20 @@ def explore_buckets(
 ) -> Live:
     """A cap to choose for all buckets, the plan it makes, and the step that is predicted with it.
 
-    Buckets are sent as soon as they are full. What stands still is a table of the caps that were
-    measured.
+    Buckets are sent as soon as they are full. The still table has the caps that were measured.
 
     Args:
-        gradients: bytes by the parameter's name, in the order in which buckets take them; all of
-            one dtype and device.
-        compute: of a step without communication; its ``optimizer`` is 0 where steps have none.
-        cost: of an all-reduce between the ranks.
-        cores: processor cores for each rank; ``None``: messages take nothing from computing.
-        measured: steps by the cap of all their buckets, in bytes; at least one.
+        gradients: bytes of each gradient by the parameter's name, in the order in which buckets
+            take them; all of one dtype and device.
+        compute: times of a step without communication; ``optimizer`` is 0 where steps have none.
+        cost: cost of an all-reduce between the ranks.
+        cores: processor cores for each rank; ``None`` if messages take nothing from computing.
+        measured: time of a step by the cap of its buckets, in bytes; at least one.
         predict: :func:`~microddp.performance.prediction.predict_plan`, whose model the script has.
-        title: what there is to see, in words.
+        title: subject of the picture, in words.
 
     Raises:
-        KeyError: ``compute`` does not say when a gradient is ready.
+        KeyError: ``compute.ready`` lacks a gradient.
     """
     rows = []
     for cap, timing in measured.items():
@@ -66,7 +65,7 @@ def explore_buckets(
 
 
 def _plan(gradients: Mapping[str, int], cap: int) -> list[Bucket]:
-    """The buckets of a cap, by the core's own planner: it asks tensors for their size alone."""
+    """Plan the buckets of a cap with the core's own planner, which asks tensors for sizes only."""
     names, sizes = list(gradients), list(gradients.values())
     tensors = [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
     return [
