@@ -92,35 +92,36 @@ and 280 GB for 70B. Stage 3 has no such floor.
 
 ## Stage 1: an n-th of the optimizer
 
-**Build.** A `Part` lays the parameters of a module side by side in one flat tensor, as a bucket
-does with gradients. An n-th of that is this rank's own, `mine`, in the same memory: what an
-optimizer writes there, `gather` sends. (Where n does not divide the number of values, some zeros
-are added.)
+**Build.** A `FlatParamGroup` lays the parameters of a module side by side in one flat tensor, as a
+bucket does with gradients. An n-th of that is this rank's `shard`, in the same memory: what an
+optimizer writes there, `unshard` sends to all. (Where n does not divide the number of values, the
+tensor is padded with zeros.) Classes and methods of this chapter have the names that they have in
+the core, and there they have those of PyTorch's `fully_shard`:
 """
 
 
 # %%
-class Part:
+class FlatParamGroup:
     def __init__(self, module):
         self.parameters = list(module.parameters())
-        self.whole = self.filled(parameters_to_vector(self.parameters).detach())
-        vector_to_parameters(self.whole, self.parameters)  # they are views of it now
-        self.mine = nn.Parameter(self.whole.chunk(n)[rank])
+        self.unsharded = self.padded(parameters_to_vector(self.parameters).detach())
+        vector_to_parameters(self.unsharded, self.parameters)  # they are views of it now
+        self.shard = nn.Parameter(self.unsharded.chunk(n)[rank])
 
-    def filled(self, flat):
+    def padded(self, flat):
         return pad(flat, (0, -len(flat) % n))
 
-    def average(self):
-        """Of the mean of all gradients, bring this rank its part."""
-        gradients = self.filled(parameters_to_vector([p.grad for p in self.parameters]))
-        part = ring_reduce_scatter(gradients, timed, "mean")
-        self.mine.grad = part.clone()  # so that the memory of the rest can go
+    def post_backward(self):
+        """Reduce-scatter the gradients: this rank gets its shard of their mean."""
+        gradients = self.padded(parameters_to_vector([p.grad for p in self.parameters]))
+        mean = ring_reduce_scatter(gradients, timed, "mean")
+        self.shard.grad = mean.clone()  # so that the memory of the rest can go
         for p in self.parameters:
             p.grad = None
 
-    def gather(self):
-        """Bring every rank's part to all."""
-        ring_all_gather(self.whole, timed)
+    def unshard(self):
+        """All-gather the parameters from the ranks' shards."""
+        ring_all_gather(self.unsharded, timed)
 
 
 # %%
@@ -130,17 +131,17 @@ def backward(model, batch):
 
 
 def stage_1(model):
-    part = Part(model)
-    adam = torch.optim.Adam([part.mine])
+    group = FlatParamGroup(model)
+    adam = torch.optim.Adam([group.shard])
 
     def step(batch):
         adam.zero_grad()
         backward(model, batch)
-        part.average()
+        group.post_backward()
         adam.step()
-        part.gather()
+        group.unshard()
 
-    return step, [part], adam
+    return step, [group], adam
 
 
 # %% [markdown]
@@ -188,10 +189,10 @@ def memory(*tensors):
     return sum({s._cdata: s.nbytes() for s in storages}.values())
 
 
-def held(model, parts, adam):
+def held(model, groups, adam):
     """Bytes of parameters, of gradients, and of what the optimizer keeps."""
-    own = [part.mine for part in parts]
-    parameters = [*model.parameters(), *own, *(part.whole for part in parts)]
+    own = [group.shard for group in groups]
+    parameters = [*model.parameters(), *own, *(group.unsharded for group in groups)]
     means = [v for state in adam.state.values() for v in state.values() if v.dim()]
     gradients = [p.grad for p in [*model.parameters(), *own]]
     return memory(*parameters), memory(*gradients), memory(*means)
@@ -215,8 +216,8 @@ def try_out(make):
         with MessageCounter(timed) as counter:
             step(batch)
     sent = sum(message.nbytes for message in counter.messages)
-    for part in made[0]:
-        part.gather()
+    for group in made[0]:
+        group.unshard()
     return parameters_to_vector(model.parameters()).detach(), sent, moments
 
 
@@ -238,9 +239,9 @@ check("stage 1")
 ## Stage 2: gradients go as they come
 
 In stage 1 all gradients are there when backward ends. But a rank has no use for the means of the
-others' parts. **Build.** Take the parts smaller, one for each layer, and average a layer as soon as
-backward has all of its gradients. Then they are freed. (A parameter that gets no gradient keeps its
-layer waiting here for ever; the core takes it for zero when backward ends.)
+others' shards. **Build.** Make the groups smaller, one for each layer, and reduce-scatter a group
+as soon as backward has all of its gradients. Then they are freed. (A parameter that gets no
+gradient keeps its group waiting here for ever; the core takes it for zero when backward ends.)
 """
 
 
@@ -261,19 +262,19 @@ def when_all(parameters, call):
 
 # %%
 def stage_2(model):
-    parts = [Part(layer) for layer in model.layers]
-    for part in parts:
-        when_all(part.parameters, part.average)
-    adam = torch.optim.Adam([part.mine for part in parts])
+    groups = [FlatParamGroup(layer) for layer in model.layers]
+    for group in groups:
+        when_all(group.parameters, group.post_backward)
+    adam = torch.optim.Adam([group.shard for group in groups])
 
     def step(batch):
         adam.zero_grad()
         backward(model, batch)
         adam.step()
-        for part in parts:
-            part.gather()
+        for group in groups:
+            group.unshard()
 
-    return step, parts, adam
+    return step, groups, adam
 
 
 tried["stage 2"] = try_out(stage_2)
@@ -284,49 +285,53 @@ check("stage 2")
 ## Stage 3: parameters only while they are needed
 
 The same once more, with parameters. A layer needs its own when it computes, forward and backward,
-and at no other time. **Build.** `free` gives the memory of the flat tensor back. The tensor stays
-where it is, and so do the views of it that the layer has, and those that autograd keeps for
-backward: there is just nothing behind them. `gather` gets memory again, puts this rank's part in,
+and at no other time. **Build.** `reshard` gives the memory of the flat tensor back. The tensor
+stays where it is, and so do the views of it that the layer has, and those that autograd keeps for
+backward: there is just nothing behind them. `unshard` gets memory again, puts this rank's shard in,
 and asks the others for theirs:
 """
 
 
 # %%
-class LoosePart(Part):
+class ReshardedGroup(FlatParamGroup):
     def __init__(self, module):
         super().__init__(module)
-        self.mine = nn.Parameter(self.mine.detach().clone())  # memory of its own
-        self.free()
+        self.shard = nn.Parameter(self.shard.detach().clone())  # memory of its own
+        self.reshard()
 
-    def free(self):
-        self.whole.untyped_storage().resize_(0)
+    def reshard(self):
+        self.unsharded.untyped_storage().resize_(0)
 
-    def gather(self):
-        self.whole.untyped_storage().resize_(self.whole.nbytes)
-        self.whole.chunk(n)[rank].copy_(self.mine.detach())
-        super().gather()
+    def unshard(self):
+        self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
+        self.unsharded.chunk(n)[rank].copy_(self.shard.detach())
+        super().unshard()
+
+    def post_backward(self):
+        super().post_backward()
+        self.reshard()
 
 
 # %%
-def after_forward(part, _layer, _inputs, output):
-    part.free()
-    output.register_hook(lambda _: part.gather())  # its gradient is known: backward comes
+def post_forward(group, _layer, _inputs, output):
+    group.reshard()
+    output.register_hook(lambda _: group.unshard())  # its gradient is known: backward comes
 
 
 def stage_3(model):
-    parts = [LoosePart(layer) for layer in model.layers]
-    for part, layer in zip(parts, model.layers, strict=True):
-        layer.register_forward_pre_hook(lambda *_, part=part: part.gather())
-        layer.register_forward_hook(partial(after_forward, part))
-        when_all(part.parameters, lambda part=part: (part.average(), part.free()))
-    adam = torch.optim.Adam([part.mine for part in parts])
+    groups = [ReshardedGroup(layer) for layer in model.layers]
+    for group, layer in zip(groups, model.layers, strict=True):
+        layer.register_forward_pre_hook(lambda *_, group=group: group.unshard())
+        layer.register_forward_hook(partial(post_forward, group))
+        when_all(group.parameters, group.post_backward)
+    adam = torch.optim.Adam([group.shard for group in groups])
 
     def step(batch):
         adam.zero_grad()
         backward(model, batch)
         adam.step()
 
-    return step, parts, adam
+    return step, groups, adam
 
 
 tried["stage 3"] = try_out(stage_3)
@@ -334,7 +339,7 @@ check("stage 3")
 
 # %% [markdown]
 r"""
-No step gathers at its end: the next forward does.
+No step unshards at its end: the next forward does.
 
 ## What was sent, what was kept
 
@@ -347,7 +352,7 @@ gradients in stage 2, and in stage 3 its parameters, too:
 # %%
 largest = 4 * max(parameter_count(layer) for layer in build().layers)  # bytes
 gradients = (1 - 1 / n) * largest  # an n-th of them is in the table already
-whole = {2: gradients, 3: gradients + largest}  # in stage 3 a rank's own part is there twice
+whole = {2: gradients, 3: gradients + largest}  # in stage 3 a rank's shard is there twice
 count = parameter_count(build())
 rows, at_most = [], {}
 for stage, (name, (_, sent, moments)) in enumerate(tried.items()):
@@ -377,18 +382,21 @@ activations, which are not counted. They belong to the batch, and sharding does 
 backward gradients pile up, in DDP and in stage 1 whole. (DDP's buckets keep their memory from step
 to step; counted is what holds gradients.) In stages 2 and 3 only those of one layer are whole at a
 time, which makes the teeth, and the rest grows by an n-th of each. Stage 3 lies lower by the
-parameters that it does not have. That is what a rank keeps. What `average` makes to send it comes
-on top for a moment: the flat copy, in stage 1 of all gradients.
+parameters that it does not have. That is what a rank keeps. What `post_backward` makes to send
+comes on top for a moment: the flat copy, in stage 1 of all gradients.
 
 ## The core's
 
-The hooks above gather a layer when it is needed, and wait for it. The core's
-{func}`~microddp.sharding.fully_shard.fully_shard` gathers the next block while one computes, in the
-order of the step before, and reduces gradients while backward goes on. That costs memory: two
-blocks, here layers, are whole at a time. Its parameters are this rank's parts, flat, for any
-optimizer that treats each value by itself. (Its stages 1 and 2 gather in forward, too, in place of
-a wait after the optimizer's step.) Shard block by block, then the rest, as with PyTorch's own
-`torch.distributed.fsdp.fully_shard`, which takes a mesh of devices instead of the ranks:
+The hooks above unshard a layer when it is needed, and wait for it. The core's
+{func}`~microddp.sharding.fully_shard.fully_shard` prefetches: it unshards the next block while one
+computes, in the order of the step before, and reduce-scatters gradients while backward goes on.
+That costs memory: two blocks, here layers, are whole at a time. The model's parameters are this
+rank's shards, flat, for any optimizer that treats each value by itself. (The core's stages 1 and 2
+all-gather in forward, too, in place of a wait after the optimizer's step.) Shard block by block,
+then the rest, as with PyTorch's own `torch.distributed.fsdp.fully_shard`, which takes a mesh of
+devices instead of the ranks. Who reads its code finds these names again: `unshard`, `reshard` and
+`post_backward` of a group of parameters, and a module's state with its hooks before and after
+forward and before backward:
 """
 
 
@@ -440,7 +448,7 @@ def step_of(name, batch):
         model = microddp.DDP(model, timed, bucket_cap_mb=1, all_reduce=carrier("ring", timed))
         strategy = STRATEGIES[name](model, timed)
     else:
-        strategy = STRATEGIES[name](model, timed, carrier="ring")
+        strategy = STRATEGIES[name](model, timed, collectives="ring")
     return partial(take_step, strategy, mse_loss, ADAMW(strategy.parameters()), batch)
 
 
@@ -524,7 +532,7 @@ timed.print(table(rows, ["published", "", "kept"]))
 """
 ## Where it breaks
 
-**The norm of a part.** Clipping scales gradients by the norm of all of them. A rank that has an
+**The norm of a shard.** Clipping scales gradients by the norm of all of them. A rank that has an
 n-th, and takes the norm of that, finds it too small, and each rank another one. The core's
 {func}`~microddp.parts.clip_grad_norm` adds up squares over the ranks:
 """
@@ -537,26 +545,26 @@ gradients = [p.grad for p in clipped.parameters() if p.grad is not None]
 local = torch.stack([g.norm() for g in gradients]).norm().reshape(1)
 norm = clip_grad_norm(clipped.parameters(), 1.0, timed)
 norms = timed.all_gather(local).flatten()
-timed.print(f"norm of each rank's part: {', '.join(f'{x:.4f}' for x in norms.tolist())}")
+timed.print(f"norm of each rank's shards: {', '.join(f'{x:.4f}' for x in norms.tolist())}")
 timed.print(f"of all: {norm:.4f}, the root of the sum of their squares")
 assert torch.allclose(norms.square().sum().sqrt(), norm)
 
 # %% [markdown]
 """
-**A checkpoint of one rank's part.** `if rank == 0: save(model.state_dict())` was right with DDP.
-Now it saves an n-th: flat parts, under the names of whole parameters. Whole tensors, which any
+**A checkpoint of one rank's shards.** `if rank == 0: save(model.state_dict())` was right with DDP.
+Now it saves an n-th: flat shards, under the names of whole parameters. Whole tensors, which any
 model can load, are one call on every rank: `sharded.whole_state_dict()` brings them to rank 0,
-which needs room for all. Or every rank saves its part (`own_parts`), and `load_parts` puts together
-what it is given, for any number of ranks. Here each rank begins alone, with one part, that of
-itself:
+which needs memory for all. Or every rank saves its shards (`own_parts`), and `load_parts` takes
+what a rank needs out of all ranks' files, for any number of ranks. Here each rank begins alone,
+with its own file only:
 """
 
 # %%
-mine = own_parts(sharded.course.pieces)
+mine = own_parts(sharded.context.local_params)
 (alone,) = filter(None, [timed.subgroup([each]) for each in range(n)])
 single = shard_blocks(build(), alone)
 try:
-    load_parts(single.course.pieces, alone, [mine])
+    load_parts(single.context.local_params, alone, [mine])
     assert n == 1
 except ValueError as error:
     timed.print(f"{str(error)[:110]} ...")
@@ -569,10 +577,10 @@ assert rank or whole == count
 """
 **A module used twice.** When is a layer's gradient complete? A hook on the *module* is called after
 each use, and one on the *parameter* after the last, here before the second of the module's, which
-waits for the gradient of the input. Who averages in the first reduces half a gradient, and frees
-what the other use still needs. (The core reduces a block when backward has come past its first use,
-to what forward used before. Which of its parameters a rank has used makes no difference: all ranks
-reduce in one order.)
+waits for the gradient of the input. A step that reduces in the first reduces half a gradient, and
+frees what the other use still needs. (The core reduces a block when backward has come past its
+first use, to what forward used before. Which of its parameters a rank has used makes no difference:
+all ranks reduce in one order.)
 """
 
 # %%
@@ -708,15 +716,16 @@ $ python -m microddp.labs start 16
 
    </details>
 
-2. `stage_3` frees each layer after forward, the last one, too, though backward begins with it.
+2. `stage_3` reshards each layer after forward, the last one, too, though backward begins with it.
    Leave it whole. How many bytes are saved, of what a step sends and of what is kept at most?
 
    <details class="solution"><summary>Solution</summary>
 
-   Do not register `after_forward` for `model.layers[-1]`. That hook frees the layer, and it also
-   arranges the second gather. So it is gathered once and reduced once, $2\,\frac{n-1}{n}$ times its
-   bytes instead of 3: a twenty-fourth less for eight equal layers. What is kept at most stays the
-   same: it is whole at the end of forward and when backward begins, while no other layer is.
+   Do not register `post_forward` for `model.layers[-1]`. That hook reshards the layer, and it also
+   arranges the second unshard. So it is all-gathered once and reduced once, $2\,\frac{n-1}{n}$
+   times its bytes instead of 3: a twenty-fourth less for eight equal layers. What is kept at most
+   stays the same: it is whole at the end of forward and when backward begins, while no other layer
+   is.
    PyTorch leaves the outermost module's own parameters whole, for that reason.
 
    </details>
@@ -726,10 +735,10 @@ $ python -m microddp.labs start 16
 
    <details class="solution"><summary>Solution</summary>
 
-   After each: gradients stay in parts, $4/n$ bytes, and are sent four times (and `average` has to
-   add to `mine.grad` instead of replacing it). After the last: they are sent once, but each rank's
-   own sums must be kept whole until then, 4 bytes of each parameter, as in stage 1. `no_sync()` is
-   the second way. Memory or bytes: one of the two.
+   After each: gradients stay sharded, $4/n$ bytes, and are sent four times (and `post_backward` has
+   to add to `shard.grad` instead of replacing it). After the last: they are sent once, but each
+   rank's own sums must be kept whole until then, 4 bytes of each parameter, as in stage 1.
+   `no_sync()` is the second way. Memory or bytes: one of the two.
 
    </details>
 """

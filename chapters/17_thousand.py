@@ -164,7 +164,7 @@ def step_of(way, model, timed):
     model = copy.deepcopy(model)
     if kind == "ddp":
         model = microddp.DDP(model, timed, bucket_cap_mb=cap, all_reduce=carrier("ring", timed))
-    options = {"carrier": "ring"} if kind.startswith("zero") else {}
+    options = {"collectives": "ring"} if kind.startswith("zero") else {}
     strategy = STRATEGIES[kind](model, timed, cap, **options)
     return partial(take_step, strategy, total, SGD(strategy.parameters()), BATCH)
 

@@ -1,4 +1,4 @@
-"""Deferred initialisation: modules that were made without memory, on PyTorch's ``meta`` device."""
+"""Deferred initialisation: allocate modules that were made on PyTorch's ``meta`` device."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ Initialise = Callable[[nn.Module], object]
 def materialise(
     modules: Sequence[nn.Module], comms: Comms, initialise: Initialise | None = None
 ) -> list[Callable[[], object]]:
-    """Give what is on the ``meta`` device memory. What modules share stays shared.
+    """Allocate parameters and buffers that are on the ``meta`` device, on this rank's device.
+
+    A tensor that several modules share stays shared.
 
     Args:
-        modules: whose own parameters and buffers are meant, not those of modules in them.
+        modules: modules whose own parameters and buffers are allocated, not their children's.
         comms: the ranks, for their device.
-        initialise: called with each module that has something there; default: its own
-            ``reset_parameters()``.
+        initialise: initialises a module; default: the module's ``reset_parameters()``.
 
     Returns:
-        What is to be called to give it values.
+        A function for each module that had something on ``meta``, which initialises it.
 
     Raises:
-        ValueError: a module cannot initialise itself.
+        ValueError: a module has no ``reset_parameters()``, and ``initialise`` is ``None``.
     """
     calls: list[Callable[[], object]] = []
     for m in modules:
@@ -44,14 +45,14 @@ def materialise(
         for places in (m._parameters, m._buffers):
             for name, tensor in places.items():
                 if tensor is not None and tensor.is_meta:
-                    if "_microddp_made" not in tensor.__dict__:  # by another call
+                    if "_microddp_made" not in tensor.__dict__:  # else by another call
                         tensor.__dict__["_microddp_made"] = _like(tensor, comms.device)
                     places[name] = tensor.__dict__["_microddp_made"]
     return calls
 
 
 def own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """A module's own parameters and buffers."""
+    """Yield a module's own parameters and buffers, not its children's."""
     yield from module.parameters(recurse=False)
     yield from module.buffers(recurse=False)
 

@@ -1,10 +1,10 @@
-"""State in parts: what each of any number of ranks keeps, by the names of parameters, or the whole.
+"""Sharded state: which values each rank keeps, by the names of parameters, and the whole state.
 
-And the norm of gradients that are in parts.
+Also the norm of sharded gradients.
 
-A rank's state is a part of each parameter that it has something of, and of what an optimizer keeps
-for that: where it begins, and the values. The whole state of one process is that of a rank that
-has everything.
+A rank's state (``Parts``) has, of each parameter of which the rank keeps values, and of what the
+optimizer keeps for them: where they begin, and the values. The whole state of one process is the
+state of a rank that keeps everything.
 """
 
 from __future__ import annotations
@@ -24,66 +24,72 @@ VALUES = "parameter"  # beside the names of what an optimizer keeps, such as "ex
 
 
 @dataclass(eq=False)
-class Piece:
-    """Values of a parameter that follow each other, and that a rank keeps.
+class ParamShard:
+    """Consecutive values of one parameter, which this rank keeps.
 
     Attributes:
-        name: of the parameter.
-        shape: of all of it.
-        there: which of its values, flattened.
-        values: they, in one dimension.
-        updated: the tensor of these values that an optimizer was given.
+        name: the parameter's name.
+        shape: shape of the whole parameter.
+        param_range: slice of the flattened parameter that the values are; may be empty.
+        sharded_data: the values, 1-D.
+        sharded_param: the tensor of these values that an optimizer is given.
     """
 
     name: str
     shape: torch.Size
-    there: slice
-    values: torch.Tensor
-    updated: nn.Parameter
+    param_range: slice
+    sharded_data: torch.Tensor
+    sharded_param: nn.Parameter
 
 
-def own_parts(pieces: Sequence[Piece], optimizer: torch.optim.Optimizer | None = None) -> Parts:
-    """This rank's part of all parameters, and of what an optimizer keeps of them. Not copied.
+def own_parts(
+    shards: Sequence[ParamShard], optimizer: torch.optim.Optimizer | None = None
+) -> Parts:
+    """Return this rank's state of all parameters, and of what an optimizer keeps. Not copied.
 
     Args:
-        pieces: of a module that is sharded, none of it gathered.
-        optimizer: of the pieces.
+        shards: of a sharded module, none of it unsharded now.
+        optimizer: an optimizer of the shards.
 
     Returns:
-        By the name of a parameter its ``"shape"``; ``"start"``, the place of the first value of
-        this part in it, flattened; and ``"parts"``, by ``"parameter"`` and the optimizer's own
-        names: one-dimensional tensors of as many values, or single ones, such as ``"step"``.
+        By the name of a parameter: its ``"shape"``; ``"start"``, the position of this rank's first
+        value in the flattened parameter; and ``"parts"``, by ``"parameter"`` and the optimizer's
+        own names, 1-D tensors of as many values, or single values such as ``"step"``.
     """
     state: Mapping[Any, Any] = optimizer.state if optimizer else {}
     return {
-        piece.name: {
-            "shape": tuple(piece.shape),
-            "start": piece.there.start,
-            "parts": {VALUES: piece.values, **state.get(piece.updated, {})},
+        shard.name: {
+            "shape": tuple(shard.shape),
+            "start": shard.param_range.start,
+            "parts": {VALUES: shard.sharded_data, **state.get(shard.sharded_param, {})},
         }
-        for piece in pieces
+        for shard in shards
     }
 
 
 def whole_state(
-    pieces: Sequence[Piece],
+    shards: Sequence[ParamShard],
     comms: Comms,
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state dictionaries that a module and its optimizer would have, were they not sharded.
+    """Gather the state dictionaries that a module and its optimizer would have without sharding.
 
-    A collective. Their tensors are in main memory, on rank 0, and together on no other rank.
+    A collective.
 
     Args:
-        pieces: of the module.
+        shards: this rank's shards of the module's parameters.
         comms: the ranks.
-        module: that is sharded.
-        optimizer: of the pieces, with one group of parameters. Without one the second dictionary
-            is empty.
+        module: the sharded module.
+        optimizer: an optimizer of the shards, with one group of parameters; default: none, and the
+            second dictionary is empty.
+
+    Returns:
+        The state of the module and of the optimizer. On rank 0 all tensors are whole, in main
+        memory; on other ranks what is sharded is missing or still this rank's shard.
     """
-    mine = own_parts(pieces, optimizer)
-    kinds: dict[str, Any] = {}  # of what there is of each parameter, also elsewhere
+    mine = own_parts(shards, optimizer)
+    kinds: dict[str, Any] = {}  # what any rank keeps of each parameter, and its dtype
     for theirs in comms.all_gather_data(
         {
             name: [entry["shape"], {key: _kind(value) for key, value in entry["parts"].items()}]
@@ -116,43 +122,43 @@ def whole_state(
 
 
 def _kind(value: Any) -> str | float:
-    """The dtype of values, or a single one itself."""
+    """Name the dtype of a tensor with dimensions; of a single value, return the value itself."""
     several = torch.is_tensor(value) and value.dim() > 0
     return str(value.dtype).removeprefix("torch.") if several else float(value)
 
 
 @torch.no_grad()
 def load_parts(
-    pieces: Sequence[Piece],
+    shards: Sequence[ParamShard],
     comms: Comms,
     saved: Iterable[Parts],
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Take this rank's part out of parts of any ranks, or of a whole state.
+    """Load this rank's values from the states of any number of ranks, or from a whole state.
 
     Args:
-        pieces: of the module; other ranks may have cut it otherwise.
+        shards: this rank's shards; the states may be of shards that were cut differently.
         comms: the ranks.
-        saved: together they have everything. They are read one after the other, so that each may
-            be a file that is mapped and not read (``torch.load(..., mmap=True)``).
-        optimizer: of the pieces; takes what it keeps.
+        saved: states that together have all values. They are read one after the other, so each may
+            be a file that is mapped into memory (``torch.load(..., mmap=True)``).
+        optimizer: an optimizer of the shards, whose state is loaded, too.
 
     Raises:
-        ValueError: a parameter is of another shape, or not all of its values are there.
+        ValueError: a parameter has another shape, or some of its values are in none of the states.
     """
-    left = {piece.name: len(piece.values) for piece in pieces}
+    left = {shard.name: len(shard.sharded_data) for shard in shards}
     for parts in saved:
-        for piece in pieces:
-            if (entry := parts.get(piece.name)) is None:
+        for shard in shards:
+            if (entry := parts.get(shard.name)) is None:
                 continue
-            if tuple(entry["shape"]) != tuple(piece.shape):
+            if tuple(entry["shape"]) != tuple(shard.shape):
                 raise ValueError(
-                    f"rank {comms.rank}: expected {piece.name} of shape {tuple(piece.shape)}, "
+                    f"rank {comms.rank}: expected {shard.name} of shape {tuple(shard.shape)}, "
                     f"got {tuple(entry['shape'])}"
                 )
-            kept = {} if optimizer is None else optimizer.state[piece.updated]
+            kept = {} if optimizer is None else optimizer.state[shard.sharded_param]
             keys = [VALUES] if optimizer is None else entry["parts"]
-            left[piece.name] -= _take(piece, entry, keys, kept)
+            left[shard.name] -= _take(shard, entry, keys, kept)
     if missing := [name for name, count in left.items() if count]:
         raise ValueError(
             f"rank {comms.rank}: expected all values of each parameter, got none, or only "
@@ -160,11 +166,11 @@ def load_parts(
         )
 
 
-def _take(piece: Piece, entry: Mapping[str, Any], keys: Iterable[str], kept: Any) -> int:
-    """Copy what an entry has of a piece, and of what is kept of it; how many values that is."""
-    begin, here = int(entry["start"]), piece.there.start
+def _take(shard: ParamShard, entry: Mapping[str, Any], keys: Iterable[str], kept: Any) -> int:
+    """Copy what an entry has of a shard, and of its optimizer state; return how many values."""
+    begin, here = int(entry["start"]), shard.param_range.start
     first: int = max(begin, here)
-    last: int = min(begin + entry["parts"][VALUES].numel(), piece.there.stop)
+    last: int = min(begin + entry["parts"][VALUES].numel(), shard.param_range.stop)
     if last <= first:
         return 0
     for key in keys:
@@ -173,14 +179,14 @@ def _take(piece: Piece, entry: Mapping[str, Any], keys: Iterable[str], kept: Any
             kept[key] = value.clone()
             continue
         if key != VALUES and key not in kept:
-            kept[key] = torch.zeros_like(piece.values, dtype=value.dtype)
-        target = piece.values if key == VALUES else kept[key]
+            kept[key] = torch.zeros_like(shard.sharded_data, dtype=value.dtype)
+        target = shard.sharded_data if key == VALUES else kept[key]
         target[first - here : last - here] = value.flatten()[first - begin : last - begin]
     return last - first
 
 
 def from_torch(module: nn.Module, model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Parts:
-    """The whole state out of the state dictionaries of a module and of an optimizer of all."""
+    """Make a whole state of the state dictionaries of a module and of its optimizer."""
     return {
         name: {
             "shape": tuple(model[name].shape),
@@ -192,12 +198,12 @@ def from_torch(module: nn.Module, model: Mapping[str, Any], optimizer: Mapping[s
 
 
 def clip_grad_norm(shards: Iterable[nn.Parameter], max_norm: float, comms: Comms) -> torch.Tensor:
-    """Scale gradients that are in parts so that the norm of all together is at most ``max_norm``.
+    """Scale sharded gradients so that the norm of all ranks' together is at most ``max_norm``.
 
-    A rank's own norm is of its part only, so the squares are added up over the ranks. A collective.
+    A rank's own norm is of its shards only, so the squares are summed over the ranks. A collective.
 
     Returns:
-        The norm before, a scalar, the same on every rank.
+        The norm before scaling, a float32 scalar, the same on every rank.
     """
     shards = list(shards)
     mine = get_total_norm([p.grad.float() for p in shards if p.grad is not None]).to(comms.device)

@@ -25,7 +25,7 @@ from microddp.comms import Comms
 from microddp.model import elements, parameter_count
 from microddp.performance import bytes_kept
 from microddp.report import MIB
-from microddp.shared import AUTO, halves_of
+from microddp.shared import AUTO, scatter_gather
 from microddp.step import Loss, take_step
 from microddp.strategies import STRATEGIES
 from microddp.timing import Timing, measure
@@ -74,13 +74,13 @@ def _make(
 ) -> tuple[Step, nn.Module]:
     """Make a step of one way, and the model that the step trains."""
     replica = copy.deepcopy(model)
-    kind, _, carrier = name.partition(", ")
+    kind, _, collectives = name.partition(", ")
     optimizer: torch.optim.Optimizer | None = None
     if kind.startswith("torch zero"):
         module, optimizer = _theirs(kind, replica, comms)
         strategy = STRATEGIES["none"](module, comms)
-    elif carrier:
-        strategy = STRATEGIES[kind](replica, comms, carrier=carrier)  # type: ignore[call-arg]
+    elif collectives:
+        strategy = STRATEGIES[kind](replica, comms, collectives=collectives)  # type: ignore[call-arg]
     else:
         strategy = STRATEGIES[kind](replica, comms)
     optimizer = optimizer or torch.optim.AdamW(strategy.parameters(), lr=1e-4)
@@ -145,7 +145,7 @@ def bench_sharded(options: argparse.Namespace, comms: Comms) -> None:
     comms.print(comms.describe())
     available = models(comms.device)
     names = [*STAGES]
-    if comms.device.type == "cpu" and halves_of(AUTO, comms).name != "ring":
+    if comms.device.type == "cpu" and scatter_gather(AUTO, comms).name != "ring":
         names += [f"{name}, ring" for name in OURS]  # as between machines
     rows: list[Row] = []
     rounds = len(options.models) * (options.warmup + options.iters)

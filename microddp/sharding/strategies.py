@@ -12,9 +12,10 @@ from torch import nn
 from microddp.comms import Comms
 from microddp.parts import from_torch, load_parts, whole_state
 from microddp.program import Program
-from microddp.sharding.fully_shard import Block, shard_blocks
-from microddp.sharding.replicated import ShardedGradients
-from microddp.sharding.unit import Averages
+from microddp.sharding.fully_shard import shard_blocks
+from microddp.sharding.gradients import ShardedGradients
+from microddp.sharding.reducer import ShardedReducer
+from microddp.sharding.sharded_module import ShardedModule
 from microddp.shared import AUTO
 from microddp.step import Strategy
 from microddp.strategies import register
@@ -22,29 +23,28 @@ from microddp.timing import Recorder
 
 
 class Sharded(Strategy):
-    """Each rank has a part: of the optimizer's state, of gradients and parameters.
+    """Base of ZeRO's stages: each rank has a shard of optimizer state, gradients or parameters.
 
     Args:
         model: this rank's replica.
         comms: the ranks.
-        bucket_cap_mb: as for all strategies.
-        carrier: of the halves of an all-reduce, a key of ``microddp.shared.HALVES``, or
-            ``"auto"``.
+        bucket_cap_mb: size of a bucket in MiB, as for all strategies.
+        collectives: a key of ``microddp.shared.SCATTER_GATHERS``, or ``"auto"``.
 
     Attributes:
-        sharded: what cuts it into parts.
-        parted: what is cut.
+        sharded: the handle of what shards the model.
+        reducer: its flat parameter groups, with the reduce-scatters of their gradients.
     """
 
     averages = overlaps = buckets = True
     replicas = False
-    parted: Averages
-    sharded: ShardedGradients | Block
+    reducer: ShardedReducer
+    sharded: ShardedGradients | ShardedModule
 
     def record(self, timeline: Recorder) -> None:
         super().record(timeline)
-        for unit in self.parted.units:
-            unit.timeline = timeline
+        for group in self.reducer.groups:
+            group.timeline = timeline
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.sharded.no_sync()
@@ -58,7 +58,7 @@ class Sharded(Strategy):
         if not any(id(p) in mine for p in given):
             raise ValueError(
                 f"rank {self.comms.rank}: expected an optimizer of the strategy's parameters(), "
-                "which are this rank's parts, got one of other tensors"
+                "which are this rank's shards, got one of other tensors"
             )
 
     def share_overflow(self) -> None:
@@ -74,18 +74,18 @@ class Sharded(Strategy):
     def state(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        return whole_state(self.parted.pieces, self.comms, model, optimizer)
+        return whole_state(self.reducer.local_params, self.comms, model, optimizer)
 
     def load(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
         parts = from_torch(model, state["model"], state["optimizer"])
-        load_parts(self.parted.pieces, self.comms, [parts], optimizer)
+        load_parts(self.reducer.local_params, self.comms, [parts], optimizer)
 
 
 @register("zero1")
 class Zero1(Sharded):
-    """ZeRO's stage 1: the optimizer's state in parts, an n-th on each rank."""
+    """ZeRO 1: the optimizer's state is sharded, an n-th on each rank."""
 
     stage = 1
     sharded: ShardedGradients
@@ -95,21 +95,21 @@ class Zero1(Sharded):
         model: nn.Module,
         comms: Comms,
         bucket_cap_mb: float | None = None,
-        carrier: str = AUTO,
+        collectives: str = AUTO,
     ) -> None:
         super().__init__(model, comms)
-        self.sharded = self.parted = ShardedGradients(
-            model, comms, bucket_cap_mb, keep_gradients=self.stage < 2, carrier=carrier
+        self.sharded = self.reducer = ShardedGradients(
+            model, comms, bucket_cap_mb, keep_gradients=self.stage < 2, collectives=collectives
         )
 
     def finish(self) -> None:
         self.sharded.finish()
 
     def after_step(self) -> None:
-        self.sharded.gather_in_forward()
+        self.sharded.all_gather_in_forward()
 
     def meet(self) -> None:
-        self.sharded.gather()
+        self.sharded.all_gather()
 
     def parameters(self) -> list[nn.Parameter]:
         return self.sharded.shards
@@ -122,7 +122,7 @@ class Zero1(Sharded):
 
     @classmethod
     def program(cls, program: Program) -> None:
-        """Parameters are gathered in forward, gradients reduced in backward."""
+        """All-gather parameters in forward, reduce-scatter gradients in backward."""
         work, buckets = program.work, program.buckets(cls.overlaps, cls.buckets)
         needed: dict[int, list[int]] = {}
         for bucket in reversed(buckets):
@@ -144,48 +144,51 @@ class Zero1(Sharded):
 
 @register("zero2")
 class Zero2(Zero1):
-    """ZeRO's stage 2: gradients in parts, too."""
+    """ZeRO 2: gradients are sharded, too."""
 
     stage = 2
 
 
 @register("zero3")
 class Zero3(Sharded):
-    """ZeRO's stage 3: parameters in parts, too, which are whole while they are used.
+    """ZeRO 3: parameters are sharded, too, and whole only while they are used.
 
-    The blocks are the large elements of the model's lists. The cap of a bucket means nothing here.
+    The blocks are the large elements of the model's lists. ``bucket_cap_mb`` is not used.
     """
 
     stage = 3
-    sharded: Block
+    sharded: ShardedModule
 
     def __init__(
         self,
         model: nn.Module,
         comms: Comms,
         bucket_cap_mb: float | None = None,
-        carrier: str = AUTO,
+        collectives: str = AUTO,
     ) -> None:
         del bucket_cap_mb
         super().__init__(model, comms)
-        self.sharded = shard_blocks(model, comms, carrier=carrier)
-        self.parted = self.sharded.course
+        self.sharded = shard_blocks(model, comms, collectives=collectives)
+        self.reducer = self.sharded.context
 
     def sent_bytes(self) -> float:
-        stay = {  # from forward to backward
-            unit for block in self.sharded.course.blocks for unit in block.units if block.stays
+        kept = {  # from forward to backward
+            group
+            for module in self.sharded.context.modules
+            for group in module.groups
+            if not module.reshard_after_forward
         }
         others = self.comms.world_size - 1
         return float(
             sum(
-                others * unit.part * unit.whole.itemsize * (2 + (unit not in stay))
-                for unit in self.parted.units
+                others * group.shard_numel * group.unsharded.itemsize * (2 + (group not in kept))
+                for group in self.reducer.groups
             )
         )
 
     @classmethod
     def program(cls, program: Program) -> None:
-        """A layer is gathered before its forward and its backward, the next one meanwhile."""
+        """All-gather each layer while the one before it computes, in forward and in backward."""
         work = program.work
         layers = [
             (layer, [(i, count) for count in layer.tensors]) for i, layer in enumerate(work.layers)
@@ -197,16 +200,16 @@ class Zero3(Sharded):
                     program.start("all_gather", program.padded(bucket, work.parameter_size))
                     for _, bucket in order
                 )
-                coming = next(gathers)
+                prefetched = next(gathers)
                 for layer, bucket in order:
-                    here, coming = coming, next(gathers, coming)
-                    program.wait(here)
+                    needed, prefetched = prefetched, next(gathers, prefetched)
+                    program.wait(needed)
                     program.compute(getattr(layer, phase))
                     if phase == "backward":
                         program.copy(bucket)
                         size = program.padded(bucket, work.gradient_size)
                         reduced.append(program.start("reduce_scatter", size))
-                        if len(reduced) > 1:  # the memory of one is needed for the next
+                        if len(reduced) > 1:  # the next one needs the memory of one before
                             program.wait(reduced[-2])
         program.wait(reduced[-1])
         program.compute(work.optimizer / program.devices)

@@ -30,7 +30,6 @@ from microddp.shared.collectives import (
     shared_reduce_scatter,
 )
 from microddp.shared.comm_hook import AtWait, all_reduce_hook, on_thread
-from microddp.shared.halves import HALVES, Future, Half, Halves, halves_of
 from microddp.shared.hierarchical import Hierarchy, hierarchical_all_reduce
 from microddp.shared.memory import memory_refused
 from microddp.shared.room import (
@@ -41,5 +40,12 @@ from microddp.shared.room import (
     machines_of,
     room_of,
     why_apart,
+)
+from microddp.shared.scatter_gather import (
+    SCATTER_GATHERS,
+    Future,
+    Half,
+    ScatterGather,
+    scatter_gather,
 )
 from microddp.shared.weighted import parts_by_speed, weighted_all_reduce, weighted_time

@@ -36,7 +36,7 @@ watch(dist, "reduce_scatter_tensor", "reduce_scatter", lambda args: args[1].nbyt
 watch(dist, "all_gather_into_tensor", "all_gather", lambda args: args[0].nbytes)
 found = {}
 for kind in ("naive", "hooks", "ddp", "zero1", "zero2", "zero3"):
-    options = {"carrier": "backend"} if kind.startswith("zero") else {}
+    options = {"collectives": "backend"} if kind.startswith("zero") else {}
     strategy = STRATEGIES[kind](FullMLP(256, depth=5), comms, 0.4, **options)
     optimizer = torch.optim.SGD(strategy.parameters(), lr=0.1)
     batch = torch.randn(2, 4, 256).unbind()

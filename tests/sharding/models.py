@@ -8,7 +8,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
-SMALL = 0.0005  # MiB: several units, of sizes that no number of ranks divides
+SMALL = 0.0005  # MiB: several groups, of sizes that no number of ranks divides
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
     "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
@@ -59,7 +59,7 @@ def used_twice(comms, recomputed, shard):
     torch.manual_seed(0)
     layer, x = nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
     run = partial(checkpoint, layer, use_reentrant=True) if recomputed else layer
-    sharded = shard(layer, comms, carrier="ring")
+    sharded = shard(layer, comms, collectives="ring")
     run(torch.tanh(run(x * (comms.rank + 1)))).square().sum().backward()
     return layer, sharded
 

@@ -53,7 +53,7 @@ def layers(comms, count=4, width=64, **options):
 def test_trains_as_ddp_does(comms):
     for kind in OPTIMIZERS:
         right = by_ddp(comms, kind)
-        for options in ({"carrier": "ring"}, {"carrier": "shared"}):
+        for options in ({"collectives": "ring"}, {"collectives": "shared"}):
             for free in (True, False):
                 found = by_stage_3(comms, kind, reshard_after_forward=free, **options)
                 if comms.world_size <= 2:  # a sum of two has one order
@@ -102,7 +102,7 @@ def test_trains_as_pytorchs_own_does(comms):
         right = torch.cat([p.full_tensor().flatten() for p in reference.parameters()]).detach()
         model = transformer()
         sharded = shard_blocks(model, comms, least_bytes=1)
-        assert len(sharded.course.blocks) == 4
+        assert len(sharded.context.modules) == 4
         train_transformer(model, comms, kind)
         sharded.remove()
         found = weights(model)
@@ -118,7 +118,7 @@ def test_trains_as_pytorchs_own_does(comms):
 def test_bytes_sent(comms):
     n = comms.world_size
     for free, times in ((True, 3), (False, 2)):
-        model, _ = layers(comms, reshard_after_forward=free, carrier="ring")
+        model, _ = layers(comms, reshard_after_forward=free, collectives="ring")
         size = 4 * 64 * 64 * 4
         for _ in range(3):  # with what is gathered ahead, from the second on
             with MessageCounter(comms) as counter:
@@ -132,13 +132,13 @@ def test_bytes_sent(comms):
 @on_ranks(2, 4)
 def test_bytes_kept_at_each_moment(comms):
     n = comms.world_size
-    model, sharded = layers(comms, carrier="ring")
-    units, one = sharded.course.units, 64 * 64 * 4
+    model, sharded = layers(comms, collectives="ring")
+    groups, one = sharded.context.groups, 64 * 64 * 4
     optimizer = torch.optim.Adam(model.parameters())
     held = []
 
     def look(*_):
-        held.append(storage_bytes(*(unit.whole for unit in units)))
+        held.append(storage_bytes(*(group.unsharded for group in groups)))
 
     for layer in model:
         layer.register_forward_pre_hook(look)
@@ -146,7 +146,7 @@ def test_bytes_kept_at_each_moment(comms):
     for _ in range(2):
         held.clear()
         model(torch.ones(2, 64)).sum().backward()
-        assert storage_bytes(*(unit.whole for unit in units)) == 0
+        assert storage_bytes(*(group.unsharded for group in groups)) == 0
         assert storage_bytes(*(p.grad for p in model.parameters())) == 4 * one / n
         optimizer.step()
         optimizer.zero_grad()
@@ -161,7 +161,7 @@ def test_bytes_kept_at_each_moment(comms):
 def test_accumulated_first_and_sent_once(comms):
     ends = []
     for accumulate in (True, False):
-        model, sharded = sharded_odd(comms, carrier="ring")
+        model, sharded = sharded_odd(comms, collectives="ring")
         with MessageCounter(comms) as counter:
             losses = []
             for step in range(3):
@@ -253,8 +253,8 @@ def test_a_layer_in_the_midst_that_only_one_rank_uses_keeps_the_order(comms):
     model.zero_grad()
     before = [p.detach().clone() for p in model.parameters()]
     for block in model:
-        fully_shard(block, comms, carrier="ring")
-    sharded = fully_shard(model, comms, carrier="ring")
+        fully_shard(block, comms, collectives="ring")
+    sharded = fully_shard(model, comms, collectives="ring")
     loss().backward()
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     sharded.remove()
@@ -275,7 +275,7 @@ def test_gradients_that_come_in_several_portions(comms):
 def test_modules_that_compute_again_in_backward(comms):
     ends = []
     for reentrant in (None, False, True):
-        model, _ = layers(comms, carrier="ring")
+        model, _ = layers(comms, collectives="ring")
         x = torch.ones(2, 64, requires_grad=True)
         with MessageCounter(comms) as counter:
             for layer in model:
@@ -318,9 +318,9 @@ def test_lower_precision_and_master_weights(comms):
                 sum_ += p.grad.to(reduce_dtype) * (1 / comms.world_size)
         right = [p - 0.5 * g.float() for p, g in zip(master, total, strict=True)]
         whole = []
-        for unit in sharded.course.units:  # the masters, not what is used
-            values = comms.all_gather(unit.shard).flatten()
-            whole += [values[member.place] for member in unit.members]
+        for group in sharded.context.groups:  # the masters, not what is used
+            values = comms.all_gather(group.shard).flatten()
+            whole += [values[param.flat_range] for param in group.params]
         for found, expected in zip(whole, right, strict=True):
             tight = reduce_dtype == torch.float32 or comms.world_size == 2
             tolerance = 1e-6 if tight else 1e-3
@@ -355,12 +355,12 @@ def test_a_block_used_twice_in_lower_precision(comms):
             ends.append({name: comms.all_gather(p.grad.float()).mean(0) for name, p in named})
             continue
         means = {}
-        for unit in handle.course.units:
-            mine = torch.zeros(unit.part)
-            for member in unit.pieces:
-                mine[member.here] = member.parameter.grad
+        for group in handle.context.groups:
+            mine = torch.zeros(group.shard_numel)
+            for param in group.local_params:
+                mine[param.shard_range] = param.parameter.grad
             values = comms.all_gather(mine).flatten()
-            means |= {member.name: values[member.place] for member in unit.members}
+            means |= {param.name: values[param.flat_range] for param in group.params}
         ends.append(means)
     for name, right in ends[0].items():
         torch.testing.assert_close(ends[1][name], right.flatten(), rtol=0.02, atol=0.02)
@@ -385,7 +385,7 @@ def test_parameters_of_several_dtypes(comms):
     model.zero_grad()
     before = [p.detach().clone() for p in model.parameters()]
     sharded = fully_shard(model, comms)
-    assert [unit.whole.dtype for unit in sharded.units] == [torch.float32, torch.float64]
+    assert [group.unsharded.dtype for group in sharded.groups] == [torch.float32, torch.float64]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(x).square().sum().backward()
     optimizer.step()
@@ -407,7 +407,9 @@ def test_buffers_and_evaluation(comms):
     model.eval()
     with torch.no_grad():
         before = model(x)
-    assert storage_bytes(*(u.whole for u in sharded.course.units)) == 0, "nobody comes back for it"
+    assert storage_bytes(*(u.unsharded for u in sharded.context.groups)) == 0, (
+        "nobody comes back for it"
+    )
     assert torch.equal(comms.all_gather(before)[0], before)
     model.train()
     model(x)  # and no backward
@@ -430,7 +432,9 @@ def test_a_frozen_block_is_freed_in_backward(comms):
     sharded = fully_shard(model, comms)
     x = torch.ones(2, 8, requires_grad=True)
     held = []
-    x.register_hook(lambda _: held.append(sum(not unit.released for unit in sharded.course.units)))
+    x.register_hook(
+        lambda _: held.append(sum(not group.is_sharded for group in sharded.context.groups))
+    )
     for _ in range(2):
         model(x).sum().backward()
     assert max(held) <= 1, "the first, whose backward is just over"
@@ -462,7 +466,7 @@ def test_after_a_backward_that_raised(comms):
 def test_a_model_that_is_let_go_leaves_nothing(comms):
     model, sharded = layers(comms)
     model(torch.ones(1, 64)).sum().backward()
-    shard = sharded.course.units[0].shard
+    shard = sharded.context.groups[0].shard
     del model, sharded
     gc.collect()
     assert len(gc.get_referrers(shard)) <= 1
@@ -479,7 +483,7 @@ def test_refused(comms):
     with pytest.raises(RuntimeError, match=r"expected the same parameters.*weight"):
         fully_shard(nn.Linear(3 + comms.rank, 3), comms)
     with pytest.raises(ValueError, match="expected one of auto, ring, shared, backend, got 'x'"):
-        fully_shard(nn.Linear(3, 3), comms, carrier="x")
+        fully_shard(nn.Linear(3, 3), comms, collectives="x")
 
 
 class Branches(nn.Module):
@@ -530,12 +534,12 @@ def test_branches_nested_blocks_and_outputs_in_a_dataclass(comms):
         for p in reference.parameters():
             p -= 2 * comms.all_gather(p.grad).mean(0)
     for block in (model.left, model.right, model.pair.first, model.pair.second, model.pair):
-        fully_shard(block, comms, carrier="ring")
-    sharded = fully_shard(model, comms, carrier="ring")
+        fully_shard(block, comms, collectives="ring")
+    sharded = fully_shard(model, comms, collectives="ring")
     with torch.no_grad():
         model(x)  # an evaluation between leaves nothing behind
     step(model, times=2)
-    assert storage_bytes(*(unit.whole for unit in sharded.course.units)) == 0
+    assert storage_bytes(*(group.unsharded for group in sharded.context.groups)) == 0
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     sharded.remove()
     torch.testing.assert_close(weights(model), weights(reference))
@@ -549,8 +553,8 @@ def test_lists_in_a_block_are_part_of_it(comms):
     model = nn.ModuleDict({"body": nn.Sequential(block(), block()), "head": nn.Linear(64, 2)})
     sharded = shard_blocks(model, comms, least_bytes=1)
     body = model["body"]
-    assert [one.module for one in sharded.course.blocks] == [body[0], body[1], model]
-    assert [len(unit.members) for unit in sharded.units] == [2], "the head's"
+    assert [one.module for one in sharded.context.modules] == [body[0], body[1], model]
+    assert [len(group.params) for group in sharded.groups] == [2], "the head's"
 
 
 @on_ranks(3)
@@ -567,8 +571,8 @@ def test_what_was_made_whole_can_be_sharded_again(comms):
     before = weights(model)
     fully_shard(model[0], pair, param_dtype=torch.bfloat16)
     sharded = fully_shard(model, pair, param_dtype=torch.bfloat16)
-    assert all(unit.parted for unit in sharded.course.units)
-    assert all(unit.comms is pair for unit in sharded.course.units)
+    assert all(group.shard_params for group in sharded.context.groups)
+    assert all(group.comms is pair for group in sharded.context.groups)
     assert model(torch.ones(3, 4)).dtype == torch.bfloat16
     sharded.remove()
     torch.testing.assert_close(weights(model)[0], before[0], rtol=0.01, atol=0.01)
@@ -580,12 +584,12 @@ def test_few_blocks_are_whole_at_a_time_also_in_checkpoints(comms):
     for reentrant in (False, True):
         model = Recomputed(reentrant)
         for layer in model.layers:
-            fully_shard(layer, comms, carrier="ring")
-        sharded = fully_shard(model, comms, carrier="ring")
+            fully_shard(layer, comms, collectives="ring")
+        sharded = fully_shard(model, comms, collectives="ring")
         held = []
 
-        def look(*_, units=sharded.course.units, held=held):
-            held.append(sum(not unit.released for unit in units))
+        def look(*_, groups=sharded.context.groups, held=held):
+            held.append(sum(not group.is_sharded for group in groups))
 
         for layer in model.layers:
             layer.weight.register_hook(look)
@@ -620,8 +624,8 @@ def test_a_weight_that_the_enclosing_module_uses_after_its_block(comms):
     x, alone = torch.linspace(-1, 1, 15).view(3, 5), tied()
     for free in (True, False):
         model = tied()
-        fully_shard(model[0], comms, carrier="ring")
-        sharded = fully_shard(model, comms, free, carrier="ring")
+        fully_shard(model[0], comms, collectives="ring")
+        sharded = fully_shard(model, comms, free, collectives="ring")
         for step in (alone, model):
             step(x).square().sum().backward()
             torch.optim.SGD(step.parameters(), lr=0.1).step()
@@ -633,7 +637,7 @@ def test_a_weight_that_the_enclosing_module_uses_after_its_block(comms):
 
 @on_ranks(2, 3)
 def test_every_parameter_has_a_gradient_if_only_an_empty_one(comms):
-    model, _ = sharded_odd(comms, carrier="ring")
+    model, _ = sharded_odd(comms, collectives="ring")
     optimizer = torch.optim.AdamW(model.parameters())
     empty = 0
     for step in range(2):

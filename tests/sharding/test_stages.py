@@ -18,7 +18,7 @@ from microddp.sharding import ShardedGradients, ShardedOptimizer
 
 def by_stage(comms, kind, steps=20, clip=None, **options):
     model = odd()
-    sharded = ShardedGradients(model, comms, SMALL, carrier="ring", **options)
+    sharded = ShardedGradients(model, comms, SMALL, collectives="ring", **options)
     optimizer = OPTIMIZERS[kind](sharded.shards)
     for step in range(steps):
         optimizer.zero_grad()
@@ -27,7 +27,7 @@ def by_stage(comms, kind, steps=20, clip=None, **options):
         if clip:
             clip_grad_norm(sharded.shards, clip, comms)
         optimizer.step()
-        sharded.gather()
+        sharded.all_gather()
     return weights(model)
 
 
@@ -65,13 +65,13 @@ def test_gathered_in_forward_each_layer_waits_for_its_own(comms):
     for later in (False, True):
         torch.manual_seed(0)
         model = Listed()
-        sharded = ShardedGradients(model, comms, 1e-5, carrier="ring")
-        assert len(sharded.units) == 9, "one for each parameter"
+        sharded = ShardedGradients(model, comms, 1e-5, collectives="ring")
+        assert len(sharded.groups) == 9, "one for each parameter"
         optimizer = OPTIMIZERS["sgd"](sharded.shards)
         for layer in model.layers if later else ():
             layer.register_forward_pre_hook(
-                lambda *_, units=sharded.units: coming.append(
-                    sum(unit._coming is not None for unit in units)
+                lambda *_, groups=sharded.groups: coming.append(
+                    sum(group.is_unsharding for group in groups)
                 )
             )
         for step in range(4):
@@ -79,7 +79,7 @@ def test_gathered_in_forward_each_layer_waits_for_its_own(comms):
             mse_loss(model(batch(comms, step)[0]), batch(comms, step)[1]).backward()
             sharded.finish()
             optimizer.step()
-            (sharded.gather_in_forward if later else sharded.gather)()
+            (sharded.all_gather_in_forward if later else sharded.all_gather)()
         sharded.remove()
         ends.append(weights(model))
     assert torch.equal(*ends)
@@ -158,7 +158,7 @@ def test_accumulated_first_and_sent_once(comms):
     ends = []
     for accumulate in ("no_sync", "one backward"):
         model = odd()
-        sharded = ShardedGradients(model, comms, SMALL, carrier="ring")
+        sharded = ShardedGradients(model, comms, SMALL, collectives="ring")
         optimizer = torch.optim.SGD(sharded.shards, lr=0.1)
         losses = [mse_loss(model(batch(comms, k)[0]), batch(comms, k)[1]) for k in range(3)]
         with MessageCounter(comms) as counter:
@@ -171,10 +171,10 @@ def test_accumulated_first_and_sent_once(comms):
                 sum(losses).backward()
             sharded.finish()
         optimizer.step()
-        sharded.gather()
+        sharded.all_gather()
         n, size = comms.world_size, gradient_bytes(model)
         sent = sum(message.nbytes for message in counter.messages)
-        padding = 4 * n * len(sharded.units)
+        padding = 4 * n * len(sharded.groups)
         assert size * (n - 1) / n <= sent <= (size + padding) * (n - 1) / n
         ends.append(weights(model))
     torch.testing.assert_close(*ends)
@@ -216,14 +216,14 @@ def test_bytes_sent_and_kept(comms):
     for keep in (True, False):
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
         size = gradient_bytes(model)  # which n divides
-        sharded = ShardedGradients(model, comms, 0.03, keep_gradients=keep, carrier="ring")
-        assert len(sharded.units) == 2
+        sharded = ShardedGradients(model, comms, 0.03, keep_gradients=keep, collectives="ring")
+        assert len(sharded.groups) == 2
         optimizer = torch.optim.Adam(sharded.shards)
         with MessageCounter(comms) as counter:
             model(torch.ones(2, 64)).sum().backward()
             sharded.finish()
             optimizer.step()
-            sharded.gather()
+            sharded.all_gather()
         assert sum(message.nbytes for message in counter.messages) == size * 2 * (n - 1) / n
         means = [shard.grad for shard in sharded.shards if shard.numel()]
         assert sum(mean.nbytes for mean in means) == size / n
@@ -243,7 +243,7 @@ def test_a_parameter_that_a_rank_did_not_use_counts_as_zero_there(comms):
     sum(layer(torch.ones(1, 4)).sum() for layer in used).backward()
     sharded.finish()
     optimizer.step()
-    sharded.gather()
+    sharded.all_gather()
     moved = [(b.bias - a.bias).detach() for a, b in zip(model, before, strict=True)]
     mean = [1.0, 1 / comms.world_size, 1.0]
     for got, expected in zip(moved, mean, strict=True):

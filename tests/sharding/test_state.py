@@ -23,13 +23,16 @@ class Run:
     def __init__(self, comms, stage, model=None):
         self.comms, self.stage, self.model = comms, stage, model or odd()
         if stage == 3:
-            self.sharded = shard_blocks(self.model, comms, least_bytes=1, carrier="ring")
-            self.pieces, parameters = self.sharded.course.pieces, list(self.model.parameters())
+            self.sharded = shard_blocks(self.model, comms, least_bytes=1, collectives="ring")
+            self.local_params, parameters = (
+                self.sharded.context.local_params,
+                list(self.model.parameters()),
+            )
         else:
             self.sharded = ShardedGradients(
-                self.model, comms, 0.0005, keep_gradients=stage == 1, carrier="ring"
+                self.model, comms, 0.0005, keep_gradients=stage == 1, collectives="ring"
             )
-            self.pieces, parameters = self.sharded.pieces, self.sharded.shards
+            self.local_params, parameters = self.sharded.local_params, self.sharded.shards
         self.optimizer = adam(parameters)
 
     def steps(self, *numbers):
@@ -41,7 +44,7 @@ class Run:
                 self.sharded.finish()
             self.optimizer.step()
             if self.stage < 3:
-                self.sharded.gather()
+                self.sharded.all_gather()
 
     def weights(self):
         if self.stage == 3:
@@ -67,8 +70,8 @@ def test_the_whole_state_is_that_of_one_process(comms):
             run.optimizer.step()
             optimizer.step()
             if stage < 3:
-                run.sharded.gather()
-        model, state = whole_state(run.pieces, comms, run.model, run.optimizer)
+                run.sharded.all_gather()
+        model, state = whole_state(run.local_params, comms, run.model, run.optimizer)
         if stage == 3:
             by_name = run.sharded.whole_state_dict()
             assert comms.rank == 0 or by_name == {}
@@ -95,8 +98,8 @@ def test_the_whole_state_is_that_of_one_process(comms):
 def test_parts_of_four_ranks_go_on_on_three_and_in_another_stage(comms):
     four = Run(comms, 3)
     four.steps(0, 1, 2)
-    parts = copy.deepcopy(own_parts(four.pieces, four.optimizer))
-    whole = whole_state(four.pieces, comms, four.model, four.optimizer)
+    parts = copy.deepcopy(own_parts(four.local_params, four.optimizer))
+    whole = whole_state(four.local_params, comms, four.model, four.optimizer)
     files = gathered(comms, parts)
     three = comms.subgroup([0, 1, 2])
     if three is None:
@@ -105,9 +108,9 @@ def test_parts_of_four_ranks_go_on_on_three_and_in_another_stage(comms):
     for stage in (1, 2, 3):
         torch.manual_seed(5)  # other weights than those that are loaded
         again = Run(three, stage, odd_with_noise())
-        load_parts(again.pieces, three, files, again.optimizer)
+        load_parts(again.local_params, three, files, again.optimizer)
         if stage < 3:
-            again.sharded.gather()
+            again.sharded.all_gather()
         again.steps(3, 4)
         ends.append(again.weights())
     torch.testing.assert_close(ends[0], ends[1])
@@ -149,7 +152,7 @@ def test_state_without_a_count_of_steps_is_whole_too(comms):
     for name, p in model.named_parameters():
         p.grad = None if name == "1.bias" else torch.full_like(p, 2.0)
     optimizer.step()
-    weights, state = whole_state(sharded.course.pieces, comms, model, optimizer)
+    weights, state = whole_state(sharded.context.local_params, comms, model, optimizer)
     if comms.rank > 0:
         return
     for i, (name, whole) in enumerate(weights.items()):
@@ -165,13 +168,13 @@ def test_state_without_a_count_of_steps_is_whole_too(comms):
 def test_parts_that_do_not_fit_are_refused(comms):
     run = Run(comms, 3)
     run.steps(0)
-    parts = own_parts(run.pieces)
+    parts = own_parts(run.local_params)
     first = next(iter(parts))
     with pytest.raises(ValueError, match=rf"rank {comms.rank}: expected all values .*{first}"):
-        load_parts(run.pieces, comms, [{k: v for k, v in parts.items() if k != first}])
+        load_parts(run.local_params, comms, [{k: v for k, v in parts.items() if k != first}])
     wrong = {**parts, first: {**parts[first], "shape": (1, 2)}}
     with pytest.raises(ValueError, match=rf"expected {first} of shape"):
-        load_parts(run.pieces, comms, [wrong])
+        load_parts(run.local_params, comms, [wrong])
 
 
 class Scaled(nn.Module):
@@ -191,20 +194,20 @@ def test_a_parameter_that_is_one_number(comms):
         torch.manual_seed(0)
         run = Run(comms, stage, Scaled())
         run.steps(0, 1)
-        whole = whole_state(run.pieces, comms, run.model, run.optimizer)
-        parts = gathered(comms, own_parts(run.pieces, run.optimizer))
+        whole = whole_state(run.local_params, comms, run.model, run.optimizer)
+        parts = gathered(comms, own_parts(run.local_params, run.optimizer))
         run.steps(2)
         again = Run(comms, 5 - stage, Scaled())
-        load_parts(again.pieces, comms, parts, again.optimizer)
+        load_parts(again.local_params, comms, parts, again.optimizer)
         if again.stage < 3:
-            again.sharded.gather()
+            again.sharded.all_gather()
         again.steps(2)
         torch.testing.assert_close(again.weights(), run.weights())
         alone = comms.subgroup([0])
         if alone is not None:
             adam(Scaled().parameters()).load_state_dict(whole[1])
             single = Run(alone, stage, Scaled())
-            load_parts(single.pieces, alone, [from_torch(Scaled(), *whole)], single.optimizer)
+            load_parts(single.local_params, alone, [from_torch(Scaled(), *whole)], single.optimizer)
             moments = [s["exp_avg"].shape for s in single.optimizer.state.values()]
             assert sorted(moments) == [(1,), (3,), (21,)]
 

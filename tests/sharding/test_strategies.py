@@ -32,7 +32,7 @@ def steps(comms, name, parts):
     torch.manual_seed(0)
     model = FullMLP(256, depth=3).double()
     make = STRATEGIES[name]
-    strategy = make(model, comms, 0.1, **({"carrier": "ring"} if make.stage else {}))
+    strategy = make(model, comms, 0.1, **({"collectives": "ring"} if make.stage else {}))
     optimizer = torch.optim.AdamW(strategy.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(comms.rank)
     for _ in range(3):
@@ -55,7 +55,7 @@ def test_every_stage_records_its_phases_and_what_it_sends(comms):
     batch = torch.randn(2, 4, 256).unbind()
     for name in STAGES:
         model = FullMLP(256, depth=3)
-        strategy = STRATEGIES[name](model, comms, carrier="ring")
+        strategy = STRATEGIES[name](model, comms, collectives="ring")
         size = gradient_bytes(FullMLP(256, depth=3))
         optimizer = torch.optim.SGD(strategy.parameters(), lr=0.1)
         timeline = Timeline(comms)

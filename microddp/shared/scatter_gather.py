@@ -1,4 +1,4 @@
-"""The two halves of an all-reduce, with room for something in between: by name, or what fits."""
+"""Reduce-scatter and all-gather, the two halves of an all-reduce: by name, or what fits the job."""
 
 from __future__ import annotations
 
@@ -23,36 +23,39 @@ Half = Literal["reduce-scatter", "all-gather"]
 
 
 @dataclass(frozen=True)
-class Halves:
-    """A reduce-scatter and an all-gather of flat tensors that the ranks divide evenly.
+class ScatterGather:
+    """A reduce-scatter and an all-gather of flat tensors whose length the ranks divide.
 
     Attributes:
         name: ``"ring"``, ``"shared"`` or ``"backend"``.
-        reduce_scatter: adds up, so that each rank has its part of the sum where it lies.
-        all_gather: brings each rank's part to all.
-        at_once: whether a call returns when all is done. What goes through memory is work for a
-            core, which backward has: a thread would only take turns with it.
+        reduce_scatter: sums over the ranks, so that each rank has its chunk of the sum, in place.
+        all_gather: fills the tensor with every rank's chunk, in place.
+        blocking: whether :meth:`start` returns only when all is done. Copies through shared memory
+            need a core, which backward has: a thread would only take turns with it.
     """
 
     name: str
     reduce_scatter: Callable[[torch.Tensor, Comms], object]
     all_gather: Callable[[torch.Tensor, Comms], object]
-    at_once: bool = False
+    blocking: bool = False
 
     def start(
         self, half: Half, flat: torch.Tensor, comms: Comms, name: str, timeline: Recorder
     ) -> Future:
-        """Begin one of the two; calls are carried out in their order.
+        """Start one of the two. They run in the order in which they were started.
 
         Args:
-            half: which.
-            flat: a tensor that the ranks divide evenly.
+            half: which of the two.
+            flat: a flat tensor whose length the number of ranks divides.
             comms: the ranks.
-            name: for the timeline.
-            timeline: records it, and a wait for it if that is here.
+            name: name of the call in the timeline.
+            timeline: records the call, and the wait for it if it is blocking.
+
+        Returns:
+            A future whose value is ``flat``.
         """
         call = self.all_gather if half == "all-gather" else self.reduce_scatter
-        if not self.at_once:
+        if not self.blocking:
             future = on_thread(lambda tensor: call(tensor, comms), flat)
             timeline.launched(name, future, nbytes=flat.nbytes)
             return future
@@ -75,34 +78,34 @@ def _all_gather(flat: torch.Tensor, comms: Comms) -> None:
     call(flat, flat.tensor_split(comms.world_size)[comms.rank], group=comms.group)
 
 
-HALVES = {
-    halves.name: halves
-    for halves in (
-        Halves("ring", ring_reduce_scatter, ring_all_gather),
-        Halves("shared", shared_reduce_scatter, shared_all_gather, at_once=True),
-        Halves(BACKEND, _reduce_scatter, _all_gather),
+SCATTER_GATHERS = {
+    each.name: each
+    for each in (
+        ScatterGather("ring", ring_reduce_scatter, ring_all_gather),
+        ScatterGather("shared", shared_reduce_scatter, shared_all_gather, blocking=True),
+        ScatterGather(BACKEND, _reduce_scatter, _all_gather),
     )
 }
 
 
-def halves_of(name: str, comms: Comms) -> Halves:
-    """The halves of a name. A collective.
+def scatter_gather(name: str, comms: Comms) -> ScatterGather:
+    """Look up a reduce-scatter and an all-gather by name. A collective.
 
     Args:
-        name: a key of ``HALVES``, or ``"auto"``: the backend's with NCCL; ``"shared"`` where the
-            ranks of a CPU job are of one machine; else ``"ring"``, since gloo's reduce-scatter is
-            an all-reduce for each rank.
+        name: a key of ``SCATTER_GATHERS``, or ``"auto"``: the backend's with NCCL; ``"shared"``
+            where the ranks of a CPU job are on one machine; else ``"ring"``, since gloo's
+            reduce-scatter is an all-reduce for each rank.
         comms: the ranks.
 
     Raises:
         ValueError: there is no such name.
     """
-    if name not in (AUTO, *HALVES):
-        known = ", ".join((AUTO, *HALVES))
+    if name not in (AUTO, *SCATTER_GATHERS):
+        known = ", ".join((AUTO, *SCATTER_GATHERS))
         raise ValueError(f"rank {comms.rank}: expected one of {known}, got {name!r}")
     if name != AUTO:
-        return HALVES[name]
+        return SCATTER_GATHERS[name]
     if comms.backend == "nccl":
-        return HALVES[BACKEND]
-    alone = comms.device.type == "cpu" and len(machines_of(comms)) == 1 < comms.world_size
-    return HALVES["shared" if alone else "ring"]
+        return SCATTER_GATHERS[BACKEND]
+    one_machine = comms.device.type == "cpu" and len(machines_of(comms)) == 1 < comms.world_size
+    return SCATTER_GATHERS["shared" if one_machine else "ring"]

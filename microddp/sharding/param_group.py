@@ -1,0 +1,274 @@
+"""A flat parameter group: parameters in one flat tensor, of which each rank keeps an equal shard.
+
+The flat tensor is padded with zeros until the number of ranks divides it. A reduce-scatter takes
+the gradients to their shards and an all-gather takes the parameters back: the two halves of an
+all-reduce, with the optimizer's step in between.
+
+The counterpart in PyTorch is ``FSDPParamGroup``, and the methods have its names.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from microddp.buckets import sparse_gradients
+from microddp.comms import Comms
+from microddp.parts import ParamShard
+from microddp.shared import Future, Half, ScatterGather
+from microddp.timing import NOT_RECORDED, Recorder
+
+
+@dataclass(eq=False)
+class ShardedParam(ParamShard):
+    """A parameter of a flat group, in its two forms: unsharded, and this rank's shard.
+
+    Attributes:
+        parameter: the module's parameter, which has one of the two forms as its data.
+        flat_range: slice of the group's flat tensor that the whole parameter takes.
+        shard_range: slice of this rank's shard of the flat tensor that the values here take.
+        unsharded_data: view of the flat tensor, of the parameter's shape.
+        stashed_grad: gradient of the form that the parameter does not have now.
+    """
+
+    parameter: nn.Parameter
+    flat_range: slice
+    shard_range: slice
+    unsharded_data: torch.Tensor
+    stashed_grad: torch.Tensor | None = None
+
+    def to_sharded(self) -> None:
+        """Let the parameter be this rank's shard, 1-D, with the gradient of that."""
+        self.set_data(self.sharded_data)
+
+    def to_unsharded(self) -> None:
+        """Let the parameter be whole, with the gradient of the whole."""
+        self.set_data(self.unsharded_data)
+
+    def set_data(self, data: torch.Tensor) -> None:
+        """Give the parameter the data of its other form, and exchange the gradients."""
+        gradient, self.parameter.grad = self.parameter.grad, None
+        self.parameter.data = data
+        self.parameter.grad, self.stashed_grad = self.stashed_grad, gradient
+
+
+class FlatParamGroup:
+    """Parameters that are sharded, unsharded and reduced together.
+
+    Args:
+        parameters: by name; dense, of one dtype and device, equal on all ranks.
+        comms: the ranks.
+        collectives: the reduce-scatter and the all-gather to use.
+        keep_gradients: whether the flat tensor of gradients lives as long as this rank's shard of
+            the mean (ZeRO 1), or the shard has memory of its own (ZeRO 2 and 3).
+        shard_params: whether parameters are whole only from :meth:`unshard` to :meth:`reshard`
+            (ZeRO 3). The shard then has memory of its own, and ``unsharded`` may have another dtype
+            than the shard.
+        param_dtype: dtype of ``unsharded``; default: the parameters' own.
+        reduce_dtype: dtype in which gradients are reduced; default: the parameters' own.
+
+    Attributes:
+        unsharded: flat tensor of ``world_size * shard_numel`` values, of which the whole parameters
+            are views; without memory while the group is sharded.
+        shard: this rank's ``shard_numel`` values of it.
+        numel: number of values without the padding.
+        params: all parameters of the group.
+        local_params: those of which this rank's shard has at least one value.
+        requires_grad: whether any parameter is trained.
+        is_sharded: whether the parameters are shards now. Always ``False`` without
+            ``shard_params``.
+        first_use: number of the event of a forward at which the group was first needed.
+        timeline: records collectives, and the wait for them.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        comms: Comms,
+        collectives: ScatterGather,
+        *,
+        keep_gradients: bool = False,
+        shard_params: bool = False,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.comms, self.collectives = comms, collectives
+        self.keep_gradients, self.shard_params = keep_gradients, shard_params
+        flat = torch.cat([p.detach().flatten() for p in parameters.values()])
+        self.numel, self.shard_numel = len(flat), -(-len(flat) // comms.world_size)
+        flat = pad(flat, (0, comms.world_size * self.shard_numel - self.numel))
+        if not flat.is_floating_point():
+            param_dtype = reduce_dtype = None
+        self.unsharded = flat.to(param_dtype or flat.dtype)
+        self.reduce_dtype = reduce_dtype or flat.dtype
+        self.shard = self.shard_of(flat).clone() if shard_params else self.shard_of(flat)
+        self.requires_grad = any(p.requires_grad for p in parameters.values())
+        self.params: list[ShardedParam] = []
+        first, begin = comms.rank * self.shard_numel, 0
+        for name, p in parameters.items():
+            end, start = begin + p.numel(), max(first, begin)
+            stop = max(start, min(first + self.shard_numel, end))
+            shard_range = slice(start - first, stop - first)
+            flat_range, own = slice(begin, end), self.shard[shard_range]
+            self.params.append(
+                ShardedParam(
+                    name,
+                    p.shape,
+                    param_range=slice(start - begin, stop - begin),
+                    sharded_data=own,
+                    sharded_param=p if shard_params else nn.Parameter(own, self.requires_grad),
+                    parameter=p,
+                    flat_range=flat_range,
+                    shard_range=shard_range,
+                    unsharded_data=self.unsharded[flat_range].view(p.shape),
+                )
+            )
+            p.data, begin = self.params[-1].unsharded_data, end
+            if shard_params:
+                p.__dict__["_microddp_group"] = self
+        self.local_params = [param for param in self.params if len(param.sharded_data)]
+        self.is_sharded, self.first_use = False, inf
+        self._all_gather: Future | None = None
+        self._reduce_scatter: Future | None = None
+        self.timeline: Recorder = NOT_RECORDED
+        self.reshard()
+
+    def shard_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """View this rank's shard of a padded flat tensor."""
+        return flat[self.comms.rank * self.shard_numel :][: self.shard_numel]
+
+    # ---- parameters: unsharded for a while, then sharded again
+
+    @property
+    def is_unsharding(self) -> bool:
+        """Whether an all-gather was started and not waited for."""
+        return self._all_gather is not None
+
+    @torch.no_grad()
+    def unshard(self) -> None:
+        """Start the all-gather of the parameters, unless they are whole or it has started already.
+
+        A collective. :meth:`wait_for_unshard` completes it.
+        """
+        if self.is_unsharding or (self.shard_params and not self.is_sharded):
+            return
+        self.wait_for_reduce_scatter()  # while the parameters are the shards these gradients are of
+        if self.shard_params:
+            self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
+            self.shard_of(self.unsharded).copy_(self.shard)
+        self._all_gather = self._start("all-gather", self.unsharded)
+
+    def wait_for_unshard(self) -> None:
+        """Wait for the all-gather that :meth:`unshard` started, and make the parameters whole."""
+        if self._all_gather is None:
+            return
+        with self.timeline.span(f"wait for {self.params[0].name} ...", lane="wait"):
+            self._all_gather.wait()
+        self._all_gather = None
+        if self.is_sharded:
+            self.is_sharded = False
+            for param in self.params:
+                param.to_unsharded()
+
+    def reshard(self) -> None:
+        """Make the parameters this rank's shards, and free the memory of the flat tensor.
+
+        What autograd saved of the whole parameters is valid again, at the same address, after the
+        next :meth:`unshard`. Does nothing without ``shard_params``.
+        """
+        self.wait_for_unshard()  # of a prefetch that nobody used
+        if self.shard_params and not self.is_sharded:
+            self.is_sharded = True
+            for param in self.params:
+                param.to_sharded()
+            self.unsharded.untyped_storage().resize_(0)
+
+    def _start(self, half: Half, flat: torch.Tensor) -> Future:
+        name = f"{half} {self.params[0].name} ..."
+        self.comms.agree(f"{name} of {len(self.params)} parameters")
+        return self.collectives.start(half, flat, self.comms, name, self.timeline)
+
+    # ---- gradients: flattened, and this rank's shard of their mean
+
+    @torch.no_grad()
+    def post_backward(self) -> None:
+        """Reshard, and start the reduce-scatter of the gradients; a missing one counts as zero.
+
+        A collective, in the same order of groups on every rank. :meth:`wait_for_reduce_scatter`
+        completes it.
+        """
+        self.wait_for_reduce_scatter()  # of an earlier portion, if gradients come in several
+        gradients = deque(param.parameter.grad for param in self.params)
+        for param in self.params:
+            param.parameter.grad = None
+        self.reshard()
+        flat = torch.empty_like(self.unsharded, dtype=self.reduce_dtype)
+        flat[self.numel :] = 0  # the padding
+        for param in self.params:
+            gradient = gradients.popleft()  # freed when the next one takes its name
+            if gradient is None:
+                flat[param.flat_range] = 0
+            else:  # divided in the precision of the sum
+                gradient = gradient.flatten().to(flat.dtype)
+                torch.mul(gradient, 1 / self.comms.world_size, out=flat[param.flat_range])
+        self._reduce_scatter = self._start("reduce-scatter", flat)
+
+    def wait_for_reduce_scatter(self) -> None:
+        """Wait for the reduce-scatter, if one is pending, and add it to the shards' gradients."""
+        if self._reduce_scatter is None:
+            return
+        with self.timeline.span(f"wait for gradients of {self.params[0].name} ...", lane="wait"):
+            mean = self.shard_of(self._reduce_scatter.wait())
+        self._reduce_scatter = None
+        mean = mean.to(self.shard.dtype, copy=not self.keep_gradients)
+        # With sharded parameters, one of which this rank has no value gets an empty gradient: a
+        # loop over all gradients finds one for each.
+        for param in self.params if self.shard_params else self.local_params:
+            sharded, values = param.sharded_param, mean[param.shard_range]
+            sharded.grad = values if sharded.grad is None else sharded.grad + values
+
+
+def flat_param_groups(
+    named: Mapping[str, nn.Parameter], comms: Comms, collectives: ScatterGather, **options: Any
+) -> list[FlatParamGroup]:
+    """Make one group of all parameters that agree in dtype, device and ``requires_grad``.
+
+    Args:
+        named: the parameters, by name.
+        comms: the ranks.
+        collectives: the reduce-scatter and the all-gather to use.
+        options: keyword arguments of :class:`FlatParamGroup`.
+
+    Returns:
+        The groups, in the order of their first parameters.
+    """
+    kinds: dict[tuple[object, ...], dict[str, nn.Parameter]] = {}
+    for name, p in named.items():
+        kinds.setdefault((p.dtype, p.device, p.requires_grad), {})[name] = p
+    return [FlatParamGroup(alike, comms, collectives, **options) for alike in kinds.values()]
+
+
+def group_of(parameter: torch.Tensor) -> FlatParamGroup | None:
+    """Find the group that shards a parameter; ``None`` if none does."""
+    return cast(FlatParamGroup | None, parameter.__dict__.get("_microddp_group"))
+
+
+def check_dense(model: nn.Module, comms: Comms) -> None:
+    """Refuse sparse gradients, which have no fixed place in a flat tensor.
+
+    Raises:
+        ValueError: a trained parameter would get one.
+    """
+    sparse = sparse_gradients(model)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    if found := [name for name, is_sparse in zip(names, sparse, strict=True) if is_sparse]:
+        raise ValueError(
+            f"rank {comms.rank}: expected dense gradients, got sparse ones of {', '.join(found)}"
+        )

@@ -1,0 +1,144 @@
+"""The hooks of a sharded module: it is unsharded for forward and backward, resharded in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from microddp.backward import tensors_in
+from microddp.parts import whole_state
+from microddp.sharding.context import ShardingContext
+from microddp.sharding.param_group import FlatParamGroup
+
+
+class ShardedModule:
+    """A module whose parameters are whole only while they are used.
+
+    Made by :func:`~microddp.sharding.fully_shard.fully_shard`. The counterpart in PyTorch is
+    ``FSDPState``.
+
+    Args:
+        module: its forward and backward need the groups.
+        groups: flat groups of its own parameters, and those of other sharded modules whose
+            parameters it uses.
+        reshard_after_forward: whether parameters are resharded between forward and backward.
+        param_dtype: dtype to which floating-point inputs are cast; default: none, they stay.
+
+    Attributes:
+        context: state that it shares with the other sharded modules of the model.
+        exited_at: number of the event at which its last forward ended.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: Sequence[FlatParamGroup],
+        reshard_after_forward: bool,
+        param_dtype: torch.dtype | None,
+    ) -> None:
+        self.module, self.groups = module, groups
+        self.reshard_after_forward, self.param_dtype = reshard_after_forward, param_dtype
+        self.exited_at = 0
+        inner = [sharded for m in module.modules() if (sharded := sharded_module_of(m))]
+        self.context = ShardingContext([*inner, self])
+        for sharded in inner:
+            sharded.context = self.context
+        self._handles: list[Any] = [
+            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True),
+            module.register_forward_hook(self._post_forward),
+        ]
+        module.__dict__["_microddp_sharded"] = self
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let each backward inside add to this rank's own gradients, and reduce none of them.
+
+        They are unsharded, in the dtype of the unsharded parameters, and each rank keeps them until
+        a backward outside.
+        """
+        return self.context.no_sync()
+
+    def whole_state_dict(self) -> dict[str, Any]:
+        """Gather the state dictionary that the model would have without sharding. A collective.
+
+        Returns:
+            On rank 0: whole tensors in main memory, in the dtype of the shards. On other ranks:
+            an empty dictionary, so that only rank 0 needs memory for all of the model.
+        """
+        comms = self.context.groups[0].comms
+        state, _ = whole_state(self.context.local_params, comms, self.module)
+        return state if comms.rank == 0 else {}
+
+    def remove(self) -> None:
+        """Make all parameters whole for good, in the dtype of the shards. A collective."""
+        for sharded in self.context.modules:
+            for handle in sharded._handles:
+                handle.remove()
+            del sharded.module.__dict__["_microddp_sharded"]
+        for group in self.context.groups:
+            group.reshard()
+            flat = group.comms.all_gather(group.shard).flatten()  # may be of higher precision
+            for param in group.params:
+                param.set_data(flat[param.flat_range].view(param.shape))
+                del param.parameter.__dict__["_microddp_group"]
+
+    # ---- forward: unshard, compute, reshard
+
+    def _pre_forward(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        # In backward, an activation checkpoint runs forward again.
+        self._unshard(None if _in_backward() else self.context.pre_forward(self))
+        if self.param_dtype is not None:
+            args, kwargs = tree_map_only(torch.Tensor, self._cast, (args, kwargs))
+        return args, kwargs
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.param_dtype) if tensor.is_floating_point() else tensor
+
+    def _unshard(self, prefetch: ShardedModule | None) -> None:
+        """Unshard this module, and start to unshard the one that is needed next."""
+        for group in self.groups:
+            group.unshard()
+        for group in prefetch.groups if prefetch else ():
+            if not group.collectives.blocking:
+                group.unshard()
+        for group in self.groups:
+            group.wait_for_unshard()
+
+    def _post_forward(self, _: nn.Module, __: object, output: Any) -> None:
+        context, recomputed, prefetch = self.context, _in_backward(), None
+        if not recomputed:
+            prefetch = context.post_forward(self)
+            self.exited_at = context.event_count
+        trained = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        context.backward_pending |= bool(trained)
+        for tensor in trained:
+            tensor.register_hook(  # type: ignore[no-untyped-call]
+                partial(self._pre_backward, self.exited_at, prefetch)
+            )
+        if recomputed or (trained and not self.reshard_after_forward):
+            return
+        for group in self.groups:
+            if not any(group in running.groups for running in context.forward_stack):
+                group.reshard()
+
+    # ---- backward: unshard; the context reshards and reduces what backward has passed
+
+    def _pre_backward(
+        self, exited_at: int, prefetch: ShardedModule | None, _: torch.Tensor
+    ) -> None:
+        self.context.pre_backward(self.groups, exited_at)
+        self._unshard(prefetch)
+
+
+def sharded_module_of(module: nn.Module) -> ShardedModule | None:
+    """Find what shards this very module; ``None`` if it is not sharded itself."""
+    return cast(ShardedModule | None, module.__dict__.get("_microddp_sharded"))
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
