@@ -31,11 +31,11 @@ from microddp.shared import (
     fastest,
     hierarchical_all_reduce,
     machines_of,
-    room_of,
+    region_of,
     shared_all_gather,
     shared_all_reduce,
     shared_reduce_scatter,
-    why_apart,
+    why_not_shared,
 )
 from microddp.timing import Timing, measure
 
@@ -66,7 +66,7 @@ groups = [senders.subgroup(ranks) for ranks in machines]
 (inside,) = filter(None, groups)  # the ranks of this machine
 me, n = inside.rank, inside.world_size
 if n == 1:
-    why = why_apart(senders) or "it is alone on its machine: add --nproc-per-node=2"
+    why = why_not_shared(senders) or "it is alone on its machine: add --nproc-per-node=2"
     senders.print(fill(f"Left out: a rank that shares its memory with others. {why}.", 90))
 
 # %% [markdown]
@@ -112,7 +112,7 @@ def on_one_machine(calls, **options):
 
 # %% [markdown] index=["shared memory", "semaphore"]
 r"""
-## Two meetings and a sum
+## Two barriers and a sum
 
 **Predict.** A message between two ranks of one machine goes through a socket. The sender's bytes
 are copied into the kernel and from there to the receiver, in packets, each handled on the way by
@@ -133,40 +133,41 @@ and writes $S$. To add to a tensor in place reads two and writes one.
 That makes $(7 - 1/n)\,S$, as much as $\frac{7 - 1/n}{2}$ copies: 3.25 for two ranks.
 
 And the ranks must wait for each other, twice. Nobody may add up before all have written, and nobody
-may read the result before all have added up their part. Let such a *meeting*, a barrier in memory,
-take $m$ seconds. And let the calls of PyTorch alone, with next to nothing to add up, take $p$. Then
+may read the result before all have added up their part. Let such a *barrier*, in memory, take $m$
+seconds. And let the calls of PyTorch alone, with next to nothing to add up, take $p$. Then
 
 $$ t(S) = 2m + p + \frac{7 - 1/n}{2}\,c(S) . $$
 
-**Build.** A {class}`~microddp.shared.room.Room` has the memory of all ranks of a machine, and the
-meetings. Each rank asks for a block of its own file and tells the others at which byte of the file
-it begins, its `place`. With that each maps the blocks of all; `room.at` gives them as tensors:
+**Build.** A {class}`~microddp.shared.region.SharedRegion` has the memory of all ranks of a machine,
+and the barrier. Each rank allocates a block of its own file and tells the others at which byte of
+the file it begins, its offset. With that each maps the blocks of all; `region.at` returns them as
+tensors:
 """
 
 # %%
-room = room_of(inside)
+region = region_of(inside)
 LARGEST = 2**24  # bytes
 
 
 def blocks(nbytes):
     """A block of float32 in the memory of each rank, by rank, as this rank sees them."""
     count = nbytes // 4
-    mine = room.zeros(count, torch.float32)
-    places = inside.all_gather_data(room.place(mine))
-    seen = [room.at(rank, place, count, torch.float32) for rank, place in enumerate(places)]
+    mine = region.zeros(count, torch.float32)
+    offsets = inside.all_gather_data(region.offset_of(mine))
+    seen = [region.at(rank, offset, count, torch.float32) for rank, offset in enumerate(offsets)]
     return [mine if rank == me else block for rank, block in enumerate(seen)]
 
 
-given = blocks(LARGEST)
+inputs = blocks(LARGEST)
 total = blocks(LARGEST)[0]  # one is enough: that of rank 0
 
 
 # %%
-def shared_sum(tensor, written=room.meet, summed=room.meet):
+def shared_sum(tensor, written=region.barrier, summed=region.barrier):
     count = tensor.numel()
-    given[me][:count].copy_(tensor)
+    inputs[me][:count].copy_(tensor)
     written()  # all have
-    first, *others = (block[:count].tensor_split(n)[me] for block in given)
+    first, *others = (block[:count].tensor_split(n)[me] for block in inputs)
     part = total[:count].tensor_split(n)[me]
     part.copy_(first)
     for other in others:
@@ -206,11 +207,11 @@ was written before a post is there after the wait. A rank that waits looks a hun
 each rank has a core, and then sleeps, so that with more ranks than cores nobody takes another's
 time.
 
-What is a meeting worth, beside the backend's barrier? And what are the calls, without meetings?
-microddp's {func}`~microddp.shared.collectives.shared_all_reduce`, which is compared below, does
-more than the function above: it takes any shape and dtype, checks that all ranks make the same
-call, and keeps a record. What that takes is its time in a group of one rank. Fifty in a row of
-each, on the first machine, where nothing comes between them:
+How long does the barrier take, beside the backend's? And the calls, without barriers? microddp's
+{func}`~microddp.shared.collectives.shared_all_reduce`, which is compared below, does more than the
+function above: it takes any shape and dtype, checks that all ranks make the same call, and keeps a
+record. What that takes is its time in a group of one rank. Fifty in a row of each, on the first
+machine, where nothing comes between them:
 """
 
 
@@ -224,7 +225,7 @@ nothing = partial(repeated, 0, None)
 values = torch.zeros(n)
 (alone,) = filter(None, [senders.subgroup([rank]) for rank in range(senders.world_size)])
 waits = {
-    "a meeting": room.meet,
+    "a barrier in memory": region.barrier,
     "the backend's barrier": inside.barrier,
     "the calls of a sum": partial(shared_sum, values, nothing, nothing),
     "microddp's, in a group of one": partial(shared_all_reduce, values, alone),
@@ -239,7 +240,7 @@ def of_each(timing, count):
 
 
 times = {name: of_each(timing, 50) for name, timing in times.items()}
-meeting, calls_alone = times["a meeting"].median, times["the calls of a sum"].median
+barrier, calls_alone = times["a barrier in memory"].median, times["the calls of a sum"].median
 rows = [
     (name, human_seconds(timing.median), " to ".join(map(human_seconds, timing.spread)))
     for name, timing in times.items()
@@ -248,10 +249,10 @@ senders.print(table(rows, ["", "median", "quartiles"]))
 
 # %% [markdown]
 """
-## Where it breaks: a meeting left out
+## Where it breaks: a barrier left out
 
-Each meeting looks as if it could be spared: the ranks do the same work and come at about the same
-time. **Predict.** Without the first, a rank may add up what another one gave in the *last* call.
+Each barrier looks as if it could be spared: the ranks do the same work and come at about the same
+time. **Predict.** Without the first, a rank may add up what another one wrote in the *last* call.
 Without the second, a fast rank may read a part that is not added up yet. And it may go on to the
 next call, and write over what a slow rank is still to add up. Whether it does is a matter of
 microseconds, and of who has a core: a test may pass for long. A rank that is late makes it sure.
@@ -277,17 +278,17 @@ def wrong_sums(written, summed, late):
 
 
 # %%
-MEETINGS = {
-    "both meetings": (room.meet, room.meet),
-    "without the first": (nothing, room.meet),
-    "without the second": (room.meet, nothing),
+BARRIERS = {
+    "both barriers": (region.barrier, region.barrier),
+    "without the first": (nothing, region.barrier),
+    "without the second": (region.barrier, nothing),
 }
 rows = []
-for name, pair in MEETINGS.items():
+for name, pair in BARRIERS.items():
     counts = [wrong_sums(*pair, late) for late in (0, 1e-3)]
     rows.append((name, *counts))
-    assert (counts[1] > 0) == (n > 1 and name != "both meetings")
-    assert name != "both meetings" or not any(counts)
+    assert (counts[1] > 0) == (n > 1 and name != "both barriers")
+    assert name != "both barriers" or not any(counts)
 senders.print(table(rows, [f"wrong, of {n * CALLS} sums", "as they come", "one is late"]))
 
 # %% [markdown]
@@ -295,21 +296,21 @@ r"""
 **Explain.** The column on the left counts what happened to happen, on all machines at once.
 Another machine, or another load, has another number, and it may be 0: so such a mistake can live
 long. The column on the right was arranged, and is the one to test with. (No call follows the last
-one, so there the late rank itself may be right without the second meeting.)
+one, so there the late rank itself may be right without the second barrier.)
 
-And a third meeting at the end, so that nobody writes its next tensor over what others still read?
-It is not needed. What the next call writes first is the rank's block of `given`, which the others
-read before the second meeting only. The sums of the next call are written after *its* first
-meeting, and by then every rank has read these.
+And a third barrier at the end, so that nobody writes its next tensor over what others still read?
+It is not needed. What the next call writes first is the rank's block of `inputs`, which the others
+read before the second barrier only. The sums of the next call are written after *its* first
+barrier, and by then every rank has read these.
 
-## Small tensors: one meeting
+## Small tensors: one barrier
 
-**Predict.** A small tensor's time is that of meetings and calls. So do with one meeting: give,
-meet, and add up everything oneself. That is $n$ times the additions, of few values: $4S + 3(n-1)S$
-are read and written, or $2 + \frac{3}{2}(n-1)$ copies. But now nothing stops a fast rank from
-beginning the next call while a slow one still adds up. With *two buffers in turn* it writes into
-the other one. When it comes to the first again, two calls later, all ranks have been at the meeting
-in between, to which they came after they had read.
+**Predict.** A small tensor's time is that of barriers and calls. So do with one barrier: write the
+tensor, wait, and add up everything oneself. That is $n$ times the additions, of few values:
+$4S + 3(n-1)S$ are read and written, or $2 + \frac{3}{2}(n-1)$ copies. But now nothing stops a fast
+rank from beginning the next call while a slow one still adds up. With *two buffers in turn* it
+writes into the other one. When it comes to the first again, two calls later, all ranks have been at
+the barrier in between, to which they came after they had read.
 
 **Build.**
 """
@@ -319,11 +320,11 @@ SMALL = 2**16  # bytes
 pairs, turns = blocks(2 * SMALL), cycle((0, 1))
 
 
-def one_meeting(tensor, given=room.meet):
+def one_barrier(tensor, written=region.barrier):
     start = next(turns) * SMALL // 4
     buffers = [block[start : start + tensor.numel()] for block in pairs]
     buffers[me].copy_(tensor)
-    given()
+    written()
     tensor.copy_(buffers[0])
     for other in buffers[1:]:
         tensor += other
@@ -331,11 +332,11 @@ def one_meeting(tensor, given=room.meet):
 
 # %% [markdown]
 r"""
-microddp has both: it meets once for small tensors. Large ones it takes a piece at a time, through
+microddp has both: one barrier for small tensors. Large ones it takes a piece at a time, through
 buffers of a megabyte, two in turn. Such a buffer can stay in the processor's *cache*, its small and
 fast memory: what one rank has just written, another reads from there. What must go to the main
 memory then is the tensor itself, where it is larger than the cache: each rank reads $S$ and writes
-$S$, like one copy. Smaller tensors need no main memory, and pieces only mean more meetings.
+$S$, like one copy. Smaller tensors need no main memory, and pieces only mean more barriers.
 
 microddp can do one thing more: a tensor that is in shared memory already is added up where it is,
 so that nothing is copied in or out. A rank then reads the $n$ parts that it adds up, and writes the
@@ -344,13 +345,13 @@ sum $n$ times: $S$ and $S$ again. DDP puts its buckets there.
 **Measure.** Sizes from 4 KiB to 16 MiB. Small ones are called several times in a row, and timed
 together. The backend sends through sockets between CPUs, and on GPUs by NCCL; the ring is
 chapter 02's. "Copy" is that of one tensor on each rank, all at the same time. The prediction takes
-it from this table, and meetings and calls from above. (Up to 1 MiB the same tensors are copied
+it from this table, and barriers and calls from above. (Up to 1 MiB the same tensors are copied
 several times in a row, so they may be in the cache; larger ones are called once at a time.)
 """
 
 # %%
 SIZES = [2**k for k in range(12, 25, 2)]
-IN_MEMORY = {"two meetings": shared_sum, "one meeting": one_meeting}
+IN_MEMORY = {"two barriers": shared_sum, "one barrier": one_barrier}
 IN_MEMORY["microddp"] = partial(shared_all_reduce, comms=inside)
 BY_MESSAGES = {"backend": inside.all_reduce, "ring": partial(ring_all_reduce, comms=inside)}
 
@@ -361,10 +362,10 @@ def calls_of(nbytes):
     zeros = partial(torch.zeros, nbytes // 4)
     calls = {name: (way, zeros(device=comms.device)) for name, way in BY_MESSAGES.items()}
     calls |= {name: (way, zeros()) for name, way in IN_MEMORY.items()}
-    calls["microddp, in place"] = IN_MEMORY["microddp"], room.zeros(nbytes // 4, torch.float32)
+    calls["microddp, in place"] = IN_MEMORY["microddp"], region.zeros(nbytes // 4, torch.float32)
     calls["copy"] = torch.ones(nbytes // 4).copy_, zeros()
     if nbytes > SMALL:
-        del calls["one meeting"]
+        del calls["one barrier"]
     return times, {name: partial(repeated, times, *call) for name, call in calls.items()}
 
 
@@ -378,15 +379,15 @@ for nbytes in SIZES:
 
 # %%
 def predicted(nbytes):
-    return 2 * meeting + calls_alone + (7 - 1 / n) / 2 * timings["copy"][nbytes].median
+    return 2 * barrier + calls_alone + (7 - 1 / n) / 2 * timings["copy"][nbytes].median
 
 
-calls = {"": partial(repeated, 50, one_meeting, values, nothing)}
+calls = {"": partial(repeated, 50, one_barrier, values, nothing)}
 calls_of_one = on_one_machine(calls)[""].median / 50
 
 
 def predicted_of_one(nbytes):
-    return meeting + calls_of_one + (2 + 3 / 2 * (n - 1)) * timings["copy"][nbytes].median
+    return barrier + calls_of_one + (2 + 3 / 2 * (n - 1)) * timings["copy"][nbytes].median
 
 
 # %% tags=["plumbing"]
@@ -396,7 +397,7 @@ rows = [
     for nbytes in SIZES
 ]  # fmt: skip
 senders.print(f"median time of a call, {n} ranks")
-senders.print(table(rows, ["size", *timings, "two meetings, predicted"]))
+senders.print(table(rows, ["size", *timings, "two barriers, predicted"]))
 
 # %% tags=["plumbing"]
 
@@ -411,7 +412,7 @@ def ratios(name, other):
 
 
 over_backend, over_copy = ratios("microddp", "backend"), ratios("microddp", "copy")
-over_two = ratios("microddp", "two meetings")
+over_two = ratios("microddp", "two barriers")
 rows = [
     (
         human_bytes(s),
@@ -419,13 +420,13 @@ rows = [
         with_quartiles(over_two[s]),
         with_quartiles(over_copy[s]),
         with_quartiles(ratios("microddp, in place", "copy")[s]),
-        f"{timings['two meetings'][s].median / predicted(s):.2f}",
-        f"{timings['one meeting'][s].median / predicted_of_one(s):.2f}" if s <= SMALL else None,
+        f"{timings['two barriers'][s].median / predicted(s):.2f}",
+        f"{timings['one barrier'][s].median / predicted_of_one(s):.2f}" if s <= SMALL else None,
     )
     for s in SIZES
 ]
-headers = ["size", "microddp / backend", "microddp / two meetings", "microddp / copy",
-           "in place / copy", "two meetings / predicted", "one meeting / predicted"]  # fmt: skip
+headers = ["size", "microddp / backend", "microddp / two barriers", "microddp / copy",
+           "in place / copy", "two barriers / predicted", "one barrier / predicted"]  # fmt: skip
 senders.print(table(rows, headers))
 
 # %% tags=["plumbing"]
@@ -438,7 +439,7 @@ def sizes_where(of, holds):
 
 above = sizes_where(over_two, lambda timing: timing.spread[0] > 1)
 under = sizes_where(over_two, lambda timing: timing.spread[1] < 1)
-senders.print(f"microddp clearly takes more time than two meetings at {above}; less at {under}.")
+senders.print(f"microddp clearly takes more time than two barriers at {above}; less at {under}.")
 
 # %% tags=["plumbing"]
 below = [s for s in SIZES if over_backend[s].spread[1] < 1]
@@ -447,21 +448,21 @@ if len(below) == len(SIZES):
     least, *_, most = sorted(timing.median for timing in over_backend.values())
     title = f"microddp, through memory: {least:.2f} to {most:.2f} of the backend's time"
 figures.times_by_size(
-    {name: timings[name] for name in ("backend", "ring", "two meetings", "microddp", "copy")},
+    {name: timings[name] for name in ("backend", "ring", "two barriers", "microddp", "copy")},
     title=title,
-    models={"two meetings": predicted},
+    models={"two barriers": predicted},
 )
 
 # %% [markdown] index=["hierarchical all-reduce", "topology"]
 r"""
-**Explain.** For small tensors the prediction is meetings and calls, for large ones copies. Where
+**Explain.** For small tensors the prediction is barriers and calls, for large ones copies. Where
 the measured time is below, a part of what one rank wrote may still have been in the cache when it
 was read. Where it is above, the ranks may have waited for the slower of them in each call, or for
-values that another core had written last: no row of this table separates the two. `one_meeting`
+values that another core had written last: no row of this table separates the two. `one_barrier`
 saves what the second one and its calls take. In microddp that is spent again, on what it does in a
 group of one, above.
 
-The column "microddp / copy" says how far it is from the limit of memory. It tells little where
+The column "microddp / copy" says how far microddp is from the limit of memory. It tells little where
 the tensor fits into the cache, and the copy never leaves it. In place it may be below 1, since a
 rank then writes where it has just read, and a copy writes elsewhere. The ring goes through the same
 sockets as the backend.
@@ -705,34 +706,34 @@ slowest rank, and what the wrapper does.
 ## What to take along
 
 - Inside a machine an all-reduce of a large tensor is limited by memory: about one copy is the least
-  that it takes. That of a small one is limited by meetings and calls.
-- Two meetings make it right, and buffers in turn save one. A meeting left out is a wrong sum:
+  that it takes. That of a small one is limited by barriers and calls.
+- Two barriers make it right, and buffers in turn save one. A barrier left out is a wrong sum:
   often, seldom or never, until a rank is late.
 - Between machines send each machine's sum, not each rank's: over a link go $2(M-1)/M$ times the
   bytes, however many ranks a machine has.
 
 ## Exercises
 
-**The lab.** Write two meetings and a sum. {doc}`It is checked </labs>` on 1, 2, 3 and 4 ranks, with
+**The lab.** Write two barriers and a sum. {doc}`It is checked </labs>` on 1, 2, 3 and 4 ranks, with
 one of them late at each place in turn.
 
 ```console
 $ python -m microddp.labs start 15
 ```
 
-1. `one_meeting` has two buffers. Use one, `start = 0`, and count wrong sums with a late rank as
+1. `one_barrier` has two buffers. Use one, `start = 0`, and count wrong sums with a late rank as
    above. Where must it be late?
 
    <details class="solution"><summary>Solution</summary>
 
-   After the meeting, before it adds up. The others leave the call, begin the next one and write
+   After the barrier, before it adds up. The others leave the call, begin the next one and write
    over what the late rank is still to read:
 
    ```python
    def one_buffer(tensor, late):
        buffers = [block[: tensor.numel()] for block in pairs]
        buffers[me].copy_(tensor)
-       room.meet()
+       region.barrier()
        time.sleep(late if me == n - 1 else 0)
        tensor.copy_(buffers[0])
        for other in buffers[1:]:
@@ -763,7 +764,7 @@ $ python -m microddp.labs start 15
    </details>
 
 3. `shared_sum` lets every rank add up a part. Let rank 0 add up everything instead. How many bytes
-   are read and written then, one after the other, for two and for eight ranks? Can a meeting
+   are read and written then, one after the other, for two and for eight ranks? Can a barrier
    be left out now?
 
    <details class="solution"><summary>Solution</summary>
@@ -772,8 +773,8 @@ $ python -m microddp.labs start 15
    others wait; then all copy out, $2S$. That is $9S$ for two ranks instead of $6.5\,S$, and
    $27\,S$ for eight instead of $6.875\,S$.
 
-   Neither meeting can be left out: rank 0 must not begin before all have given, and nobody may read
-   before it has ended.
+   Neither barrier can be left out: rank 0 must not begin before all have written, and nobody may
+   read before it has ended.
 
    </details>
 """

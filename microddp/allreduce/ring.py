@@ -9,6 +9,7 @@ import torch
 
 from microddp.allreduce.reduction import flattened
 from microddp.comms import Comms, Exchange
+from microddp.comms.checks import check_contiguous
 
 # A chunk of the ring travels in pieces of this size, LANES of them at a time, so that the link is
 # busy while a piece is added. Measured with gloo on two cores (AMD EPYC, November 2026), 16 and 64
@@ -34,7 +35,7 @@ def ring_reduce_scatter(tensor: torch.Tensor, comms: Comms, op: str = "sum") -> 
     Returns:
         This rank's chunk, a flat view into ``tensor``.
     """
-    _check_contiguous(tensor, comms)
+    check_contiguous(comms, "ring_reduce_scatter", tensor)
     with flattened(tensor, comms, op) as (flat, combine):
         _ring(flat, comms, combine, scatter=True, gather=False)
     return flat.tensor_split(comms.world_size)[comms.rank]
@@ -49,7 +50,7 @@ def ring_all_gather(tensor: torch.Tensor, comms: Comms) -> None:
     Args:
         tensor: contiguous; the same shape and dtype on every rank.
     """
-    _check_contiguous(tensor, comms)
+    check_contiguous(comms, "ring_all_gather", tensor)
     with torch.no_grad():
         _ring(tensor.view(-1), comms, torch.add, scatter=False, gather=True)
 
@@ -132,11 +133,3 @@ def _ring(
         pass
     for exchange in sending:
         exchange.wait()
-
-
-def _check_contiguous(tensor: torch.Tensor, comms: Comms) -> None:
-    if not tensor.is_contiguous():
-        raise ValueError(
-            f"rank {comms.rank}: expected a contiguous tensor, got shape {tuple(tensor.shape)} "
-            f"with strides {tensor.stride()}"
-        )

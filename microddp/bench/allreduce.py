@@ -20,7 +20,7 @@ from microddp.report import human_bytes
 from microddp.shared import (
     ALL_REDUCES,
     refused,
-    room_of,
+    region_of,
     shared_all_gather,
     shared_all_reduce,
     shared_broadcast,
@@ -123,7 +123,7 @@ def _measure(
     twin = torch.empty_like(tensor)
     tensors = dict.fromkeys([*calls_of, "copy"], tensor)
     if IN_PLACE in calls_of:
-        tensors[IN_PLACE] = room_of(comms).zeros(numel, dtype)
+        tensors[IN_PLACE] = region_of(comms).zeros(numel, dtype)
     if options.check:
         check = check_sum if options.collective == "all_reduce" else check_chunks
         for name, call in calls_of.items():

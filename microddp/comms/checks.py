@@ -23,13 +23,18 @@ def check_peer(who: Identity, name: str, rank: int) -> None:
         raise ValueError(f"rank {who.rank}: expected another rank as {name}, got itself")
 
 
-def check_tensor(who: Identity, call: str, tensor: torch.Tensor) -> None:
-    """Expect a contiguous tensor on the rank's kind of device."""
+def check_contiguous(who: Identity, call: str, tensor: torch.Tensor) -> None:
+    """Expect a contiguous tensor."""
     if not tensor.is_contiguous():
         raise ValueError(
             f"rank {who.rank}: {call} expected a contiguous tensor, got shape "
             f"{tuple(tensor.shape)} with strides {tensor.stride()}"
         )
+
+
+def check_tensor(who: Identity, call: str, tensor: torch.Tensor) -> None:
+    """Expect a contiguous tensor on the rank's kind of device."""
+    check_contiguous(who, call, tensor)
     if tensor.device.type != who.device.type:
         raise ValueError(
             f"rank {who.rank}: {call} expected a tensor on {who.device}, got {tensor.device}"

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from microddp.backward import tensors_in
 from microddp.comms import Comms, describe
 from microddp.deferred import Initialise, materialise, own_tensors
 from microddp.model import elements

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from microddp.buckets import sparse_gradients
 from microddp.comms import Comms
 from microddp.parts import ParamShard
-from microddp.shared import Future, Half, ScatterGather
+from microddp.shared import CollectiveName, Future, ScatterGather
 from microddp.timing import NOT_RECORDED, Recorder
 
 
@@ -63,7 +63,7 @@ class FlatParamGroup:
     """Parameters that are sharded, unsharded and reduced together.
 
     Args:
-        parameters: by name; dense, of one dtype and device, equal on all ranks.
+        parameters: the parameters by name; dense, of one dtype and device, equal on all ranks.
         comms: the ranks.
         collectives: the reduce-scatter and the all-gather to use.
         keep_gradients: whether the flat tensor of gradients lives as long as this rank's shard of
@@ -80,7 +80,7 @@ class FlatParamGroup:
         shard: this rank's ``shard_numel`` values of it.
         numel: number of values without the padding.
         params: all parameters of the group.
-        local_params: those of which this rank's shard has at least one value.
+        local_params: the ones of which this rank's shard has at least one value.
         requires_grad: whether any parameter is trained.
         is_sharded: whether the parameters are shards now. Always ``False`` without
             ``shard_params``.
@@ -190,10 +190,10 @@ class FlatParamGroup:
                 param.to_sharded()
             self.unsharded.untyped_storage().resize_(0)
 
-    def _start(self, half: Half, flat: torch.Tensor) -> Future:
-        name = f"{half} {self.params[0].name} ..."
+    def _start(self, collective: CollectiveName, flat: torch.Tensor) -> Future:
+        name = f"{collective} {self.params[0].name} ..."
         self.comms.agree(f"{name} of {len(self.params)} parameters")
-        return self.collectives.start(half, flat, self.comms, name, self.timeline)
+        return self.collectives.start(collective, flat, self.comms, name, self.timeline)
 
     # ---- gradients: flattened, and this rank's shard of their mean
 

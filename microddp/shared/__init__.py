@@ -1,4 +1,4 @@
-"""More all-reduces: through memory that ranks share, over several machines, over unequal links.
+"""More all-reduces, through shared memory, over machines and unequal links; carriers by name.
 
 With n ranks and a tensor of S bytes:
 
@@ -10,19 +10,11 @@ hierarchical           2 (M-1)         2 (M-1)/M S           M machines with sev
 weighted               2 a column      S over a slow link    links of unequal speed
 =====================  ==============  ====================  ====================================
 
-Of a hierarchy the bytes are those of all ranks of a machine together. All work in place, and leave
-bitwise the same result on every rank, as those of :mod:`microddp.allreduce`.
+For a hierarchy, the bytes are the sum over the ranks of a machine. All work in place, and leave
+bitwise the same result on every rank, as those of :mod:`microddp.allreduce` do.
 """
 
-from microddp.shared.carriers import (
-    ALL_REDUCES,
-    AUTO,
-    IN_MEMORY,
-    carrier,
-    fastest,
-    reduce_by,
-    refused,
-)
+from microddp.shared.carriers import ALL_REDUCES, AUTO, carrier, fastest, refused
 from microddp.shared.collectives import (
     shared_all_gather,
     shared_all_reduce,
@@ -32,19 +24,11 @@ from microddp.shared.collectives import (
 from microddp.shared.comm_hook import AtWait, all_reduce_hook, on_thread
 from microddp.shared.hierarchical import Hierarchy, hierarchical_all_reduce
 from microddp.shared.memory import memory_refused
-from microddp.shared.room import (
-    BUFFER_BYTES,
-    NOWHERE,
-    Room,
-    by_comms,
-    machines_of,
-    room_of,
-    why_apart,
-)
+from microddp.shared.region import SharedRegion, machines_of, region_of, why_not_shared
 from microddp.shared.scatter_gather import (
     SCATTER_GATHERS,
+    CollectiveName,
     Future,
-    Half,
     ScatterGather,
     scatter_gather,
 )

@@ -1,4 +1,4 @@
-"""Which all-reduce carries the gradients of a job: by name, or the fastest here, as measured."""
+"""Carriers of gradients by name: any all-reduce, or the fastest here for each size, as measured."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from microddp.comms import Comms, Pending
 from microddp.shared.collectives import shared_all_reduce, shared_broadcast
 from microddp.shared.comm_hook import AtWait, on_thread
 from microddp.shared.hierarchical import hierarchical_all_reduce
-from microddp.shared.room import by_comms, machines_of, room_of
+from microddp.shared.region import cached_per_comms, machines_of, region_of
 from microddp.timing import measure
 
-# Through memory that ranks share.
+# All-reduces through memory that ranks share.
 IN_MEMORY: dict[str, AllReduce] = {
     "shared": shared_all_reduce,
     "hierarchical": hierarchical_all_reduce,
 }
 ALL_REDUCES = ALGORITHMS | IN_MEMORY
 AUTO = "auto"
-SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)  # bytes that are measured
+SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)  # bytes; each is measured
 ROUNDS = 5
-PATIENCE = 0.5  # seconds that a round of the next larger size may take
+PATIENCE = 0.5  # seconds; a size whose round would take longer is not measured
 
 
 def refused(name: str, comms: Comms) -> str:
-    """Why the ranks of a job cannot use an all-reduce; empty if they can. A collective."""
+    """Say why the ranks of a job cannot use an all-reduce; empty if they can. A collective."""
     if name in IN_MEMORY and comms.device.type != "cpu":
         return f"{name} adds up in main memory, and gradients are on a GPU"
     if name == "shared" and len(machines := machines_of(comms)) > 1:
@@ -39,15 +39,16 @@ def refused(name: str, comms: Comms) -> str:
     return ""
 
 
-@by_comms
+@cached_per_comms
 def fastest(comms: Comms) -> dict[int, str]:
-    """The fastest of those that make sense here, by bytes. Measured once; a collective.
+    """Measure which all-reduce is the fastest, by size. Measured once for a group; a collective.
 
-    They are the backend's and, of ranks that share memory, the one through it: ``shared`` if it is
-    that of all, ``hierarchical`` of several machines.
+    Candidates are the backend's and, where ranks share memory, the one through it: ``shared`` on
+    one machine, ``hierarchical`` on several.
 
     Returns:
-        The name for tensors of up to so many bytes; the last holds for all that are larger.
+        Names, by the size in bytes up to which each is the fastest; the last is for all larger
+        tensors, too.
     """
     names = [BACKEND]
     machines = machines_of(comms) if comms.device.type == "cpu" else []
@@ -56,7 +57,7 @@ def fastest(comms: Comms) -> dict[int, str]:
     chosen: dict[int, str] = {}
     for nbytes in SIZES if len(names) > 1 else SIZES[:1]:
         tensor = torch.zeros(nbytes // 4, device=comms.device)
-        calls = {name: partial(reduce_by(name), tensor, comms, "sum") for name in names}
+        calls = {name: partial(_by_name(name), tensor, comms, "sum") for name in names}
         timings = measure(calls, comms, warmup=1, repeat=ROUNDS)
         chosen[nbytes] = min(names, key=lambda name: timings[name].median)
         if max(timing.median for timing in timings.values()) * SIZES[1] / SIZES[0] > PATIENCE:
@@ -64,8 +65,7 @@ def fastest(comms: Comms) -> dict[int, str]:
     return chosen
 
 
-def reduce_by(name: str) -> AllReduce:
-    """An all-reduce by its name, the backend's own among them."""
+def _by_name(name: str) -> AllReduce:
     return _backend_all_reduce if name == BACKEND else ALL_REDUCES[name]
 
 
@@ -77,14 +77,14 @@ def _backend_all_reduce(tensor: torch.Tensor, comms: Comms, op: str) -> None:
 
 
 def carrier(name: str, comms: Comms) -> Carrier:
-    """What adds gradients up by a name. A collective, also where it fails.
+    """Make a carrier, which sums gradients over the ranks, by name. A collective, also if it fails.
 
-    On a GPU it stays with the backend, NCCL where there is a GPU for each rank, which moves tensors
-    from GPU to GPU; it warns then.
+    For gradients on a GPU, ``"auto"`` and names of shared memory are replaced by the backend, with
+    a warning: NCCL moves tensors from GPU to GPU.
 
     Args:
         name: one of ``ALL_REDUCES``, ``"backend"``, or ``"auto"``: the fastest for each size, as
-            measured here. All but the backend's run on a thread of their own.
+            measured here. All but the backend's run on a thread beside backward.
         comms: the ranks.
 
     Raises:
@@ -115,12 +115,12 @@ def carrier(name: str, comms: Comms) -> Carrier:
 
 
 class AlgorithmCarrier(Carrier):
-    """Adds gradients up over the ranks by the all-reduce of a name, or the fastest for each size.
+    """Sums gradients over the ranks by a named all-reduce, or the fastest for each size.
 
     Made by :func:`carrier`.
 
     Attributes:
-        by_size: names, for tensors of up to so many bytes.
+        by_size: names of all-reduces, by the size in bytes up to which each is used.
     """
 
     def __init__(self, comms: Comms, name: str) -> None:
@@ -134,14 +134,14 @@ class AlgorithmCarrier(Carrier):
         return partial(carrier, self.name)
 
     def name_for(self, nbytes: int) -> str:
-        """The name of what carries a tensor of so many bytes."""
+        """Name the all-reduce for a tensor of so many bytes."""
         larger = [size for size in self.by_size if size >= nbytes]
         return self.by_size[min(larger, default=max(self.by_size))]
 
     def zeros(self, parameter: torch.Tensor, numel: int) -> torch.Tensor:
         nbytes = numel * parameter.element_size()
         if self.comms.world_size > 1 and nbytes and self.name_for(nbytes) == "shared":
-            return room_of(self.comms).zeros(numel, parameter.dtype)
+            return region_of(self.comms).zeros(numel, parameter.dtype)
         return super().zeros(parameter, numel)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Pending:
@@ -157,8 +157,8 @@ class AlgorithmCarrier(Carrier):
         if name == BACKEND:
             return super().start(buffer, is_last)
         algorithm = ALL_REDUCES[name]
-        # What goes through memory is work for a core, and not for a link: where no core is free
-        # beside those that compute, a thread would only take turns with backward.
-        working = name == "shared" and not self._free_cores
-        start = AtWait if is_last or working else on_thread
+        # An all-reduce through memory needs a core, not a link: where no core is free beside those
+        # that compute, a thread would only take turns with backward.
+        no_core = name == "shared" and not self._free_cores
+        start = AtWait if is_last or no_core else on_thread
         return start(lambda tensor: algorithm(tensor, self.comms, "sum"), buffer)

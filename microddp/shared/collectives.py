@@ -1,13 +1,13 @@
-"""Collectives of the ranks of one machine, through memory that they share: without a message.
+"""Collectives of the ranks of one machine through shared memory, without a message.
 
-A large tensor is cut into a chunk for each rank, which that rank adds up, as in a ring. It goes
+A large tensor is cut into a chunk for each rank, which that rank reduces, as in a ring. It passes
 through buffers that all ranks have mapped, a piece of each chunk at a time: what one rank has just
-written, the others read from the cache. While one piece is added up, the next is copied in and the
-last one out, and after each such step the ranks meet once. Each element is added up in rank order,
-by one rank: the bits are the same on all ranks, and in every run.
+written, the others read from the cache. While one piece is reduced, the next is copied in and the
+last one out, with one barrier after each such step. One rank reduces each element, in rank order:
+the bits are the same on all ranks, and in every run.
 
-A tensor of :meth:`~microddp.shared.room.Room.zeros` is in shared memory already. It is added up
-where it is, and nothing is copied in or out.
+A tensor of :meth:`~microddp.shared.region.SharedRegion.zeros` is in shared memory already. It is
+reduced where it is, and nothing is copied in or out.
 """
 
 from __future__ import annotations
@@ -19,48 +19,49 @@ import torch
 from microddp.allreduce import flattened
 from microddp.comms import Comms
 from microddp.comms.agreement import describe
-from microddp.shared.room import BUFFER_BYTES, NOWHERE, Room, room_of
+from microddp.comms.checks import check_contiguous
+from microddp.shared.region import BUFFER_BYTES, NOT_SHARED, SharedRegion, region_of
 
-# Up to here, of all ranks together, each adds everything up itself, after one meeting. Measured on
-# two cores (AMD EPYC, November 2026): 256 KiB take 2 ranks 45 us so and 57 in two halves, 4 ranks
-# 330 and 650.
+# Up to this size, of all ranks' tensors together, each rank reduces everything itself, after one
+# barrier. Measured on two cores (AMD EPYC, November 2026): 256 KiB take 2 ranks 45 us so, and 57 by
+# reduce-scatter and all-gather; 4 ranks 330 and 650.
 ONE_SHOT_BYTES = 1 << 20
-PIECE_BYTES = 1 << 18  # is added up at a time where nothing is copied: then it is in the cache
+PIECE_BYTES = 1 << 18  # reduced at a time where nothing is copied, so that it stays in the cache
 
 Combine = Callable[..., torch.Tensor]
-Column = Sequence[torch.Tensor]  # a piece of each rank's chunk, in rank order
+Column = Sequence[torch.Tensor]  # one piece of each rank's chunk, in rank order
 Stage = Callable[[Column], None]
 
 
 def shared_all_reduce(tensor: torch.Tensor, comms: Comms, op: str = "sum") -> None:
     """All-reduce in place through shared memory.
 
-    Of a large tensor of S bytes a rank copies (n-1)/n S in and as much out, adds up n pieces of S/n
-    and copies the sum, S/n, home. A small one it copies in, and adds up n S. Of one that is in
-    shared memory it adds up n pieces of S/n, and writes the sum to n-1 others. Scratch: 5 MiB a
-    rank, whatever the size.
+    With a large tensor of S bytes, a rank copies (n-1)/n S in and as much out, reduces n pieces of
+    S/n and copies the result, S/n, home. A small tensor it copies in, and reduces n S. Of a tensor
+    in shared memory it reduces n pieces of S/n, and writes the result to n-1 others. Scratch: 5 MiB
+    a rank, whatever the size.
 
     Args:
         tensor: in main memory; any shape, the same on every rank.
-        comms: of one machine. The first call of a group maps its memory.
+        comms: ranks of one machine. The first call of a group maps its memory.
         op: ``"sum"``, ``"mean"`` (floating point or complex), ``"max"``, ``"min"``, ``"product"``.
 
     Raises:
         ValueError: an unknown ``op``, or one that the dtype does not have; a tensor on a GPU.
-        RuntimeError: on every rank: the ranks are not of one machine or may not share memory, they
+        RuntimeError: on every rank: the ranks are on several machines or may not share memory, they
             made different calls, a rank ended, or the time-out passed.
     """
-    room = _room(tensor, comms)
+    region = _region(tensor, comms)
     call = f"shared_all_reduce({describe(tensor)}, op={op})"
     with comms.agree(call), flattened(tensor, comms, op) as (flat, combine):
-        if flat.nbytes * room.size <= min(ONE_SHOT_BYTES, BUFFER_BYTES * room.size):
-            _one_shot(room, call, flat, combine)
-        elif (place := room.place(flat)) != NOWHERE:
-            _in_place(room, f"{call} in shared memory", flat, combine, place)
+        if flat.nbytes * region.size <= min(ONE_SHOT_BYTES, BUFFER_BYTES * region.size):
+            _one_shot(region, call, flat, combine)
+        elif (offset := region.offset_of(flat)) != NOT_SHARED:
+            _in_place(region, f"{call} in shared memory", flat, combine, offset)
         else:
-            steps = _Steps(room, flat.dtype, combine)
-            columns = _columns(flat.tensor_split(room.size), BUFFER_BYTES // room.size)
-            _run(room, call, columns, [steps.give, steps.add_up, steps.fetch])
+            steps = _Steps(region, flat.dtype, combine)
+            columns = _columns(flat.tensor_split(region.size), BUFFER_BYTES // region.size)
+            _run(region, call, columns, [steps.copy_in, steps.reduce, steps.copy_out])
 
 
 def shared_reduce_scatter(
@@ -69,90 +70,98 @@ def shared_reduce_scatter(
     op: str = "sum",
     chunks: Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Reduce over all ranks so that each rank holds its chunk of the result; the rest stays.
+    """Reduce over all ranks so that each rank has its chunk of the result, in place.
+
+    The rest of ``tensor`` is left as it was. Other arguments and errors are those of
+    :func:`shared_all_reduce`.
 
     Args:
         tensor: contiguous.
-        chunks: of the flattened tensor, one for each rank; default: by ``torch.tensor_split``.
+        chunks: views of the flattened tensor, one for each rank; default: ``torch.tensor_split``.
 
     Returns:
         This rank's chunk, a flat view into ``tensor``.
-
-    The others, and errors, are those of :func:`shared_all_reduce`.
     """
-    room = _room(tensor, comms)
-    _check_contiguous(tensor, comms)
+    region = _region(tensor, comms)
+    check_contiguous(comms, "shared_reduce_scatter", tensor)
     call = f"shared_reduce_scatter({describe(tensor)}, op={op})"
     with comms.agree(call), flattened(tensor, comms, op) as (flat, combine):
-        chunks = chunks or flat.tensor_split(room.size)
-        steps = _Steps(room, flat.dtype, combine)
-        _run(room, call, _columns(chunks, BUFFER_BYTES // room.size), [steps.give, steps.keep])
-    return chunks[room.rank]
+        chunks = chunks or flat.tensor_split(region.size)
+        steps = _Steps(region, flat.dtype, combine)
+        _run(
+            region,
+            call,
+            _columns(chunks, BUFFER_BYTES // region.size),
+            [steps.copy_in, steps.reduce_in_place],
+        )
+    return chunks[region.rank]
 
 
 def shared_all_gather(
     tensor: torch.Tensor, comms: Comms, chunks: Sequence[torch.Tensor] | None = None
 ) -> None:
-    """Fill ``tensor`` with every rank's chunk of it, in place: the other half of an all-reduce.
+    """Fill ``tensor`` with every rank's chunk of it, in place: the second half of an all-reduce.
 
     Arguments and errors are those of :func:`shared_reduce_scatter`.
     """
-    room = _room(tensor, comms)
-    _check_contiguous(tensor, comms)
+    region = _region(tensor, comms)
+    check_contiguous(comms, "shared_all_gather", tensor)
     call = f"shared_all_gather({describe(tensor)})"
     with comms.agree(call), torch.no_grad():
-        steps = _Steps(room, tensor.dtype)
-        columns = _columns(chunks or tensor.view(-1).tensor_split(room.size), BUFFER_BYTES)
-        _run(room, call, columns, [steps.show, steps.fetch])
+        steps = _Steps(region, tensor.dtype)
+        columns = _columns(chunks or tensor.view(-1).tensor_split(region.size), BUFFER_BYTES)
+        _run(region, call, columns, [steps.publish, steps.copy_out])
 
 
 def shared_broadcast(tensor: torch.Tensor, comms: Comms, src: int = 0) -> None:
-    """Overwrite ``tensor`` on every rank with that of rank ``src``, in place.
+    """Overwrite ``tensor`` on every rank with rank ``src``'s, in place.
+
+    Errors are those of :func:`shared_all_reduce`.
 
     Args:
         tensor: contiguous.
-        src: the rank whose tensor it is.
-
-    Errors are those of :func:`shared_all_reduce`.
+        src: the rank that has the values.
     """
-    room = _room(tensor, comms)
-    _check_contiguous(tensor, comms)
+    region = _region(tensor, comms)
+    check_contiguous(comms, "shared_broadcast", tensor)
     call = f"shared_broadcast({describe(tensor)}, src={src})"
     with comms.agree(call), torch.no_grad():
         flat = tensor.view(-1)
-        # One rank's chunk is everything.
-        chunks = [flat if rank == src else flat[:0] for rank in range(room.size)]
-        steps = _Steps(room, tensor.dtype)
-        _run(room, call, _columns(chunks, BUFFER_BYTES), [steps.show, steps.fetch])
+        # Rank src's chunk is everything, the others' are empty.
+        chunks = [flat if rank == src else flat[:0] for rank in range(region.size)]
+        steps = _Steps(region, tensor.dtype)
+        _run(region, call, _columns(chunks, BUFFER_BYTES), [steps.publish, steps.copy_out])
 
 
-def _one_shot(room: Room, call: str, flat: torch.Tensor, combine: Combine) -> None:
-    turn, numel = room.step % 2, flat.numel()
-    given = room.given(flat.dtype)
-    with room.call(call):
-        given[room.rank][turn][:numel].copy_(flat)
-        room.meet()
-        room.check()
-        _add_up([buffers[turn][:numel] for buffers in given], combine, flat)
+def _one_shot(region: SharedRegion, call: str, flat: torch.Tensor, combine: Combine) -> None:
+    turn, numel = region.barriers % 2, flat.numel()
+    inputs = region.inputs(flat.dtype)
+    with region.call(call):
+        inputs[region.rank][turn][:numel].copy_(flat)
+        region.barrier()
+        region.check()
+        _reduce([buffers[turn][:numel] for buffers in inputs], combine, flat)
 
 
-def _in_place(room: Room, call: str, flat: torch.Tensor, combine: Combine, place: int) -> None:
-    with room.call(call, place):
-        room.meet()  # all ranks have written what is to be added up
+def _in_place(
+    region: SharedRegion, call: str, flat: torch.Tensor, combine: Combine, offset: int
+) -> None:
+    with region.call(call, offset):
+        region.barrier()  # all ranks have written their tensors
         mine = [
-            room.at(rank, where, flat.numel(), flat.dtype).tensor_split(room.size)[room.rank]
-            for rank, where in enumerate(room.check())
+            region.at(rank, its, flat.numel(), flat.dtype).tensor_split(region.size)[region.rank]
+            for rank, its in enumerate(region.check())
         ]
         count = max(1, -(-mine[0].nbytes // PIECE_BYTES))
         for first, *others in zip(*(chunk.tensor_split(count) for chunk in mine), strict=True):
-            _add_up([first, *others], combine, first)
+            _reduce([first, *others], combine, first)
             for other in others:
                 other.copy_(first)
-        room.meet()  # all ranks have written the sums
+        region.barrier()  # all ranks have written their results
 
 
-def _add_up(parts: Sequence[torch.Tensor], combine: Combine, out: torch.Tensor) -> None:
-    """Combine in the order given, which is that of the ranks."""
+def _reduce(parts: Sequence[torch.Tensor], combine: Combine, out: torch.Tensor) -> None:
+    """Combine the ranks' parts in rank order."""
     first, *others = parts
     if not others:
         out.copy_(first)
@@ -162,7 +171,7 @@ def _add_up(parts: Sequence[torch.Tensor], combine: Combine, out: torch.Tensor) 
 
 
 def _columns(chunks: Sequence[torch.Tensor], piece_bytes: int) -> list[Column]:
-    """Piece j of every chunk, for each j; none larger than it may be."""
+    """Cut chunks into columns: column j has piece j of every chunk, of ``piece_bytes`` at most."""
     largest = max(chunk.numel() for chunk in chunks)
     count = -(-largest // (piece_bytes // chunks[0].element_size()))
     if count <= 1:
@@ -170,85 +179,81 @@ def _columns(chunks: Sequence[torch.Tensor], piece_bytes: int) -> list[Column]:
     return [*zip(*(chunk.tensor_split(count) for chunk in chunks), strict=True)]
 
 
-def _run(room: Room, call: str, columns: Sequence[Column], stages: Sequence[Stage]) -> None:
-    """Bring all columns through all stages, each of them a column behind the one before."""
+def _run(
+    region: SharedRegion, call: str, columns: Sequence[Column], stages: Sequence[Stage]
+) -> None:
+    """Pipeline all columns through all stages: each stage is one column behind the one before."""
     last = len(columns) + len(stages) - 2
-    with room.call(call):
+    with region.call(call):
         for step in range(last + 1):
             for behind, stage in enumerate(stages):
                 if 0 <= step - behind < len(columns):
                     stage(columns[step - behind])
             if step < last:
-                room.meet()
+                region.barrier()
             if step == 0:
-                room.check()
+                region.check()
 
 
 class _Steps:
-    """What a rank does with a column between two meetings.
+    """Stages of a collective: what a rank does with a column between two barriers.
 
-    There are two buffers for what is given, and two for what is shown, in turns: while the others
-    read what was written before the last meeting, the next may be written.
+    Input buffers come in pairs, and so do output buffers: while the others read the buffer that was
+    written before the last barrier, this rank writes the other one.
     """
 
-    def __init__(self, room: Room, dtype: torch.dtype, combine: Combine = torch.add) -> None:
-        self.room, self.rank, self.combine = room, room.rank, combine
-        self.given, self.shown = room.given(dtype), room.shown(dtype)
+    def __init__(
+        self, region: SharedRegion, dtype: torch.dtype, combine: Combine = torch.add
+    ) -> None:
+        self.region, self.rank, self.combine = region, region.rank, combine
+        self.inputs, self.outputs = region.inputs(dtype), region.outputs(dtype)
 
-    def give(self, column: Column) -> None:
-        """Write what the other ranks are to add up, one after the other."""
-        buffer, start = self.given[self.rank][self.room.step % 2], 0
+    def copy_in(self, column: Column) -> None:
+        """Copy the pieces that other ranks reduce into this rank's input buffer, one by one."""
+        buffer, start = self.inputs[self.rank][self.region.barriers % 2], 0
         for rank, piece in enumerate(column):
             end = start + piece.numel()
             if rank != self.rank:
                 buffer[start:end].copy_(piece)
             start = end
 
-    def keep(self, column: Column) -> None:
-        """Add up this rank's piece, of its own values and of what the others gave."""
-        self._add_up(column, column[self.rank])
+    def reduce_in_place(self, column: Column) -> None:
+        """Reduce this rank's piece, of its own values and the others' inputs."""
+        self._reduce(column, column[self.rank])
 
-    def add_up(self, column: Column) -> None:
-        """The same, and show it."""
+    def reduce(self, column: Column) -> None:
+        """Reduce this rank's piece into its output buffer, and copy the result home."""
         piece = column[self.rank]
-        sums = self.shown[self.rank][self.room.step % 2][: piece.numel()]
-        self._add_up(column, sums)
-        piece.copy_(sums)
+        result = self.outputs[self.rank][self.region.barriers % 2][: piece.numel()]
+        self._reduce(column, result)
+        piece.copy_(result)
 
-    def show(self, column: Column) -> None:
-        """Write this rank's piece for the others to fetch."""
+    def publish(self, column: Column) -> None:
+        """Copy this rank's piece into its output buffer."""
         piece = column[self.rank]
         if piece.numel():
-            self.shown[self.rank][self.room.step % 2][: piece.numel()].copy_(piece)
+            self.outputs[self.rank][self.region.barriers % 2][: piece.numel()].copy_(piece)
 
-    def fetch(self, column: Column) -> None:
-        """Read the other ranks' pieces."""
-        turn = (self.room.step - 1) % 2
+    def copy_out(self, column: Column) -> None:
+        """Copy the other ranks' pieces out of their output buffers."""
+        turn = (self.region.barriers - 1) % 2
         for rank, piece in enumerate(column):
             if rank != self.rank and piece.numel():
-                piece.copy_(self.shown[rank][turn][: piece.numel()])
+                piece.copy_(self.outputs[rank][turn][: piece.numel()])
 
-    def _add_up(self, column: Column, out: torch.Tensor) -> None:
-        turn, mine = (self.room.step - 1) % 2, column[self.rank]
+    def _reduce(self, column: Column, out: torch.Tensor) -> None:
+        turn, mine = (self.region.barriers - 1) % 2, column[self.rank]
         start = sum(piece.numel() for piece in column[: self.rank])
-        parts = [buffers[turn][start : start + mine.numel()] for buffers in self.given]
-        # Sums must not go where this rank's own values still wait for their turn.
+        parts = [buffers[turn][start : start + mine.numel()] for buffers in self.inputs]
+        # Partial results must not overwrite this rank's own values before their turn.
         parts[self.rank] = mine.clone() if out is mine and self.rank > 1 else mine
-        _add_up(parts, self.combine, out)
+        _reduce(parts, self.combine, out)
 
 
-def _room(tensor: torch.Tensor, comms: Comms) -> Room:
+def _region(tensor: torch.Tensor, comms: Comms) -> SharedRegion:
     if tensor.device.type != "cpu":
         raise ValueError(
             f"rank {comms.rank}: expected a tensor in main memory, which ranks can share, got one "
             f"on {tensor.device}"
         )
-    return room_of(comms)
-
-
-def _check_contiguous(tensor: torch.Tensor, comms: Comms) -> None:
-    if not tensor.is_contiguous():
-        raise ValueError(
-            f"rank {comms.rank}: expected a contiguous tensor, got shape {tuple(tensor.shape)} "
-            f"with strides {tensor.stride()}"
-        )
+    return region_of(comms)

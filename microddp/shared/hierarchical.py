@@ -1,15 +1,15 @@
 """All-reduce of machines with several ranks each: the network carries each sum once.
 
-Inside a machine the ranks add up through memory that they share, so that each holds a share of the
-machine's sum; each share is added up with that of every other machine, over the network; and inside
-each machine the ranks hand the results round. With M machines, a machine's link carries
-2 (M-1)/M S bytes each way, however many ranks it has. A ring through n ranks brings
-2 (n-1)/n S over it.
+First a reduce-scatter through the shared memory of each machine gives every rank a share of the
+machine's sum; then each share is all-reduced among the machines, over the network; then an
+all-gather in each machine brings all shares to all ranks. With M machines, a machine's link carries
+2 (M-1)/M S bytes each way, however many ranks it has. A ring through n ranks brings 2 (n-1)/n S
+over it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -18,45 +18,48 @@ import torch
 from microddp.allreduce import flattened, ring_all_reduce
 from microddp.comms import Comms
 from microddp.shared.collectives import shared_all_gather, shared_reduce_scatter
-from microddp.shared.room import by_comms, machines_of
+from microddp.shared.region import cached_per_comms, machines_of
 
-# While one part of a tensor travels, the machine adds up the next, and hands the one before round.
+# While one part of a tensor travels, the machine reduces the next and gathers the one before.
 # Measured on two hosts of 2 and of 4 ranks, 16 MiB, links of 1 Gbit/s (two cores, AMD EPYC,
 # November 2026), in the time of a ring through all ranks: 0.71 and 0.64 in one part, 0.69 and 0.61
-# so, 0.68 and 0.59 in parts of half the size.
+# in parts of this size, 0.68 and 0.59 in parts of half the size.
 PART_BYTES = 4 << 20
 
 
 class Hierarchy:
-    """The ranks of a group by machine, and the groups in which their sums travel. A collective.
+    """Ranks by machine, and the groups among which their shares travel. Making one is a collective.
 
-    A tensor is cut into as many shares as the machine with most ranks has ranks. Each share has a
-    *lane*: one rank of each machine. Where a machine has fewer ranks, one of them is in several.
+    A tensor is cut into as many shares as the largest machine has ranks. Each share has a *lane*, a
+    group of one rank of each machine. On a machine with fewer ranks, a rank is in several lanes.
 
     Args:
         comms: all ranks of these machines.
-        machines: the ranks of each, in ascending order; default: those that are proved to share
-            memory.
+        machines: the ranks of each machine.
+
+    Attributes:
+        machines: the ranks of each machine, in ascending order.
+        shares: number of shares.
+        inside: the group of this rank's machine.
+        lanes: by share, the groups that this rank is in.
 
     Raises:
-        ValueError: on every rank, if ``machines`` does not have each rank once.
-        RuntimeError: on every rank, if ranks of a machine cannot share memory.
+        ValueError: on every rank: ``machines`` does not have each rank once.
     """
 
-    def __init__(self, comms: Comms, machines: Sequence[Sequence[int]] | None = None) -> None:
-        if machines is None:
-            machines = machines_of(comms)
+    def __init__(self, comms: Comms, machines: Sequence[Sequence[int]]) -> None:
         every = sorted(rank for ranks in machines for rank in ranks)
         if every != [*range(comms.world_size)] or not all(machines):
             raise ValueError(
                 f"rank {comms.rank}: expected machines that have each of the ranks 0 to "
                 f"{comms.world_size - 1} once, got {[list(ranks) for ranks in machines]}"
             )
+        self.comms = comms
         self.machines = [sorted(ranks) for ranks in machines]
         self.shares = max(map(len, self.machines))
         groups = [comms.subgroup(ranks) for ranks in self.machines]
         (self.inside,) = (group for group in groups if group)
-        # Shares next to each other are of one rank, so that inside it is one piece for each.
+        # Neighbouring shares belong to one rank, so that its chunk inside the machine is one piece.
         members = [
             [ranks[share * len(ranks) // self.shares] for ranks in self.machines]
             for share in range(self.shares)
@@ -66,7 +69,7 @@ class Hierarchy:
         self.network = ThreadPoolExecutor(max_workers=1, thread_name_prefix="between-machines")
 
     def chunks(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The part of a tensor that each rank of this machine adds up."""
+        """Cut a flat tensor into the parts that the ranks of this machine reduce."""
         ends = [0]
         for share in flat.tensor_split(self.shares):
             ends.append(ends[-1] + share.numel())
@@ -74,47 +77,45 @@ class Hierarchy:
         cuts = [ends[-(-k * self.shares // n)] for k in range(n + 1)]
         return [flat[start:end] for start, end in pairwise(cuts)]
 
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+        """All-reduce in place: inside each machine, then between machines, then inside again.
 
-def hierarchical_all_reduce(
-    tensor: torch.Tensor,
-    comms: Comms,
-    op: str = "sum",
-    between: Callable[[torch.Tensor, Comms, str], None] = ring_all_reduce,
-    hierarchy: Hierarchy | None = None,
-) -> None:
-    """All-reduce in place: inside each machine, then between machines, then inside again.
+        Args:
+            tensor: as for :func:`hierarchical_all_reduce`.
+            op: as for :func:`hierarchical_all_reduce`.
+        """
+        inside_op = "sum" if op == "mean" else op
 
-    Args:
-        between: the all-reduce of a share among machines.
-        hierarchy: of these ranks; default: by the machines that they have proved to be on.
+        def cross(part: torch.Tensor) -> None:
+            shares = part.tensor_split(self.shares)
+            for share, lane in self.lanes.items():
+                ring_all_reduce(shares[share], lane, inside_op)
 
-    The others, and errors, are those of
-    :func:`~microddp.shared.collectives.shared_all_reduce`, but machines may be several, with
-    any number of ranks each.
+        with flattened(tensor, self.comms, op) as (flat, _):
+            parts = flat.tensor_split(max(1, -(-flat.nbytes // PART_BYTES)))
+            crossing = []
+            for part in parts:
+                shared_reduce_scatter(part, self.inside, inside_op, self.chunks(part))
+                if len(parts) > 1:
+                    crossing.append(self.network.submit(cross, part))
+                else:  # nothing to do meanwhile
+                    cross(part)
+            for i, part in enumerate(parts):
+                if crossing:
+                    crossing[i].result()
+                shared_all_gather(part, self.inside, self.chunks(part))
+
+
+def hierarchical_all_reduce(tensor: torch.Tensor, comms: Comms, op: str = "sum") -> None:
+    """All-reduce in place by machine, over the network once for each machine.
+
+    Arguments and errors are those of :func:`~microddp.shared.collectives.shared_all_reduce`, but
+    there may be several machines, with any number of ranks each. The first call of a group finds
+    its machines and makes their groups.
     """
-    hierarchy = hierarchy or _hierarchy_of(comms)
-    inside_op = "sum" if op == "mean" else op
-
-    def cross(part: torch.Tensor) -> None:
-        shares = part.tensor_split(hierarchy.shares)
-        for share, lane in hierarchy.lanes.items():
-            between(shares[share], lane, inside_op)
-
-    with flattened(tensor, comms, op) as (flat, _):
-        parts = flat.tensor_split(max(1, -(-flat.nbytes // PART_BYTES)))
-        crossing = []
-        for part in parts:
-            shared_reduce_scatter(part, hierarchy.inside, inside_op, hierarchy.chunks(part))
-            if len(parts) > 1:
-                crossing.append(hierarchy.network.submit(cross, part))
-            else:  # nothing to do meanwhile
-                cross(part)
-        for i, part in enumerate(parts):
-            if crossing:
-                crossing[i].result()
-            shared_all_gather(part, hierarchy.inside, hierarchy.chunks(part))
+    _hierarchy_of(comms).all_reduce(tensor, op)
 
 
-@by_comms
+@cached_per_comms
 def _hierarchy_of(comms: Comms) -> Hierarchy:
-    return Hierarchy(comms)
+    return Hierarchy(comms, machines_of(comms))

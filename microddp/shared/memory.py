@@ -1,9 +1,9 @@
-"""Memory of one process that others of the same machine can map, and how they prove that they do.
+"""Memory of one process that others of the same machine can map, and a proof that it is the same.
 
 It is a file without a name (``memfd_create``): nothing is in ``/dev/shm``, so nothing is left there
-whatever is killed, and its size, 64 MB in a container, is no limit. Others open it by way of
-``/proc``, and only if it has the random name that its owner has told them. So a process of another
-machine or container is never taken for one of this.
+whatever is killed, and the size of that folder, 64 MB in a container, is no limit. Others open it
+through ``/proc``, and only if it has the random name that its owner has told them. So a process of
+another machine or container is never taken for one of this.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ import torch
 
 
 class Memory:
-    """A rank's memory as this process has it mapped: its own, or another rank's.
+    """The memory of a rank, mapped into this process: its own memory, or another rank's.
 
-    The first part is mapped at once. What else there is begins at ``first`` bytes; each part is
-    mapped when it is wanted, and takes memory page by page as it is written to.
+    The first part is mapped at once. All other parts come after it; each is mapped when it is
+    needed, and takes memory page by page as it is written to.
 
     Attributes:
         first: the first part.
-        told: what others need to open it.
-        places: of the parts of one's own memory that are in use, by their address.
+        handle: what other processes need to open the memory.
+        offsets: of this process's own memory, the offset of each part in use, by its address.
     """
 
-    def __init__(self, file: int, living: int, told: list[Any], first: int) -> None:
-        self._file, self._living, self.told = file, living, told
+    def __init__(self, file: int, living: int, handle: list[Any], first: int) -> None:
+        self._file, self._living, self.handle = file, living, handle
         self.first = mmap.mmap(file, first)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.first))
-        self.places: dict[int, int] = {}
+        self.offsets: dict[int, int] = {}
         self._end = first
         weakref.finalize(self, _close, file, living)
 
@@ -50,40 +50,40 @@ class Memory:
             first: bytes of the first part, whole pages.
 
         Raises:
-            OSError: the machine has or allows no such memory.
+            OSError: the machine has no such memory, or does not allow it.
         """
         if sys.platform != "linux":
             raise OSError(f"memory without a name is Linux's, this is {sys.platform}")
         name = f"microddp-{secrets.token_hex(16)}"
         file, living = os.memfd_create(name), os.memfd_create(name)
         os.ftruncate(file, first)
-        # Held while this process lives, whatever ends it, and not by its children. Closing any
-        # other descriptor of the same file would end it, as letting go of a map does: so a file
-        # of its own.
+        # This lock is held while the process lives, whatever ends it, and not by its children.
+        # Closing any other descriptor of the same file would release it, as unmapping does: hence
+        # a second file.
         fcntl.lockf(living, fcntl.LOCK_EX, 1)
         return cls(file, living, [os.getpid(), file, living, name], first)
 
     @classmethod
     def alone(cls, first: int) -> Self:
-        """Make memory of a process that shares it with nobody, where the machine has no other."""
+        """Make memory that nobody else can map, for a machine without ``memfd_create``."""
         with tempfile.TemporaryFile() as file:
             file.truncate(first)
             return cls(os.dup(file.fileno()), os.dup(file.fileno()), [os.getpid()], first)
 
     @classmethod
-    def open(cls, told: list[Any], first: int) -> Self | None:
-        """Map another process's memory; ``None`` if it is not of this machine, or not to be had."""
-        process, *numbers, name = told
+    def open(cls, handle: list[Any], first: int) -> Self | None:
+        """Map another process's memory; ``None`` if that is on another machine, or has ended."""
+        process, *numbers, name = handle
         paths = [f"/proc/{process}/fd/{number}" for number in numbers]
         with contextlib.suppress(OSError):
-            # First its name: it may be a number of something else, in another namespace.
+            # The name first: in another namespace the numbers may be of something else.
             if all(os.readlink(path) == f"/memfd:{name} (deleted)" for path in paths):
                 file, living = (os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in paths)
-                return cls(file, living, told, first)
+                return cls(file, living, handle, first)
         return None
 
     def owner_lives(self) -> bool:
-        """Whether the process whose memory this is has not ended. Not to be asked of one's own."""
+        """Check whether the process that made this memory lives. Only for another process's."""
         try:
             fcntl.lockf(self._living, fcntl.LOCK_SH | fcntl.LOCK_NB, 1)
         except OSError:
@@ -92,41 +92,41 @@ class Memory:
         return False
 
     def disown(self) -> None:
-        """Let others take this process, whose memory it is, for one that has ended."""
+        """Let others see this process, which made the memory, as one that has ended."""
         fcntl.lockf(self._living, fcntl.LOCK_UN, 1)
 
-    def part(self, place: int, nbytes: int) -> torch.Tensor:
-        """A part, as bytes, that begins at a whole page."""
-        return torch.frombuffer(mmap.mmap(self._file, nbytes, offset=place), dtype=torch.uint8)
+    def part(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Map a part, as bytes; ``offset`` is a multiple of the page size."""
+        return torch.frombuffer(mmap.mmap(self._file, nbytes, offset=offset), dtype=torch.uint8)
 
     def grow(self, nbytes: int) -> torch.Tensor:
-        """A new part of one's own memory, as bytes, all zero.
+        """Add a part to this process's own memory: bytes, all zero.
 
-        When the last tensor in it goes, its memory is given back to the machine.
+        When the last tensor in it is freed, the memory goes back to the machine.
         """
-        place, self._end = self._end, self._end + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        offset, self._end = self._end, self._end + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         os.ftruncate(self._file, self._end)
-        mapped = mmap.mmap(self._file, nbytes, offset=place)
+        mapped = mmap.mmap(self._file, nbytes, offset=offset)
         part = torch.frombuffer(mapped, dtype=torch.uint8)
-        self.places[part.data_ptr()] = place
+        self.offsets[part.data_ptr()] = offset
         weakref.finalize(mapped, self._shrink, part.data_ptr(), nbytes)
         return part
 
     def _shrink(self, address: int, nbytes: int) -> None:
-        """Give the memory of a part back, for all who have it mapped."""
-        place = self.places.pop(address)
-        if os.getpid() != self.told[0]:
-            return  # a child of the owner's lets go of its copy
+        """Free the memory of a part, in every process that has it mapped."""
+        offset = self.offsets.pop(address)
+        if os.getpid() != self.handle[0]:
+            return  # a child of the owner frees its copy of the map
         if sys.platform != "linux":
-            return  # which alone can do so before the end of the file
+            return  # only Linux can free memory before the end of a file
         keep_size, punch_hole = 1, 2
         libc = ctypes.CDLL(None)
         libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
-        libc.fallocate(self._file, keep_size | punch_hole, place, nbytes)
+        libc.fallocate(self._file, keep_size | punch_hole, offset, nbytes)
 
 
 def memory_refused() -> str:
-    """Why processes of this machine cannot share such memory; empty if they can."""
+    """Say why processes of this machine cannot share memory; empty if they can."""
     try:
         Memory.create(mmap.PAGESIZE)
     except OSError as error:

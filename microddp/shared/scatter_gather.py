@@ -15,11 +15,11 @@ from microddp.comms import Comms
 from microddp.shared.carriers import AUTO
 from microddp.shared.collectives import shared_all_gather, shared_reduce_scatter
 from microddp.shared.comm_hook import on_thread
-from microddp.shared.room import machines_of
+from microddp.shared.region import machines_of
 from microddp.timing import Recorder
 
 Future = torch.futures.Future[torch.Tensor]
-Half = Literal["reduce-scatter", "all-gather"]
+CollectiveName = Literal["reduce-scatter", "all-gather"]
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,17 @@ class ScatterGather:
     blocking: bool = False
 
     def start(
-        self, half: Half, flat: torch.Tensor, comms: Comms, name: str, timeline: Recorder
+        self,
+        collective: CollectiveName,
+        flat: torch.Tensor,
+        comms: Comms,
+        name: str,
+        timeline: Recorder,
     ) -> Future:
         """Start one of the two. They run in the order in which they were started.
 
         Args:
-            half: which of the two.
+            collective: which of the two.
             flat: a flat tensor whose length the number of ranks divides.
             comms: the ranks.
             name: name of the call in the timeline.
@@ -54,7 +59,7 @@ class ScatterGather:
         Returns:
             A future whose value is ``flat``.
         """
-        call = self.all_gather if half == "all-gather" else self.reduce_scatter
+        call = self.all_gather if collective == "all-gather" else self.reduce_scatter
         if not self.blocking:
             future = on_thread(lambda tensor: call(tensor, comms), flat)
             timeline.launched(name, future, nbytes=flat.nbytes)

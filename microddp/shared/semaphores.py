@@ -1,11 +1,11 @@
 """POSIX semaphores in shared memory: how ranks of one machine wait for each other.
 
-They are called in the C library, since Python's own can be shared with children only. What a rank
-has written before ``post`` is there for a rank that reads after ``wait``, on machines with weak
-memory order as well: POSIX lists ``sem_post``, ``sem_wait``, ``sem_trywait`` and ``sem_timedwait``
-among the functions that synchronize memory (Base Definitions, 4.15), and the C library makes them
-of atomic operations with release and acquire order. No other memory of ours is read by one rank
-while another may write to it.
+They are those of the C library, since Python's can be shared with children only. What a rank has
+written before ``post`` is visible to a rank that reads after ``wait``, on machines with weak memory
+order, too: POSIX lists ``sem_post``, ``sem_wait``, ``sem_trywait`` and ``sem_timedwait``
+among the functions that synchronize memory (Base Definitions, 4.15), and the C library implements
+them by atomic operations with release and acquire order. No rank reads any other shared memory
+while another rank may write to it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _function(name: str, *types: type) -> Callable[..., int]:
 
 
 if sys.platform == "linux":
-    # By address. A call lets other threads of Python run.
+    # They take an address. ctypes releases the GIL during a call.
     _init = _function("sem_init", ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
     post = _function("sem_post", ctypes.c_void_p)
     _try = _function("sem_trywait", ctypes.c_void_p)
@@ -39,22 +39,26 @@ if sys.platform == "linux":
 
 
 def make(address: int) -> None:
-    """Make a semaphore of value 0 at an address that processes share."""
+    """Make a semaphore of value 0 in memory that processes share.
+
+    Args:
+        address: where, in this process.
+    """
     if _init(address, 1, 0):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "sem_init")
 
 
 def wait(address: int, tries: int, seconds: float) -> bool:
-    """Take one from a semaphore, as soon as there is one.
+    """Wait until a semaphore is positive, and decrement it.
 
     Args:
-        address: of the semaphore.
-        tries: how often to look before the thread sleeps. Who is woken up runs again after some
-            10 us, and a core that looks has nothing else to do.
-        seconds: to sleep at most.
+        address: the semaphore's address.
+        tries: how often to look before the thread sleeps. A thread that is woken up runs again only
+            after some 10 us.
+        seconds: how long to sleep at most.
 
     Returns:
-        Whether there was one in time.
+        Whether it was decremented in time.
     """
     for _ in range(tries):
         if not _try(address):

@@ -21,7 +21,7 @@ from ranks import run
 
 from microddp.comms import Comms
 from microddp.shared import (
-    room_of,
+    region_of,
     shared_all_gather,
     shared_all_reduce,
     shared_broadcast,
@@ -35,9 +35,9 @@ LIMIT = 2.0  # seconds after a death in which all others know of it
 def calls_until_killed(comms: Comms, seed: int, victim: int, after: float) -> float:
     """Make calls at random; how long after the death a survivor was told."""
     generator = random.Random(seed)  # the same calls on every rank
-    room = room_of(comms)
+    region = region_of(comms)
     tensors = [torch.ones(size) for size in SIZES]
-    tensors += [room.zeros(size, torch.float32) for size in SIZES]
+    tensors += [region.zeros(size, torch.float32) for size in SIZES]
     calls = (
         shared_all_reduce,
         lambda tensor, comms: shared_broadcast(tensor, comms, src=comms.world_size - 1),

@@ -6,9 +6,8 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from microddp.allreduce import direct_all_reduce, naive_all_reduce, ring_all_reduce
 from microddp.comms import MessageCounter
-from microddp.shared import Hierarchy, hierarchical_all_reduce, reduce_by
+from microddp.shared import Hierarchy
 
 # The ranks of one real machine, taken for several.
 PARTITIONS = {
@@ -34,23 +33,21 @@ def test_equals_the_fold_by_hand_for_every_partition(comms):
             for op, fold in OPS.items():
                 expected = functools.reduce(fold, [of_rank(rank, size) for rank in range(n)])
                 tensor = of_rank(comms.rank, size)
-                hierarchical_all_reduce(tensor, comms, op, hierarchy=hierarchy)
+                hierarchy.all_reduce(tensor, op)
                 assert torch.equal(tensor, expected), (machines, size, op)
             tensor = of_rank(comms.rank, size)
-            hierarchical_all_reduce(tensor, comms, "mean", hierarchy=hierarchy)
+            hierarchy.all_reduce(tensor, "mean")
             mean = sum(of_rank(rank, size) for rank in range(n)) / n
             torch.testing.assert_close(tensor, mean)
 
 
 @on_ranks(4, 5)
-def test_any_all_reduce_may_go_between_and_all_ranks_have_the_same_bits(comms):
+def test_all_ranks_have_the_same_bits(comms):
     for machines in PARTITIONS[comms.world_size]:
-        hierarchy = Hierarchy(comms, machines)
-        for between in (ring_all_reduce, naive_all_reduce, direct_all_reduce, reduce_by("backend")):
-            tensor = torch.randn(100_003, generator=torch.Generator().manual_seed(comms.rank))
-            hierarchical_all_reduce(tensor, comms, "sum", between, hierarchy)
-            everyone = comms.all_gather(tensor)
-            assert bool((everyone == everyone[0]).all()), machines
+        tensor = torch.randn(100_003, generator=torch.Generator().manual_seed(comms.rank))
+        Hierarchy(comms, machines).all_reduce(tensor)
+        everyone = comms.all_gather(tensor)
+        assert bool((everyone == everyone[0]).all()), machines
 
 
 @on_ranks(2, 3, 4, 5)
@@ -65,7 +62,7 @@ def test_a_machines_link_carries_each_sum_once(comms):
         with inside:
             for counter in counters:
                 counter.__enter__()
-            hierarchical_all_reduce(tensor, comms, hierarchy=hierarchy)
+            hierarchy.all_reduce(tensor)
             for counter in counters:
                 counter.__exit__(None, None, None)
         assert not inside.messages
@@ -94,5 +91,5 @@ def test_each_machine_may_hold_its_ranks_in_any_order(comms):
     assert torch.cat(chunks).tolist() == list(range(10))
     assert len(chunks) == hierarchy.inside.world_size == 2
     # A rank that left now would leave others that are still connecting to it.
-    hierarchical_all_reduce(flat, comms, hierarchy=hierarchy)
+    hierarchy.all_reduce(flat)
     assert flat.tolist() == [comms.world_size * i for i in range(10)]

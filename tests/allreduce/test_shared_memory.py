@@ -1,4 +1,4 @@
-"""Collectives through shared memory: results, meetings, who may share, and what goes wrong.
+"""Collectives through shared memory: results, barriers, who may share, and what goes wrong.
 
 That the all-reduce equals the oracles for every dtype, op and size is tested with the others'.
 """
@@ -23,9 +23,9 @@ from microddp.shared import (
     shared_broadcast,
     shared_reduce_scatter,
 )
-from microddp.shared import room as rooms
+from microddp.shared import region as regions
 from microddp.shared.memory import Memory
-from microddp.shared.room import room_of
+from microddp.shared.region import region_of
 
 SIZES = (0, 1, 2, 97, 270_001, 1_000_003)  # of float32: both ways, one piece and several
 
@@ -43,7 +43,7 @@ def in_rank_order(n, size, dtype=torch.float32):
 
 def in_memory(comms, tensor):
     """A copy that is in shared memory."""
-    return room_of(comms).zeros(tensor.numel(), tensor.dtype).copy_(tensor)
+    return region_of(comms).zeros(tensor.numel(), tensor.dtype).copy_(tensor)
 
 
 # ---- results
@@ -116,36 +116,36 @@ def test_on_another_thread(comms):
     assert torch.equal(tensor, in_rank_order(2, 1_000_000))
 
 
-# ---- meetings
+# ---- barriers
 
 
 @on_ranks(2, 4)
-def test_how_often_ranks_meet(comms):
-    room = room_of(comms)
-    piece = rooms.BUFFER_BYTES // comms.world_size  # bytes of a chunk that travel at a time
+def test_how_many_barriers_a_call_has(comms):
+    region = region_of(comms)
+    piece = regions.BUFFER_BYTES // comms.world_size  # bytes of a chunk that travel at a time
 
-    def met(call, *arguments):
-        before = room.step
+    def barriers(call, *arguments):
+        before = region.barriers
         call(*arguments)
-        return room.step - before
+        return region.barriers - before
 
-    assert met(shared_all_reduce, torch.ones((1 << 18) // comms.world_size), comms) == 1
+    assert barriers(shared_all_reduce, torch.ones((1 << 18) // comms.world_size), comms) == 1
     for pieces in (1, 2, 5):
         tensor = torch.ones(comms.world_size * piece * pieces // 4)
-        assert met(shared_all_reduce, tensor, comms) == pieces + 1
-        assert met(shared_reduce_scatter, tensor, comms) == pieces
-    assert met(shared_all_reduce, room.zeros(5_000_000, torch.float32), comms) == 2
+        assert barriers(shared_all_reduce, tensor, comms) == pieces + 1
+        assert barriers(shared_reduce_scatter, tensor, comms) == pieces
+    assert barriers(shared_all_reduce, region.zeros(5_000_000, torch.float32), comms) == 2
 
 
-def meet_often(comms, times):
-    """Each rank writes, before each meeting, what all others must read after it."""
-    room = room_of(comms)
-    words = [memoryview(memory.first)[rooms.BUFFERS_AT :].cast("q") for memory in room.memories]
+def many_barriers(comms, times):
+    """Each rank writes, before each barrier, what all others must read after it."""
+    region = region_of(comms)
+    words = [memoryview(memory.first)[regions.BUFFERS_AT :].cast("q") for memory in region.memories]
     mine, others = words[comms.rank], [word for word in words if word is not words[comms.rank]]
     for k in range(times):
         turn = k % 2
         mine[turn] = k
-        room.meet()
+        region.barrier()
         for theirs in others:
             if theirs[turn] != k:
                 raise AssertionError((k, theirs[turn]))
@@ -154,8 +154,8 @@ def meet_often(comms, times):
 
 
 @on_ranks(2, 3, timeout=120.0)
-def test_what_was_written_before_a_meeting_is_read_after_it(comms):
-    meet_often(comms, 100_000)
+def test_what_was_written_before_a_barrier_is_read_after_it(comms):
+    many_barriers(comms, 100_000)
 
 
 @on_ranks(2, 3, timeout=120.0)
@@ -165,9 +165,9 @@ def test_many_calls_one_after_the_other(comms):
     Ranks stumble now and then, so that each is ahead of the others at times.
     """
     generator = torch.Generator().manual_seed(comms.rank)
-    n, room = comms.world_size, room_of(comms)
+    n, region = comms.world_size, region_of(comms)
     small, large = torch.empty(5), torch.empty(300_000)
-    shared = room.zeros(300_001, torch.float32)
+    shared = region.zeros(300_001, torch.float32)
     for k in range(7_000):
         for tensor in (small, shared, large) if k % 50 == 0 else (small, small):
             tensor.fill_(comms.rank + k)
@@ -182,35 +182,37 @@ def test_many_calls_one_after_the_other(comms):
 
 @on_ranks(2)
 def test_other_mappings_are_the_same_memory(comms):
-    room = room_of(comms)
-    assert [memory is room.mine for memory in room.memories] == [comms.rank == k for k in (0, 1)]
-    mine = room.zeros(10, torch.float32)
+    region = region_of(comms)
+    assert [memory is region.mine for memory in region.memories] == [
+        comms.rank == k for k in (0, 1)
+    ]
+    mine = region.zeros(10, torch.float32)
     mine.fill_(comms.rank)
-    places = comms.all_gather_data(room.place(mine))
+    offsets = comms.all_gather_data(region.offset_of(mine))
     peer = 1 - comms.rank
-    theirs = room.at(peer, places[peer], 10, torch.float32)
+    theirs = region.at(peer, offsets[peer], 10, torch.float32)
     assert theirs.tolist() == [float(peer)] * 10
     comms.barrier()
     mine.fill_(7)
     comms.barrier()
     assert theirs.tolist() == [7.0] * 10
     comms.barrier()  # whoever leaves gives its memory back
-    assert room.place(mine[1:]) == rooms.NOWHERE
+    assert region.offset_of(mine[1:]) == regions.NOT_SHARED
 
 
 def test_who_shares_with_whom():
-    assert rooms._machines([[0, 1], [0, 1], [2]]) == [[0, 1], [2]]
-    assert rooms._machines([[0, 2], [1, 3], [0, 2], [1, 3]]) == [[0, 2], [1, 3]]
-    assert rooms._machines([[], [], []]) == [[0], [1], [2]]
+    assert regions._machines([[0, 1], [0, 1], [2]]) == [[0, 1], [2]]
+    assert regions._machines([[0, 2], [1, 3], [0, 2], [1, 3]]) == [[0, 2], [1, 3]]
+    assert regions._machines([[], [], []]) == [[0], [1], [2]]
     one_sided = [[0, 1], [1]]
-    assert rooms._machines(one_sided) == [[0], [1]]
+    assert regions._machines(one_sided) == [[0], [1]]
     chain = [[0, 1], [0, 1, 2], [1, 2]]  # the first does not see the last
-    assert rooms._machines(chain) == [[0], [1], [2]]
+    assert regions._machines(chain) == [[0], [1], [2]]
 
 
 def test_only_a_file_with_the_name_that_was_told_is_opened():
     memory = Memory.create(mmap.PAGESIZE)
-    process, file, living, name = memory.told
+    process, file, living, name = memory.handle
     assert Memory.open([process, file, living, name], mmap.PAGESIZE) is not None
     assert Memory.open([process, file, living, name[:-1] + "x"], mmap.PAGESIZE) is None
     assert Memory.open([process, 1, living, name], mmap.PAGESIZE) is None
@@ -247,11 +249,11 @@ def resident():
 
 @on_ranks(2)
 def test_memory_is_given_back(comms):
-    room, size = room_of(comms), 64 << 20
-    file = room.mine._file
+    region, size = region_of(comms), 64 << 20
+    file = region.mine._file
     before = os.fstat(file).st_blocks * 512
     for _ in range(3):
-        tensor = room.zeros(size // 4, torch.float32).fill_(1)
+        tensor = region.zeros(size // 4, torch.float32).fill_(1)
         half = tensor[: size // 8]
         shared_all_reduce(tensor, comms)
         del tensor
@@ -264,8 +266,8 @@ def test_memory_is_given_back(comms):
 @on_ranks(2)
 def test_a_child_that_lets_go_of_it_takes_nothing_away(comms):
     """As a worker that loads data is a child."""
-    room = room_of(comms)
-    tensor = room.zeros(1000, torch.float32).fill_(1)
+    region = region_of(comms)
+    tensor = region.zeros(1000, torch.float32).fill_(1)
     child = os.fork()
     if not child:
         del tensor
@@ -295,30 +297,30 @@ def test_different_calls_are_an_error_on_every_rank_and_the_last(comms):
 def test_a_tensor_elsewhere_is_refused(comms):
     with pytest.raises(ValueError, match="rank 0: expected a tensor in main memory"):
         shared_all_reduce(torch.ones(3, device="meta"), comms)
-    with pytest.raises(ValueError, match="rank 0: expected a contiguous tensor"):
+    with pytest.raises(ValueError, match="rank 0: shared_reduce_scatter expected a contiguous"):
         shared_reduce_scatter(torch.ones(3, 2).t(), comms)
 
 
 def dies_in_the_middle(comms, when):
     tensor = torch.ones(3_000_000)
     shared_all_reduce(tensor, comms)
-    room, meet = room_of(comms), rooms.Room.meet
-    steps = room.step
+    region, barrier = region_of(comms), regions.SharedRegion.barrier
+    before = region.barriers
 
     def die(self):
-        if self.step == steps + when:
+        if self.barriers == before + when:
             os.kill(os.getpid(), signal.SIGKILL)
-        meet(self)
+        barrier(self)
 
     if comms.rank == 1:
-        rooms.Room.meet = die
+        regions.SharedRegion.barrier = die
     began = time.monotonic()
     with pytest.raises(
-        RuntimeError, match="expected rank 1 at a meeting in shared memory, got its"
+        RuntimeError, match="expected rank 1 at a barrier in shared memory, got its"
     ):
         shared_all_reduce(tensor, comms)
     took = time.monotonic() - began
-    with pytest.raises(RuntimeError, match="expected ranks that meet, got an error before: rank "):
+    with pytest.raises(RuntimeError, match="expected no error in an earlier call, got: rank "):
         shared_all_reduce(tensor, comms)
     return took
 
@@ -339,12 +341,12 @@ def raises_in_the_middle(comms):
     tensor = torch.ones(3_000_000)
     shared_all_reduce(tensor, comms)
     if comms.rank == 0:
-        collectives._add_up = None  # not callable
+        collectives._reduce = None  # not callable
         with pytest.raises(TypeError):
             shared_all_reduce(tensor, comms)
         return 0.0
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match="rank 0 at a meeting in shared memory, got its error"):
+    with pytest.raises(RuntimeError, match="rank 0 at a barrier in shared memory, got its error"):
         shared_all_reduce(tensor, comms)
     return time.monotonic() - began
 
@@ -361,7 +363,7 @@ def test_a_rank_that_does_not_come_is_an_error_after_the_time_out(comms):
         return
     began = time.monotonic()
     with pytest.raises(
-        RuntimeError, match=r"expected rank 0 at a meeting .* within 1 s, got nobod"
+        RuntimeError, match=r"expected rank 0 at a barrier .* within 1 s, got nobod"
     ):
         shared_all_reduce(torch.ones(3), comms)
     assert 0.9 < time.monotonic() - began < 2.5

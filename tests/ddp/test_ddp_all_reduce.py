@@ -30,7 +30,7 @@ from microddp.ddp import DDP
 from microddp.replicas import check_replicas
 from microddp.shared import carrier, fastest
 from microddp.shared import carriers as choice
-from microddp.shared import room as rooms
+from microddp.shared import region as regions
 from microddp.timing import Timeline, Timing
 
 NAMES = ("shared", "hierarchical", "ring", "auto")
@@ -82,7 +82,7 @@ def test_uneven_inputs(comms):
 @on_ranks(2)
 def test_large_buckets_are_in_shared_memory_and_go_with_the_wrapper(comms):
     def bytes_in_use():
-        return os.fstat(rooms.room_of(comms).mine._file).st_blocks * 512
+        return os.fstat(regions.region_of(comms).mine._file).st_blocks * 512
 
     before = bytes_in_use()
     for _ in range(2):
@@ -90,10 +90,10 @@ def test_large_buckets_are_in_shared_memory_and_go_with_the_wrapper(comms):
         ddp = DDP(module, comms, all_reduce=carrier("shared", comms), bucket_cap_mb=5.0)
         for _ in range(3):  # the buckets are planned anew after the first backward
             ddp(torch.ones(2, 1000)).sum().backward()
-        room = rooms.room_of(comms)
-        places = [room.place(bucket.buffer()) for bucket in ddp.reducer.buckets]
-        assert len(places) > 1
-        assert rooms.NOWHERE not in places
+        region = regions.region_of(comms)
+        offsets = [region.offset_of(bucket.buffer()) for bucket in ddp.reducer.buckets]
+        assert len(offsets) > 1
+        assert regions.NOT_SHARED not in offsets
         assert 0 <= bytes_in_use() - before - 4 * 4_004_000 < 1 << 16
         del ddp, module
         gc.collect()
@@ -130,7 +130,7 @@ def test_what_is_not_known_or_not_alike_is_refused_on_every_rank(comms):
         DDP(Branches(), comms, all_reduce=ring if comms.rank else None)
     with pytest.raises(TypeError, match=r"expected a carrier .*, got 'ring': see microddp.shared"):
         DDP(Branches(), comms, all_reduce="ring")
-    rooms.machines_of = choice.machines_of = lambda _: [[0], [1]]
+    regions.machines_of = choice.machines_of = lambda _: [[0], [1]]
     with pytest.raises(RuntimeError, match=r"these share memory as \[\[0\], \[1\]\]"):
         carrier("shared", comms)
 
@@ -216,10 +216,10 @@ def test_buffers_go_the_way_of_gradients(comms):
     for name in ("shared", BACKEND):
         model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
         ddp = DDP(model, comms, all_reduce=carrier(name, comms))
-        met = rooms.room_of(comms).step
+        before = regions.region_of(comms).barriers
         with torch.no_grad():
             model[1].running_mean.fill_(comms.rank + 1.0)
         ddp.eval()
         ddp(torch.ones(2, 3))
         assert model[1].running_mean.tolist() == [1.0] * 4, (name, "rank 0's")
-        assert (rooms.room_of(comms).step > met) == (name == "shared")
+        assert (regions.region_of(comms).barriers > before) == (name == "shared")

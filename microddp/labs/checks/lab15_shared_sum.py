@@ -9,7 +9,7 @@ import torch
 
 from microddp.labs.bench import Bench
 from microddp.labs.lab import Lab
-from microddp.shared import memory_refused, room_of
+from microddp.shared import memory_refused, region_of
 
 LAB = Lab(
     "lab15_shared_sum",
@@ -17,49 +17,49 @@ LAB = Lab(
     "15_one_machine",
     ["shared_sum"],
     [
-        "Three things happen: the rank gives its tensor, adds up its part of what all gave, and "
-        "takes the whole. Between them it needs something of the others. What?",
-        "`given[rank][:size] = tensor`, then meet: now all have given. "
+        "Three things happen: the rank writes its tensor, adds up its part of all tensors, and "
+        "copies the whole. Between them it needs something of the others. What?",
+        "`inputs[rank][:size] = tensor`, then a barrier: now all have written. "
         "`block[:size].tensor_split(n)[rank]` is this rank's part of a block. Copy the first into "
         "this rank's part of `total`, and add the others to it.",
-        "Then meet again: now every part of `total` is there, and `tensor.copy_(total[:size])` "
-        "takes it. No third meeting is needed: the next call writes `total` only after its own "
-        "first meeting, when all have taken this sum.",
+        "Then a second barrier: now all of `total` is there, and `tensor.copy_(total[:size])` "
+        "copies it. No third barrier is needed: the next call writes `total` only after its own "
+        "first barrier, when all have copied this sum.",
     ],
     hindrance=lambda stage: memory_refused() if stage.ranks > 1 else "",
 )
 MOST = 1000  # values
 NAP = 0.02  # seconds that a late rank is late
 PATIENCE = 2.0  # seconds for the others to do their part meanwhile
-CALLS = (1, 3, 9)  # what each rank gives in one call after another: a digit tells of which it is
+CALLS = (1, 3, 9)  # each rank's values in one call after another: a digit tells which call
 BASE = 100.0
 
 
 class Memory:
-    """Blocks of all ranks, and meetings that are counted; a rank may be late after one of them."""
+    """Blocks of all ranks, and barriers that are counted; a rank may be late after one of them."""
 
     def __init__(self, bench: Bench) -> None:
-        self.bench, self.room, self.meetings = bench, room_of(bench.comms), 0
-        self.given = self.blocks()
+        self.bench, self.region, self.barriers = bench, region_of(bench.comms), 0
+        self.inputs = self.blocks()
         self.total = self.blocks()[0]
         self.after: dict[int, Callable[[], object]] = {}
 
     def blocks(self) -> list[torch.Tensor]:
-        mine = self.room.zeros(MOST, torch.float64)
-        places = self.bench.comms.all_gather_data(self.room.place(mine))
-        seen = [self.room.at(r, place, MOST, torch.float64) for r, place in enumerate(places)]
+        mine = self.region.zeros(MOST, torch.float64)
+        offsets = self.bench.comms.all_gather_data(self.region.offset_of(mine))
+        seen = [self.region.at(r, offset, MOST, torch.float64) for r, offset in enumerate(offsets)]
         return [mine if rank == self.bench.rank else block for rank, block in enumerate(seen)]
 
-    def meet(self) -> None:
-        self.room.meet()
-        self.meetings += 1
-        self.after.get(self.meetings, lambda: None)()
+    def barrier(self) -> None:
+        self.region.barrier()
+        self.barriers += 1
+        self.after.get(self.barriers, lambda: None)()
 
     def sum(self, tensor: torch.Tensor, after: dict[int, Callable[[], object]]) -> None:
-        """Call the reader's function; what is to be done after which meeting is done."""
-        self.meetings, self.after = 0, after
+        """Call the reader's function; what is to be done after which barrier is done."""
+        self.barriers, self.after = 0, after
         work = self.bench.work
-        work.shared_sum(tensor, self.bench.rank, self.given, self.total, self.meet)
+        work.shared_sum(tensor, self.bench.rank, self.inputs, self.total, self.barrier)
 
 
 def three_calls(bench: Bench, size: int, late: int, place: int) -> None:
@@ -69,7 +69,7 @@ def three_calls(bench: Bench, size: int, late: int, place: int) -> None:
         bench: of the check.
         size: of the tensor.
         late: the rank.
-        place: where: 0 before it gives, else after that meeting.
+        place: 0: before it writes; else the number of the barrier after which it is late.
     """
     memory = Memory(bench)
 
@@ -84,13 +84,13 @@ def three_calls(bench: Bench, size: int, late: int, place: int) -> None:
         memory.sum(tensor, {place: nap})
         results.append(tensor)
     bench.comms.barrier()
-    where = {0: "before it gives", 1: "after its first meeting"}.get(place, "after its second one")
+    where = {0: "before it writes", 1: "after its first barrier"}.get(place, "after its second one")
     for call, tensor in enumerate(results):
         expect_sums(bench, tensor, call, f"{size} values, and rank {late} is late {where}")
 
 
 def expect_sums(bench: Bench, tensor: torch.Tensor, call: int, when: str) -> None:
-    """Expect what each rank gave in this call, once, in every value."""
+    """Expect each rank's value of this call, once, in every sum."""
     digits = [BASE**rank for rank in range(bench.n)]
     right = CALLS[call]
     own = "Only this rank's own: the sum was not written into the tensor."
@@ -119,48 +119,49 @@ def mistake_of(bench: Bench, got: list[int], call: int, value: float) -> str:
     if all(digit == before for digit in got):
         return (
             "That is what was in `total` before this call: the rank whose part it is had not added "
-            "it up yet, or nobody does this part. All must meet between adding up and taking."
+            "it up yet, or nobody does this part. A barrier is missing between adding up and "
+            "copying."
         )
     if any(digit == before for digit in got):
         return (
-            "What one of the ranks gave is missing: it had not given it yet when this part was "
-            "added up, or the sum was taken while it was being added up. All must meet between "
-            "giving and adding up, and again before they take the sum."
+            "One rank's tensor is missing: it was not written yet when this part was added up, or "
+            "the sum was copied while it was being added up. A barrier is missing between writing "
+            "and adding up, or before the sum is copied."
         )
     if any(digit == after for digit in got):
-        return "A rank gave its next tensor before all had read this one. All must meet in between."
+        return "A rank wrote its next tensor before all had read this one. A barrier is missing."
     return ""
 
 
 SIZES = (12, 7, 3, 1, 0, MOST)
 
 
-@LAB.check("the sum, if a rank is late to give", read="Two meetings and a sum")
-def late_to_give(bench: Bench) -> None:
+@LAB.check("the sum, if a rank is late to write", read="Two barriers and a sum")
+def late_to_write(bench: Bench) -> None:
     for late in range(bench.n):
         three_calls(bench, 12, late, place=0)
 
 
-@LAB.check("the sum, if a rank is late to add up", read="Where it breaks: a meeting left out")
+@LAB.check("the sum, if a rank is late to add up", read="Where it breaks: a barrier left out")
 def late_to_add(bench: Bench) -> None:
     for late in range(bench.n):
         three_calls(bench, 12, late, place=1)
 
 
-@LAB.check("the sum, if a rank is late to take it", read="Where it breaks: a meeting left out")
-def late_to_take(bench: Bench) -> None:
+@LAB.check("the sum, if a rank is late to copy it", read="Where it breaks: a barrier left out")
+def late_to_copy(bench: Bench) -> None:
     for late in range(bench.n):
         three_calls(bench, 12, late, place=2)
 
 
-@LAB.check("any number of values", read="Two meetings and a sum")
+@LAB.check("any number of values", read="Two barriers and a sum")
 def sizes(bench: Bench) -> None:
     for size in SIZES:
         bench.doing = f"with {size} values"
         three_calls(bench, size, late=bench.n - 1, place=1)
 
 
-@LAB.check("each rank adds up its own part", read="Two meetings and a sum", ranks=(2, 3, 4))
+@LAB.check("each rank adds up its own part", read="Two barriers and a sum", ranks=(2, 3, 4))
 def parts(bench: Bench) -> None:
     size = 12  # which 2, 3 and 4 divide
     for late in range(bench.n):
@@ -185,15 +186,15 @@ def parts(bench: Bench) -> None:
             bool(missing) and missing[0] == size // bench.n,
             f"{size // bench.n} of {size} values of `total` to be left to rank {late}, when all "
             "others have added up their parts",
-            f"{missing[0]} of them" if missing else "no meeting",
+            f"{missing[0]} of them" if missing else "no barrier",
             "Each rank adds up one n-th: who adds up more does others' work again."
             if missing and missing[0] < size // bench.n
-            else "Each rank writes its part of the sum into `total`, after the first meeting.",
+            else "Each rank writes its part of the sum into `total`, after the first barrier.",
         )
 
 
-@LAB.check("two meetings, and no message", read="Where it breaks: a meeting left out")
-def meetings(bench: Bench) -> None:
+@LAB.check("two barriers, and no message", read="Where it breaks: a barrier left out")
+def barriers(bench: Bench) -> None:
     memory = Memory(bench)
     with bench.seen() as seen:
         memory.sum(bench.values(12).double(), {})
@@ -203,18 +204,18 @@ def meetings(bench: Bench) -> None:
         not seen.collectives and not seen.messages,
         "nothing to be sent",
         f"PyTorch's own {names}" if names else f"{len(seen.messages)} messages",
-        "All that the ranks need of each other is in `given` and `total`.",
+        "All that the ranks need of each other is in `inputs` and `total`.",
     )
     bench.expect(
-        memory.meetings == 2 or bench.n == 1,
-        "two meetings",
-        memory.meetings,
+        memory.barriers == 2 or bench.n == 1,
+        "two barriers",
+        memory.barriers,
         "After the second nothing can go wrong: the next call writes `total` after its own first "
-        "meeting, and by then all have taken this sum.",
+        "barrier, and by then all have copied this sum.",
     )
 
 
-@LAB.check("the same bits on every rank", read="Two meetings and a sum", ranks=(2, 3, 4))
+@LAB.check("the same bits on every rank", read="Two barriers and a sum", ranks=(2, 3, 4))
 def bits(bench: Bench) -> None:
     generator = torch.Generator().manual_seed(bench.rank)
     tensor = torch.randn(MOST, generator=generator, dtype=torch.float64) * 10 ** (bench.rank % 3)
@@ -224,5 +225,5 @@ def bits(bench: Bench) -> None:
     bench.same(
         "a sum of numbers that are rounded",
         tensor,
-        "Each part must be added up once, and taken by all.",
+        "Each part must be added up once, and copied by all.",
     )

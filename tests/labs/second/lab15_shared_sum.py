@@ -3,12 +3,12 @@
 import torch
 
 
-def shared_sum(tensor, rank, given, total, meet):
-    part = -(-len(tensor) // len(given))
+def shared_sum(tensor, rank, inputs, total, barrier):
+    part = -(-len(tensor) // len(inputs))
     place = slice(rank * part, min((rank + 1) * part, len(tensor)))
-    given[rank][: len(tensor)].copy_(tensor)
-    meet()
+    inputs[rank][: len(tensor)].copy_(tensor)
+    barrier()
     if place.start < place.stop:
-        torch.sum(torch.stack([block[place] for block in given]), dim=0, out=total[place])
-    meet()
+        torch.sum(torch.stack([block[place] for block in inputs]), dim=0, out=total[place])
+    barrier()
     tensor[:] = total[: len(tensor)]
