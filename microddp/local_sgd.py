@@ -1,7 +1,7 @@
-"""Averaging weights now and then, instead of gradients in every step.
+"""Local SGD and DiLoCo: average weights every few steps, instead of gradients in every step.
 
-Between two meetings each rank trains by itself. At a meeting the ranks compare how far each has
-come since the last one, and move the weights they share by the mean of that.
+In between, each rank trains by itself. Every so many steps the ranks meet: they average how far
+each has moved since the last time, and an outer optimizer moves the shared weights by that mean.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from microddp.strategies import average_gradients, register
 
 @dataclass(frozen=True)
 class Outer:
-    """How the shared weights move at a meeting: SGD, with Nesterov momentum if there is some.
+    """The outer optimizer, which moves the shared weights: SGD, optionally with Nesterov momentum.
 
-    The defaults make the mean of the ranks' weights of it, which is local SGD. DiLoCo has 0.7 and
-    0.9, and AdamW inside.
+    With the defaults the shared weights become the mean of the ranks' weights, which is local SGD.
+    DiLoCo has 0.7 and 0.9, and AdamW as the inner optimizer.
 
     Attributes:
-        lr: the outer learning rate.
-        momentum: from 0 to below 1.
+        lr: learning rate.
+        momentum: Nesterov momentum, from 0 to below 1.
     """
 
     lr: float = 1.0
@@ -43,7 +43,7 @@ class Outer:
         """Read ``"mean"``, or ``"nesterov:LR,MOMENTUM"`` as in ``"nesterov:0.7,0.9"``.
 
         Raises:
-            ValueError: it is neither.
+            ValueError: the text is neither.
         """
         if text == "mean":
             return cls()
@@ -64,17 +64,17 @@ MEAN = Outer()
 
 
 class Fragment:
-    """Parameters that meet at the same time, and the values the ranks share of them.
+    """Parameters that are averaged at the same time, and their shared values.
 
     Args:
         parameters: dense, of one dtype and device.
         comms: the ranks.
-        outer: how the shared values move.
+        outer: the outer optimizer.
 
     Attributes:
-        shared: flat, the same on every rank.
-        optimizer: of those.
-        sent_after: the steps that had been taken when its values were sent last.
+        shared: the shared values: flat, the same on every rank.
+        optimizer: the optimizer of ``shared``.
+        sent_after: number of steps taken when the values were last sent.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], comms: Comms, outer: Outer) -> None:
@@ -93,24 +93,28 @@ class Fragment:
         return flat
 
     def begin_anew(self) -> None:
-        """Share the values that the parameters have, which must be equal on all ranks."""
+        """Set the shared values to the parameters', which must be equal on all ranks."""
         self.shared.copy_(self._flat())
 
     def send(self, steps: int) -> None:
-        """Begin to average how far the ranks have come after so many steps. A collective."""
+        """Start to average how far the ranks have moved after so many steps. A collective."""
         self.sent_after = steps
         self._sent = self._flat()
-        # The pseudo-gradient points back to where the ranks started from: shared minus local.
+        # The pseudo-gradient, shared minus local, points back to where the ranks started.
         self.shared.grad = self.shared.detach() - self._sent
         self._under_way = self.comms.all_reduce_mean(self.shared.grad, async_op=True)
 
     def arrive(self) -> None:
-        """Go on from the shared values, with what was trained since they were sent."""
+        """Wait for the average, update the shared values, and continue from them.
+
+        What the parameters have moved since :meth:`send` is added.
+        """
         if self._under_way is None or self._sent is None:
             return
         self._under_way.wait()
         self.optimizer.step()
-        # If nothing was, the difference is 0, and the values are the shared ones to the bit.
+        # If nothing was trained since then, the difference is 0, and the values are the shared
+        # ones to the bit.
         values = self.shared.detach() + (self._flat() - self._sent)
         new = _unflatten_dense_tensors(values, self.parameters)  # type: ignore[no-untyped-call]
         torch._foreach_copy_(self.parameters, list(new))
@@ -118,27 +122,27 @@ class Fragment:
 
 
 class LocalSteps:
-    """Lets the ranks train by themselves, and brings them together every so many steps.
+    """Lets each rank train by itself, and averages the weights every so many steps.
 
     Call :meth:`after_step` after each step of the optimizer.
 
-    With several fragments these meet in turns, evenly spread over the steps, and what is sent
-    travels during the next step: the messages are smaller, and hidden.
+    Several fragments are averaged in turns, evenly spread over the steps, and their messages travel
+    during the next step: they are smaller, and hidden.
 
     Args:
         module: at construction its parameters become those of rank 0.
         comms: the ranks.
-        every: steps from one meeting of a parameter to the next.
-        outer: how the shared weights move.
-        fragments: the number of parts, at most ``every``.
-        warm_up: steps at the beginning, in which the caller averages gradients.
+        every: number of steps between two averages of a parameter.
+        outer: the outer optimizer.
+        fragments: number of fragments, at most ``every``.
+        warm_up: number of steps at the beginning in which the caller averages gradients.
 
     Attributes:
-        steps: taken so far.
+        steps: number of steps taken.
 
     Raises:
-        ValueError: a number that is not possible, parameters of several dtypes or devices, or
-            batch norm with running statistics, of which each rank would have its own.
+        ValueError: an impossible number, parameters of several dtypes or devices, or batch norm
+            with running statistics, which would differ on each rank.
 
     Source: Lin et al., "Don't use large mini-batches, use local SGD", ICLR 2020 (with a warm-up);
     Douillard et al., "DiLoCo", 2023, algorithm 1; "Streaming DiLoCo", 2025 (fragments).
@@ -174,12 +178,12 @@ class LocalSteps:
 
     @property
     def warming_up(self) -> bool:
-        """Whether the next step is one of those whose gradients are to be averaged."""
+        """Whether the gradients of the next step must be averaged."""
         return self.steps < self.warm_up
 
     @torch.no_grad()  # type: ignore[untyped-decorator,unused-ignore]
     def after_step(self) -> None:
-        """Meet, if it is time. A collective.
+        """Count a step, and average what is due after it. A collective.
 
         Raises:
             RuntimeError: the ranks have taken different numbers of steps, another rank failed, or
@@ -204,10 +208,10 @@ class LocalSteps:
 
     @torch.no_grad()  # type: ignore[untyped-decorator,unused-ignore]
     def meet(self) -> None:
-        """Bring all fragments together now: then every rank has the same weights. A collective.
+        """Average all fragments now, so that every rank has the same weights. A collective.
 
         Raises:
-            RuntimeError: as :meth:`after_step`.
+            RuntimeError: as for :meth:`after_step`.
         """
         self._check_steps()
         for fragment in self.fragments:
@@ -227,7 +231,7 @@ class LocalSteps:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What to go on from after :meth:`meet`, the same on every rank."""
+        """Return the state after :meth:`meet`, the same on every rank."""
         return {
             "steps": self.steps,
             "outer": [fragment.optimizer.state_dict() for fragment in self.fragments],
@@ -235,7 +239,7 @@ class LocalSteps:
 
     @torch.no_grad()  # type: ignore[untyped-decorator,unused-ignore]
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the parameters as they are, which must be equal on all ranks."""
+        """Load a state. The parameters stay as they are, and must be equal on all ranks."""
         self.steps = state["steps"]
         for fragment, outer in zip(self.fragments, state["outer"], strict=True):
             fragment.sent_after = self.steps
@@ -244,7 +248,7 @@ class LocalSteps:
 
 
 def _deal(parameters: Sequence[nn.Parameter], parts: int) -> Iterator[list[nn.Parameter]]:
-    """Cut a list into parts of about as many values, none empty."""
+    """Cut a list into consecutive parts of about the same number of values, none empty."""
     whole = sum(p.numel() for p in parameters)
     part: list[nn.Parameter] = []
     done, left = 0, parts
@@ -260,14 +264,14 @@ def _deal(parameters: Sequence[nn.Parameter], parts: int) -> Iterator[list[nn.Pa
 
 @register("local")
 class Local(Strategy):
-    """Not at all: each rank trains by itself, and at times the weights are averaged.
+    """Strategy of local SGD: gradients are not averaged, weights are, every few steps.
 
     Args:
         model: this rank's replica.
         comms: the ranks that share the weights.
-        bucket_cap_mb: means nothing here.
-        local: brings them together; in its warm-up gradients are averaged, one by one. Default:
-            they meet after each step.
+        bucket_cap_mb: not used.
+        local: averages the weights; during its warm-up gradients are averaged, one by one. Default:
+            weights are averaged after each step.
     """
 
     replicas = False

@@ -1,4 +1,4 @@
-"""What a compressor does, and the one message that most of them send."""
+"""The interface of compressors, and the all-gather that most of them use."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from microddp.allreduce import ring_all_gather
 from microddp.comms import Comms
 
-WORD = 8  # bytes: where a value of any dtype may begin
-# Values that are worked on at a time: 1 MiB, so that what is computed on the way stays in the cache
-# and in memory that was used before. To make 16 MiB of fresh memory took longer than all the rest.
+WORD = 8  # bytes; a value of any dtype may begin at a multiple
+# Values that are processed at a time: 1 MiB, so that temporary tensors stay in the cache and reuse
+# memory. Allocating 16 MiB of fresh memory took longer than all the rest.
 PIECE = 1 << 18
 
 
 class Compressor(ABC):
-    """A way to send less than a gradient."""
+    """A way to average gradients approximately and send fewer bytes."""
 
     @abstractmethod
     def average(
@@ -28,69 +28,72 @@ class Compressor(ABC):
         parameters: Sequence[torch.Tensor],
         comms: Comms,
     ) -> None:
-        """Average what the ranks send of their gradients. A collective.
+        """Compress, send, and average over the ranks. A collective.
 
-        A value that is not finite makes at least one value of ``mean`` so.
+        If a value of any rank's gradient is not finite, so is at least one value of ``mean``.
 
         Args:
-            gradient: flat, floating point; becomes what of it was not sent.
-            mean: of its size and dtype; becomes the mean over the ranks of what they sent, bitwise
-                the same on all.
-            parameters: whose gradients lie side by side.
+            gradient: flat, floating point; is overwritten by the part of it that was not sent.
+            mean: same size and dtype; is overwritten by the mean over the ranks of what they sent,
+                bitwise the same on all ranks.
+            parameters: the parameters whose gradients are concatenated in ``gradient``.
             comms: the ranks.
         """
 
     @abstractmethod
     def sent_bytes(self, shapes: Sequence[torch.Size], itemsize: int, world_size: int) -> float:
-        """Bytes that a rank sends for one bucket, as the mean over the ranks.
+        """Compute the bytes that a rank sends for one bucket, on average over the ranks.
 
         Args:
-            shapes: of the parameters in the bucket.
-            itemsize: bytes of a value of the gradients.
+            shapes: shapes of the parameters in the bucket.
+            itemsize: bytes of one value of the gradients.
             world_size: the number of ranks.
         """
 
     def state_dict(self, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:  # noqa: ARG002
-        """What it keeps from one step to the next, the same on every rank.
+        """Return the state that the compressor keeps between steps, the same on every rank.
 
         Args:
-            names: of the parameters.
+            names: the parameters' names.
         """
         return {}
 
     def load_state_dict(
         self, state: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]
     ) -> None:
-        """Go on from what another one kept.
+        """Load the state of another compressor of this kind.
 
         Args:
             state: its ``state_dict()``.
-            parameters: by name.
+            parameters: parameters by name.
         """
         del state, parameters
 
 
 def count(shapes: Sequence[torch.Size]) -> int:
-    """The number of values in a bucket."""
+    """Count the values in a bucket."""
     return sum(shape.numel() for shape in shapes)
 
 
 def gathered_bytes(sizes: Sequence[int], world_size: int) -> float:
-    """What a rank sends in :func:`gather_parts`.
+    """Compute the bytes that a rank sends in :func:`gather_parts`.
 
     Args:
-        sizes: bytes of each part.
+        sizes: size of each part in bytes.
         world_size: the number of ranks.
     """
     return float(sum(map(_whole_words, sizes)) * (world_size - 1))
 
 
 def gather_parts(parts: Sequence[torch.Tensor], comms: Comms) -> list[list[torch.Tensor]]:
-    """Every rank's flat tensors, in rank order, which travel together as bytes.
+    """All-gather several flat tensors in one message, as bytes.
 
     Args:
-        parts: of the same sizes and dtypes on every rank.
+        parts: flat tensors, of the same sizes and dtypes on every rank.
         comms: the ranks.
+
+    Returns:
+        For each rank, in rank order, its tensors.
     """
     rooms = [_whole_words(part.nbytes) for part in parts]
     everyone = torch.empty(comms.world_size, sum(rooms), dtype=torch.uint8, device=parts[0].device)

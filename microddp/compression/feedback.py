@@ -1,6 +1,6 @@
-"""Error feedback: what a rank did not send of a gradient, it adds to the next one."""
+"""Error feedback: a rank adds what it did not send of a gradient to the next one."""
 
-# Without annotations from the future: PyTorch's DDP reads those of a hook, and wants no texts.
+# No `from __future__ import annotations`: PyTorch's DDP reads a hook's annotations, not strings.
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,35 +15,35 @@ from microddp.shared import on_thread
 
 
 class Compression:
-    """Averages buckets of gradients by what a compressor sends; the state of the hook.
+    """Averages buckets of gradients by a compressor, with error feedback; the state of the hook.
 
-    What is kept back is kept for each parameter, so that it outlives buckets that are dealt anew.
+    Residuals are kept for each parameter, so that they survive a new plan of buckets.
 
     Args:
-        compressor: says what is sent.
-        comms: the ranks, as a group that nobody else uses meanwhile.
+        compressor: decides what is sent.
+        comms: the ranks, as a group that nothing else uses at the same time.
 
     Attributes:
-        residuals: what was not sent yet, by parameter: flat.
+        residuals: by parameter, the part of its gradients that was not sent yet: flat.
     """
 
     def __init__(self, compressor: Compressor, comms: Comms) -> None:
         self.compressor = compressor
         self.comms = comms
         self.residuals: dict[torch.Tensor, torch.Tensor] = {}
-        # What a bucket's parameters kept back, side by side; by which parameters these are.
+        # By the parameters of a bucket: these, and their residuals concatenated.
         self._together: dict[tuple[int, ...], tuple[Sequence[torch.Tensor], torch.Tensor]] = {}
 
     @torch.no_grad()  # type: ignore[untyped-decorator,unused-ignore]
     def average(self, parameters: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
         """Replace a bucket's gradients by the mean over the ranks of what they send. A collective.
 
-        If a gradient on any rank is not finite, then some of every rank's means are not, and
-        what was kept back for this bucket is forgotten.
+        If a gradient on any rank is not finite, some values of every rank's mean are not, and the
+        bucket's residuals are set to zero.
 
         Args:
-            parameters: of the bucket.
-            flat: their gradients side by side.
+            parameters: the parameters of the bucket.
+            flat: their gradients, concatenated; becomes the mean.
 
         Raises:
             RuntimeError: the gradients are sparse or complex; or another rank failed.
@@ -56,13 +56,13 @@ class Compression:
         gradient = self._residual(parameters, flat)
         gradient.add_(flat)
         if not _finite(gradient):
-            gradient.fill_(torch.nan)  # so that whatever of it is sent tells the others
+            gradient.fill_(torch.nan)  # so that any value that is sent tells the others
         self.compressor.average(gradient, flat, parameters, self.comms)
         if not _finite(flat):
             gradient.zero_()
 
     def _residual(self, parameters: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-        """What the bucket's parameters kept back, side by side."""
+        """Return the residuals of a bucket's parameters, concatenated."""
         bucket = tuple(map(id, parameters))
         if bucket not in self._together:
             flat = torch.zeros_like(like)
@@ -78,7 +78,7 @@ class Compression:
         return self._together[bucket][1]
 
     def sent_bytes(self) -> float:
-        """Bytes that a rank sends for the buckets of the last step, by formula; the ranks' mean."""
+        """Compute the bytes that a rank sends in a step, on average over the ranks, by formula."""
         return sum(
             self.compressor.sent_bytes(
                 [parameter.shape for parameter in parameters],
@@ -89,7 +89,7 @@ class Compression:
         )
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """What all ranks keep back of a module's gradients, and the compressor's state.
+        """Return all ranks' residuals of a module's gradients, and the compressor's state.
 
         A collective. The same on every rank: each residual has shape ``(world_size, values)``.
         """
@@ -100,9 +100,10 @@ class Compression:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], module: nn.Module) -> None:
-        """Go on from what was kept back for a module of the same names.
+        """Load the state of a module with the same parameter names.
 
-        If that were other ranks in number, each takes the mean: so much is still to be sent.
+        If it is of another number of ranks, each rank takes the mean of the residuals: the mean
+        over the ranks of what is still to be sent stays the same.
         """
         parameters = dict(module.named_parameters())
         self._together.clear()
@@ -118,17 +119,20 @@ def compress_hook(
     state: Compression,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    """The communication hook, for microddp's DDP and for PyTorch's.
+    """Compress and average a bucket: a communication hook, for microddp's DDP and for PyTorch's.
 
-    Runs on a thread of its own, one bucket after the other, while backward goes on.
+    It runs on a thread beside backward, one bucket after the other.
 
     Args:
         state: see :func:`~microddp.compression.spec.hook`.
-        bucket: of gradients, which become means in place.
+        bucket: a bucket of gradients, which become means in place.
+
+    Returns:
+        A future of the bucket's flat tensor.
     """
     return on_thread(partial(state.average, bucket.parameters()), bucket.buffer())
 
 
 def _finite(values: torch.Tensor) -> bool:
-    # One pass in nearly all cases: finite values can only have a sum that is not if it overflows.
+    # One pass in nearly all cases: the sum of finite values is not finite only if it overflows.
     return bool(values.sum().isfinite()) or bool(values.isfinite().all())

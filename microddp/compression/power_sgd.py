@@ -1,4 +1,4 @@
-"""Two thin factors instead of a matrix, found by one step of a power iteration each time."""
+"""PowerSGD: send two thin factors of a matrix, found by one step of a power iteration each time."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ from microddp.compression.compressor import Compressor
 
 
 class PowerSGD(Compressor):
-    """Sends a gradient of ``rows x columns`` as two factors, of at most ``rank`` columns each.
+    """Sends a gradient of ``rows x columns`` as two factors of at most ``rank`` columns each.
 
-    The mean M is approximated by P Q': P is M Q with the Q of the step before, made orthonormal,
-    and the new Q is M' P. Both are linear in M, so they can be added up on the way. What would not
-    become smaller travels as it is, along with the first factors. What a rank keeps back is its own
-    gradient less the approximation of the mean.
+    The mean M is approximated by P Q': P is M Q, with the Q of the step before, made orthonormal,
+    and the new Q is M' P. Both are linear in M, so they can be summed on the way. A tensor that
+    would not become smaller is sent as it is, along with the first factors. A rank's residual is
+    its own gradient minus the approximation of the mean.
 
     Args:
-        rank: of the approximations.
-        seed: of the first factors.
+        rank: largest rank of an approximation.
 
     Source: Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compression for
     distributed optimization", NeurIPS 2019, algorithms 1 and 2.
     """
 
-    def __init__(self, rank: int, seed: int = 0) -> None:
+    def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(0)  # the same on all ranks
         self.factors: dict[torch.Tensor, torch.Tensor] = {}  # Q, by parameter
 
     def average(
@@ -51,9 +50,9 @@ class PowerSGD(Compressor):
         matrices = [mine.view(len(parameter), -1) for parameter, mine, _ in low]
 
         firsts = [m @ self._factor(p, m) for (p, *_), m in zip(low, matrices, strict=True)]
-        together = _side_by_side([*firsts, *(mine for _, mine, _ in whole)])
+        together = _concatenated([*firsts, *(mine for _, mine, _ in whole)])
         ring_all_reduce(together, comms, "mean")
-        *firsts, rest = _apart(together, [first.shape for first in firsts])
+        *firsts, rest = _split(together, [first.shape for first in firsts])
         for (_, mine, averaged), part in zip(
             whole, torch.split(rest, [mine.numel() for _, mine, _ in whole]), strict=True
         ):
@@ -64,9 +63,9 @@ class PowerSGD(Compressor):
 
         bases = [torch.linalg.qr(first).Q for first in firsts]
         seconds = [m.T @ basis for m, basis in zip(matrices, bases, strict=True)]
-        together = _side_by_side(seconds)
+        together = _concatenated(seconds)
         ring_all_reduce(together, comms, "mean")
-        *seconds, _ = _apart(together, [second.shape for second in seconds])
+        *seconds, _ = _split(together, [second.shape for second in seconds])
         for (p, _, averaged), m, basis, second in zip(low, matrices, bases, seconds, strict=True):
             torch.mm(basis, second.T, out=averaged.view(m.shape))
             m.sub_(averaged.view(m.shape))
@@ -76,7 +75,7 @@ class PowerSGD(Compressor):
                 del self.factors[p]
 
     def _columns(self, shape: torch.Size) -> int:
-        """The factors' columns; 0 if they would be no smaller than what they stand for."""
+        """Count the columns of a tensor's factors; 0 if factors would be no smaller."""
         if len(shape) < 2 or not shape.numel():
             return 0
         rows, columns = shape[0], shape.numel() // shape[0]
@@ -84,7 +83,7 @@ class PowerSGD(Compressor):
         return rank if rank * (rows + columns) < rows * columns else 0
 
     def _factor(self, parameter: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-        """The parameter's second factor, orthonormal."""
+        """Return a parameter's second factor Q, made orthonormal; draw it if there is none yet."""
         if parameter not in self.factors:
             shape = (matrix.shape[1], self._columns(parameter.shape))
             drawn = torch.randn(shape, generator=self.generator, dtype=torch.float64)
@@ -101,14 +100,14 @@ class PowerSGD(Compressor):
         return ring_cost(world_size, values * itemsize).most_sent
 
     def state_dict(self, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
-        """The factors by name, and the state of the generator."""
+        """Return the factors by parameter name, and the state of the generator."""
         factors = {names[parameter]: factor.clone() for parameter, factor in self.factors.items()}
         return {"factors": factors, "generator": self.generator.get_state()}
 
     def load_state_dict(
         self, state: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]
     ) -> None:
-        """Go on with the factors of another one."""
+        """Load the factors and the generator of another compressor."""
         self.generator.set_state(state["generator"])
         self.factors = {
             parameters[name]: factor.to(parameters[name].device, copy=True)
@@ -116,12 +115,12 @@ class PowerSGD(Compressor):
         }
 
 
-def _side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _concatenated(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def _apart(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
-    """Views of these shapes, one after the other, and of what is left."""
+def _split(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    """Split a flat tensor into views of these shapes, and a flat view of the rest."""
     ends = [0, *itertools.accumulate(shape.numel() for shape in shapes)]
     views = [
         flat[begin:end].view(shape)

@@ -1,4 +1,4 @@
-"""All values, each with fewer bits."""
+"""Quantised gradients: all values are sent, each with fewer bits."""
 
 from __future__ import annotations
 
@@ -14,32 +14,36 @@ from microddp.allreduce import ring_all_reduce, ring_cost
 from microddp.comms import Comms
 from microddp.compression.compressor import PIECE, Compressor, count, gather_parts, gathered_bytes
 
-BLOCK = 1024  # values that share a scale: 4 bytes for them cost a 32nd of a bit a value
-LARGEST = 127  # of eight bits with a sign
+BLOCK = 1024  # values that share a scale, whose 4 bytes add a 32nd of a bit to each value
+LARGEST = 127  # code in eight bits with a sign
 
 
 class Blockwise(Compressor):
-    """Sends a scale for each block of values, and of each value as a multiple of that a few bits.
+    """Sends a scale for each block of values, and each value as a multiple of it in a few bits.
 
-    The scales of the ranks differ, so what they send has to be gathered.
+    The ranks' scales differ, so their messages have to be all-gathered.
+
+    Attributes:
+        code: dtype of the codes that are sent beside the scales.
+        values_a_code: how many values one code has.
     """
 
-    code: ClassVar[torch.dtype]  # of what is sent beside the scales
+    code: ClassVar[torch.dtype]
     values_a_code: ClassVar[int] = 1
 
     @abstractmethod
     def encode(self, values: torch.Tensor, scale: torch.Tensor, code: torch.Tensor) -> None:
-        """Work out scales and codes.
+        """Compute scales and codes.
 
         Args:
-            values: a block in each row.
-            scale: one for each row, to be written.
-            code: to be written: of the shape of the values, or flat where each stands for several.
+            values: shape ``(blocks, values of a block)``.
+            scale: shape ``(blocks, 1)``; is overwritten.
+            code: of the shape of ``values``, or flat if a code has several values; is overwritten.
         """
 
     @abstractmethod
     def decode(self, code: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """The multiples that codes stand for, in the shape and dtype of other values."""
+        """Turn codes into multiples of the scale, in the shape and dtype of ``like``."""
 
     def average(
         self,
@@ -54,7 +58,7 @@ class Blockwise(Compressor):
         scales = gradient.new_empty(_blocks(len(gradient)))
         for values, scale, code in _by_block(gradient, scales, codes, self.values_a_code):
             self.encode(values, scale, code)
-            # Not in one call, which may round once where the receiver rounds twice.
+            # Not in one fused call, which may round once where the receiver rounds twice.
             values.sub_(self.decode(code, values) * scale)
         mean.zero_()
         for theirs, sent in gather_parts([scales, codes], comms):
@@ -70,7 +74,7 @@ class Blockwise(Compressor):
 
 
 class Int8(Blockwise):
-    """Sends eight bits a value: a whole number from -127 to 127 of its block's scale.
+    """Sends eight bits a value: a whole number from -127 to 127, times its block's scale.
 
     Source: Dettmers, "8-bit approximations for parallelism in deep learning", ICLR 2016.
     """
@@ -108,10 +112,13 @@ class Sign(Blockwise):
 
 
 class Half(Compressor):
-    """Sends 16 bits a value, which are added up on the way.
+    """Sends 16 bits a value, which are summed on the way.
 
-    Divided by the number of ranks before that, so that the sum of values that fit does fit. Larger
-    ones are sent as the largest that fits; the rest of them stays behind.
+    Values are divided by the number of ranks first, so that the sum of representable values is
+    representable. Larger values are clamped, and the rest stays in the residual.
+
+    Args:
+        dtype: ``torch.float16`` or ``torch.bfloat16``.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -126,7 +133,7 @@ class Half(Compressor):
     ) -> None:
         """See :meth:`~microddp.compression.compressor.Compressor.average`."""
         limits = torch.finfo(self.dtype)
-        most = limits.max * (1 - limits.eps)  # less one step: shares may be rounded up
+        most = limits.max * (1 - limits.eps)  # one step less: the quotients may be rounded up
         wire = torch.empty_like(gradient, dtype=self.dtype)
         for values, part in zip(
             torch.split(gradient, PIECE), torch.split(wire, PIECE), strict=True
@@ -148,10 +155,10 @@ def _blocks(values: int) -> int:
 def _by_block(
     values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, values_a_code: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Views, a piece at a time: the values with a block in each row, its scale, and the codes.
+    """Yield views of values, scales and codes, a piece of ``PIECE`` values at a time.
 
-    A last block that is not whole is a piece of its own. The codes have the shape of the values, or
-    are flat where a code stands for several.
+    Values have one block in each row, and scales shape ``(blocks, 1)``. An incomplete last block is
+    a piece of its own. Codes have the shape of the values, or are flat if one has several values.
     """
     whole = len(values) // BLOCK * BLOCK
     bounds = [*range(0, whole, PIECE), whole, len(values)]
@@ -164,26 +171,26 @@ def _by_block(
             yield piece, scale, code.view_as(piece) if values_a_code == 1 else code
 
 
-# Eight bytes of 0 or 1, times this, have their bits side by side in the highest byte.
-SIDE_BY_SIDE = 0x0102040810204080
+# Eight bytes of 0 or 1, as one word times this, have their bits in the highest byte.
+GATHER_BITS = 0x0102040810204080
 
 
 def pack(values: torch.Tensor) -> torch.Tensor:
-    """The signs of flat values, eight in a byte, the first one lowest; 1 is negative."""
+    """Pack the signs of flat values, eight in a byte, the first one lowest; 1 is negative."""
     bits = values.new_zeros(-(-len(values) // 8) * 8, dtype=torch.bool)
     torch.signbit(values, out=bits[: len(values)])
-    words = bits.view(torch.int64) * SIDE_BY_SIDE
+    words = bits.view(torch.int64) * GATHER_BITS
     return words.view(torch.uint8)[7::8].contiguous()
 
 
 def unpack(packed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The signs as 1 and -1, in the shape and dtype of other values."""
+    """Unpack signs as 1 and -1, in the shape and dtype of ``like``."""
     table = _signs(like.dtype, like.device)
     return table.index_select(0, packed.int()).view(-1)[: like.numel()].view(like.shape)
 
 
 @cache
 def _signs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The eight signs of each byte."""
+    """Tabulate the eight signs of each byte: shape ``(256, 8)``."""
     bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
     return (1 - 2 * bits).to(dtype)

@@ -1,4 +1,4 @@
-"""A few of the values: the largest, or some that all ranks draw alike."""
+"""Sparse gradients: send the largest values, or random ones that all ranks draw alike."""
 
 from __future__ import annotations
 
@@ -12,24 +12,28 @@ from microddp.allreduce import ring_all_reduce, ring_cost
 from microddp.comms import Comms
 from microddp.compression.compressor import PIECE, Compressor, count, gather_parts, gathered_bytes
 
-SAMPLE = 1 << 15  # values from which the threshold of the largest is guessed
+SAMPLE = 1 << 15  # values from which the threshold of the largest ones is estimated
 
 
 class Sparse(Compressor):
-    """Sends ``k`` values of each bucket: a share, if ``k`` is a float, else a number of them."""
+    """Sends some values of each bucket.
+
+    Args:
+        k: a fraction of the values if it is a ``float``, else a number of values.
+    """
 
     def __init__(self, k: float) -> None:
         self.k = k
 
     def sent(self, values: int) -> int:
-        """How many of a bucket's values are sent."""
+        """Count how many of a bucket's values are sent."""
         return min(values, max(1, math.ceil(self.k * values if type(self.k) is float else self.k)))
 
 
 class TopK(Sparse):
-    """Sends the values that are largest by magnitude, with their places.
+    """Sends the values of largest magnitude, with their indices.
 
-    The ranks choose different places, so what they send has to be gathered: n times as much.
+    The ranks choose different indices, so their messages have to be all-gathered: n times as much.
 
     Source: Aji and Heafield, "Sparse communication for distributed gradient descent", 2017.
     """
@@ -42,12 +46,12 @@ class TopK(Sparse):
         comms: Comms,
     ) -> None:
         """See :meth:`~microddp.compression.compressor.Compressor.average`."""
-        places = largest(gradient, self.sent(gradient.numel()))
-        values = gradient[places]
-        gradient.index_fill_(0, places, 0)
+        indices = largest(gradient, self.sent(gradient.numel()))
+        values = gradient[indices]
+        gradient.index_fill_(0, indices, 0)
         mean.zero_()
-        for theirs, there in gather_parts([values, places.int()], comms):
-            mean.index_add_(0, there, theirs, alpha=1 / comms.world_size)
+        for theirs, where in gather_parts([values, indices.int()], comms):
+            mean.index_add_(0, where, theirs, alpha=1 / comms.world_size)
 
     def sent_bytes(self, shapes: Sequence[torch.Size], itemsize: int, world_size: int) -> float:
         """See :meth:`~microddp.compression.compressor.Compressor.sent_bytes`."""
@@ -56,17 +60,17 @@ class TopK(Sparse):
 
 
 class RandomK(Sparse):
-    """Sends values at places that all ranks draw alike: one of each stretch of equal length.
+    """Sends values at random indices, the same on all ranks: one of each stretch of equal length.
 
-    The places need not be sent, and the values can be added up on the way.
+    The indices need not be sent, and the values can be summed on the way.
 
     Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", NeurIPS 2018.
     """
 
-    def __init__(self, k: float, seed: int = 0) -> None:
+    def __init__(self, k: float) -> None:
         super().__init__(k)
-        # Of the CPU: those of two GPUs may draw different numbers.
-        self.generator = torch.Generator().manual_seed(seed)
+        # The same on all ranks, and on the CPU: two GPUs' may draw different numbers.
+        self.generator = torch.Generator().manual_seed(0)
 
     def average(
         self,
@@ -76,11 +80,11 @@ class RandomK(Sparse):
         comms: Comms,
     ) -> None:
         """See :meth:`~microddp.compression.compressor.Compressor.average`."""
-        places = self._draw(gradient.numel()).to(gradient.device)
-        values = gradient[places]
-        gradient.index_fill_(0, places, 0)
+        indices = self._draw(gradient.numel()).to(gradient.device)
+        values = gradient[indices]
+        gradient.index_fill_(0, indices, 0)
         ring_all_reduce(values, comms, "mean")
-        mean.zero_().index_copy_(0, places, values)
+        mean.zero_().index_copy_(0, indices, values)
 
     def _draw(self, values: int) -> torch.Tensor:
         ends = torch.linspace(0, values, self.sent(values) + 1, dtype=torch.float64).long()
@@ -93,7 +97,7 @@ class RandomK(Sparse):
         return ring_cost(world_size, self.sent(count(shapes)) * itemsize).most_sent
 
     def state_dict(self, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:  # noqa: ARG002
-        """The generator's state."""
+        """Return the state of the generator."""
         return {"generator": self.generator.get_state()}
 
     def load_state_dict(
@@ -101,37 +105,42 @@ class RandomK(Sparse):
         state: Mapping[str, Any],
         parameters: Mapping[str, torch.Tensor],  # noqa: ARG002
     ) -> None:
-        """Draw on from where another one was."""
+        """Load the generator of another compressor."""
         self.generator.set_state(state["generator"])
 
 
 def largest(values: torch.Tensor, number: int) -> torch.Tensor:
-    """The places of the values that are largest by magnitude, in any order.
+    """Find the values of largest magnitude.
 
-    To sort out the few largest of many takes several times as long as to read them. So a guess is
-    made, which a few more than wanted exceed, and the largest of those are the largest of all.
+    Selecting the few largest of many values takes several times as long as reading them. So a
+    threshold is estimated that a few more values than wanted exceed, and only these are sorted.
 
     Args:
         values: flat.
-        number: how many.
+        number: how many values to find.
+
+    Returns:
+        Their indices, in any order.
     """
-    guess = exceeded(values, number)
-    if guess is not None:
-        found = [(part.abs() >= guess).nonzero().view(-1) for part in torch.split(values, PIECE)]
-        places = torch.cat([part + i * PIECE for i, part in enumerate(found)])
-        if (
-            len(places) >= number
-        ):  # else the guess is wrong, or there are values that are not finite
-            return places[values[places].abs().topk(number, sorted=False).indices]
+    threshold = threshold_of(values, number)
+    if threshold is not None:
+        found = [
+            (part.abs() >= threshold).nonzero().view(-1) for part in torch.split(values, PIECE)
+        ]
+        indices = torch.cat([part + i * PIECE for i, part in enumerate(found)])
+        # Else the estimate is wrong, or there are values that are not finite.
+        if len(indices) >= number:
+            return indices[values[indices].abs().topk(number, sorted=False).indices]
     return values.abs().topk(number, sorted=False).indices
 
 
-def exceeded(values: torch.Tensor, number: int) -> torch.Tensor | None:
-    """A magnitude that a few more values than ``number`` reach, guessed from some of them.
+def threshold_of(values: torch.Tensor, number: int) -> torch.Tensor | None:
+    """Estimate a magnitude that a few more values than ``number`` reach, from a sample.
 
-    Nothing, if most would.
+    Returns:
+        A scalar, or ``None`` if the threshold would keep most values.
     """
-    # Of an odd stride: the rows of matrices are even, and an even one would see few columns.
+    # An odd stride: rows of matrices have even lengths, and an even stride would see few columns.
     sample = values[:: len(values) // SAMPLE | 1].abs()
     expected = number / len(values) * len(sample)
     rank = math.ceil(expected + 4 * math.sqrt(expected)) + 4  # too few by less than one in 10,000

@@ -1,4 +1,4 @@
-"""Compressors by the names that command lines take."""
+"""Compressors by name, as command lines take them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from microddp.step import Strategy
 
 
 def share_or_number(text: str) -> float:
-    """Read ``"0.01"`` as a share and ``"100"`` as a number of values.
+    """Read ``"0.01"`` as a fraction and ``"100"`` as a number of values.
 
     Raises:
         ValueError: it is neither.
@@ -34,14 +34,14 @@ def rank(text: str) -> int:
     """Read the number of columns of a factor.
 
     Raises:
-        ValueError: it is not one from 1 on.
+        ValueError: it is no whole number, or less than 1.
     """
     if (number := int(text)) < 1:
         raise ValueError
     return number
 
 
-# name: what reads what follows it, and what makes a compressor of that.
+# name: how its number is called, and what makes a compressor of that number's text.
 WITH_NUMBER: dict[str, tuple[str, Callable[[str], Compressor]]] = {
     "top-k": ("K", lambda text: TopK(share_or_number(text))),
     "random-k": ("K", lambda text: RandomK(share_or_number(text))),
@@ -62,11 +62,11 @@ def compressor(name: str) -> Compressor:
     """Make a compressor by its name.
 
     Args:
-        name: ``top-k:K`` or ``random-k:K``, with K a share as 0.01 or a number of values of each
+        name: ``top-k:K`` or ``random-k:K``, with K a fraction as 0.01 or a number of values of each
             bucket; ``power:RANK``; ``int8``, ``sign``, ``fp16`` or ``bf16``.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is no compressor of that name.
     """
     kind, colon, number = name.partition(":")
     if name in COMPRESSORS:
@@ -77,19 +77,22 @@ def compressor(name: str) -> Compressor:
     except (KeyError, ValueError):
         pass
     raise ValueError(
-        f"expected one of {NAMES}, with a share K up to 1.0 or a whole number, got {name!r}"
+        f"expected one of {NAMES}, with a fraction K up to 1.0 or a whole number, got {name!r}"
     )
 
 
 def hook(
     name: str, comms: Comms
 ) -> tuple[Compression, Callable[[Compression, Any], torch.futures.Future[torch.Tensor]]]:
-    """A communication hook that compresses, with error feedback, and its state. A collective.
+    """Make a communication hook that compresses with error feedback. A collective.
 
     Args:
         name: see :func:`compressor`.
-        comms: the ranks that average, all of which call this. The hook has connections of its own,
-            since it uses them from a thread while the ranks may use theirs.
+        comms: the ranks that average; all of them call this. The hook gets a group of its own,
+            since it communicates from a thread while the ranks may use ``comms``.
+
+    Returns:
+        The hook's state and the hook, the two arguments of ``register_comm_hook``.
 
     Raises:
         ValueError: there is no such compressor.
@@ -104,14 +107,14 @@ def hook(
 
 
 def compress(strategy: Strategy, name: str) -> None:
-    """Send less than the gradients from now on. A collective.
+    """Let a strategy compress its gradients from now on. A collective.
 
     Args:
-        strategy: whose module is a wrapper that takes a hook.
+        strategy: its module is microddp's or PyTorch's DDP.
         name: see :func:`compressor`.
 
     Raises:
-        ValueError: there is none of that name, or no such wrapper.
+        ValueError: there is no compressor of that name, or the module is no such wrapper.
     """
     if not isinstance(strategy.module, (DDP, TorchDDP)):
         raise ValueError(

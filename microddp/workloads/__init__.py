@@ -1,4 +1,4 @@
-"""What chapters train on what: a language model on sentences, a small one on characters."""
+"""Models and data of the chapters: SmolLM2 on pairs of sentences, a small one on characters."""
 
 from microddp.workloads.case_study import Case, Source, load_case, new_model
 from microddp.workloads.characters import (

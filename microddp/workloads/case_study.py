@@ -1,7 +1,7 @@
-"""The case study's model and data: a SmolLM2-360M that learns to tell paraphrases.
+"""The case study's model and data: a SmolLM2-360M that learns to recognise paraphrases.
 
 Needs ``transformers``, and for the real weights and sentences ``datasets`` and the Hugging Face
-hub. Without the hub, weights are random and the pairs are made here, with MRPC's lengths.
+hub. Without the hub, weights are random and pairs are generated, with MRPC's lengths.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FULL = {
     "num_key_value_heads": 5,
     "intermediate_size": 2560,
 }
-# For a processor: the same ratios of heads and widths, a batch of 16 in some tenths of a second.
+# For a CPU: the same ratios of heads and widths; a batch of 16 takes some tenths of a second.
 SMALL = FULL | {
     "vocab_size": 4096,
     "hidden_size": 192,
@@ -51,10 +51,10 @@ HUB_TIMEOUT = 3.0  # seconds; transformers itself would try for most of a minute
 
 @dataclass(frozen=True)
 class Source:
-    """Where weights, tokenizer and pairs come from: names on the hub, or local folders.
+    """The origin of weights, tokenizer and pairs: names on the hub, or local folders.
 
     Attributes:
-        model: of ``from_pretrained``.
+        model: argument of ``from_pretrained``.
         data: arguments of ``load_dataset``.
     """
 
@@ -63,7 +63,7 @@ class Source:
 
     @property
     def local(self) -> bool:
-        """Whether it is on this machine's disk."""
+        """Whether the model is on this machine's disk."""
         return Path(self.model).is_dir()
 
 
@@ -76,10 +76,10 @@ class Case:
             loss; in fp32, on the device, equal on all ranks.
         train: tokens ``(pairs, length)``, padded with ``pad``; mask of the same shape; labels
             ``(pairs,)``, 1 for a paraphrase.
-        validation: likewise.
-        pad: the number of the padding token.
-        origin: what is real and what is not, and why; for the page.
-        made_up: whether the pairs were made here.
+        validation: the same for validation.
+        pad: number of the padding token.
+        origin: text that says what is real, what is generated, and why.
+        made_up: whether the pairs are generated.
     """
 
     model: nn.Module
@@ -90,7 +90,7 @@ class Case:
     made_up: bool = False
 
     def statistics(self) -> list[tuple[str, str]]:
-        """Numbers that describe the training pairs, by name."""
+        """Describe the training pairs: names and values, as text."""
         tokens, mask, labels = self.train.tensors
         lengths = mask.sum(1).float()
         return [
@@ -102,20 +102,20 @@ class Case:
 
 
 def load_case(size: str, comms: Comms, source: Source | None = None) -> Case:
-    """The model and the pairs, real if that is possible, and the same kind on every rank.
+    """Load the model and the pairs, real if that is possible, the same on every rank. A collective.
 
     Rank 0 tries first, and fills the cache of its machine; the others follow if it succeeded.
-    The real weights fit the full size only.
+    The real weights are for the full size only.
 
     Args:
         size: ``"full"`` or ``"small"``.
-        comms: all ranks call it together.
-        source: where the real ones are; default: the hub, unless it cannot be reached. With
-            ``HF_HUB_OFFLINE=1`` only what was downloaded earlier.
+        comms: the ranks.
+        source: where to load from; default: the hub, if it can be reached. With
+            ``HF_HUB_OFFLINE=1``, files that were downloaded earlier.
 
     Raises:
         ValueError: the size is unknown.
-        RuntimeError: on every rank, if a rank cannot load from a local source.
+        RuntimeError: on every rank: a rank cannot load from a local source.
     """
     if size not in SIZES:
         raise ValueError(f"rank {comms.rank}: expected size in {list(SIZES)}, got {size!r}")
@@ -130,7 +130,7 @@ def load_case(size: str, comms: Comms, source: Source | None = None) -> Case:
 
 
 def made_up_case(size: str, device: torch.device, why: str) -> Case:
-    """The architecture with random weights, the same on each call, and pairs made here."""
+    """Make the model with random weights, the same on each call, and generated pairs."""
     vocabulary = SIZES[size]["vocab_size"]
     return Case(
         new_model(size, PAD).to(device),
@@ -143,12 +143,12 @@ def made_up_case(size: str, device: torch.device, why: str) -> Case:
 
 
 def new_model(size: str, pad: int | None, vocabulary: int | None = None) -> nn.Module:
-    """The architecture with a head of two classes and random weights, the same on each call.
+    """Make the model with a head of two classes and random weights, the same on each call.
 
     Args:
         size: ``"full"`` or ``"small"``.
-        pad: the padding token. The head reads the logits at the last token that is another one.
-        vocabulary: number of different tokens, if not the size's own.
+        pad: number of the padding token. The head reads the logits at the last other token.
+        vocabulary: number of different tokens; default: the size's own.
     """
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -171,7 +171,7 @@ def new_model(size: str, pad: int | None, vocabulary: int | None = None) -> nn.M
 
 
 def _try(size: str, comms: Comms, source: Source) -> tuple[Case | None, str]:
-    """The real model and pairs, or why not."""
+    """Load the real model and pairs; if that fails, say why."""
     missing = importlib.util.find_spec("datasets") is None
     if missing:
         return None, "the package datasets is not installed (pip install microddp[llm])"
@@ -185,7 +185,7 @@ def _try(size: str, comms: Comms, source: Source) -> tuple[Case | None, str]:
 
 
 def _unreachable() -> str:
-    """Why the hub does not answer, within ``HUB_TIMEOUT``; empty if it does."""
+    """Say why the hub does not answer within ``HUB_TIMEOUT`` seconds; empty if it does."""
     url = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     outcome = [f"no answer in {HUB_TIMEOUT:g} s"]
 
@@ -197,7 +197,7 @@ def _unreachable() -> str:
         except (OSError, ValueError) as error:
             outcome.append(str(getattr(error, "reason", error)))
 
-    # On a thread of its own: the look-up of the name has no time-out.
+    # On a thread, since looking up the name has no time-out.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(HUB_TIMEOUT)
@@ -207,7 +207,7 @@ def _unreachable() -> str:
 def _load(size: str, device: torch.device, source: Source) -> Case:
     import transformers
 
-    transformers.logging.set_verbosity_error()  # that the head is new is known
+    transformers.logging.set_verbosity_error()  # no warning that the head is new
     transformers.logging.disable_progress_bar()
     tokenizer = transformers.AutoTokenizer.from_pretrained(source.model)
     if tokenizer.pad_token is None:
@@ -215,7 +215,7 @@ def _load(size: str, device: torch.device, source: Source) -> Case:
     train, validation = load_pairs(source.data, tokenizer)
     if size == "full":
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # of the head
+            torch.manual_seed(0)  # for the weights of the head
             model = transformers.LlamaForSequenceClassification.from_pretrained(
                 source.model, num_labels=2, dtype=torch.float32
             )

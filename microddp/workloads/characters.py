@@ -1,4 +1,4 @@
-"""A small transformer that learns to continue a text, one character after the other."""
+"""A small transformer that learns to predict the next character of a text."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from microddp.workloads.transformer import Transformer, token_loss
 DIM, DEPTH, HEADS, LENGTH = 64, 2, 4, 64
 BATCH = 16  # sequences, over all ranks
 LR = 5e-3
-WINDOW = 16  # steps: one batch is harder than the next
+WINDOW = 16  # steps to smooth the loss over: some batches are harder than others
 
 
 def character_model(device: torch.device | str = "cpu") -> nn.Module:
-    """A transformer that reads ``LENGTH`` characters; random weights, the same on each call."""
+    """Make a transformer for ``LENGTH`` characters, with random weights, the same on each call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return Transformer(CHARACTERS, DIM, DEPTH, HEADS, LENGTH).to(device)
@@ -32,11 +32,11 @@ def character_model(device: torch.device | str = "cpu") -> nn.Module:
 
 @dataclass(frozen=True)
 class Learned:
-    """What a training run came to, the same on every rank.
+    """Losses and times of a training run, the same on every rank.
 
     Attributes:
-        losses: of each step's global batch, before the step.
-        seconds: from the beginning to the end of each step, of the slowest rank.
+        losses: loss of each step's global batch, before the step.
+        seconds: time from the start of training to the end of each step, on the slowest rank.
     """
 
     losses: Sequence[float]
@@ -44,27 +44,27 @@ class Learned:
 
     @property
     def step(self) -> float:
-        """Mean seconds of a step; the first ones, which make memory and connections, left out."""
+        """Mean seconds of a step, without the first ones, which allocate memory and connect."""
         skipped = min(WINDOW, len(self.seconds) // 4)
         begin = self.seconds[skipped - 1] if skipped else 0.0
         return (self.seconds[-1] - begin) / (len(self.seconds) - skipped)
 
     @property
     def smooth(self) -> list[float]:
-        """Of each step, the mean over it and up to ``WINDOW`` - 1 before it."""
+        """For each step, the mean loss of that step and up to ``WINDOW`` - 1 steps before it."""
         windows = (self.losses[max(0, i - WINDOW) : i] for i in range(1, len(self.losses) + 1))
         return [sum(window) / len(window) for window in windows]
 
     def steps_to(self, loss: float) -> float:
-        """The number of steps after which the smooth loss is no more than this; infinite if none.
+        """Count the steps after which the smooth loss is at most ``loss``; infinite if never.
 
-        Counted from ``WINDOW`` steps on, for before that it is the mean of fewer.
+        The first ``WINDOW`` - 1 steps do not count: their smooth loss is a mean of fewer.
         """
         reached = (i for i, at in enumerate(self.smooth, start=1) if i >= WINDOW and at <= loss)
         return next(reached, float("inf"))
 
     def seconds_to(self, loss: float) -> float:
-        """The time until then."""
+        """Measure the time until the smooth loss is at most ``loss``; infinite if never."""
         steps = self.steps_to(loss)
         return self.seconds[int(steps) - 1] if steps < float("inf") else steps
 
@@ -75,18 +75,19 @@ def times_by_link(
     seconds_per_byte: float,
     links: Iterable[float],
 ) -> dict[str, list[str]]:
-    """What it would take to come to a loss over other links, for those that came to it.
+    """Predict the time to a loss over other links, for the runs that reached it.
 
-    Their steps, times what a step takes beside its bytes, plus the bytes at each speed.
+    The prediction is the run's number of steps, times the measured time of a step with the time of
+    its bytes replaced.
 
     Args:
-        ways: a run and the bytes that a rank sent in each step, by name.
-        loss: to come to.
-        seconds_per_byte: of the links that the runs had.
-        links: bits a second.
+        ways: by name, a run and the bytes that a rank sent in each step.
+        loss: the loss to reach.
+        seconds_per_byte: seconds a byte on the links of the runs.
+        links: speeds to predict for, in bits a second.
 
     Returns:
-        A time for each link, by name; a star marks all that is within 15 % of the least.
+        By name, a time for each link; a star marks times within 15 % of the shortest.
     """
     came = {name: way for name, way in ways.items() if way[0].steps_to(loss) < float("inf")}
     columns = []
@@ -106,14 +107,14 @@ def learn(
 ) -> Learned:
     """Train a character model with AdamW, against the clock. A collective.
 
-    All ranks see the batches that one rank would see, whatever the strategy.
+    The global batches are the same for any number of ranks and any strategy.
 
     Args:
-        strategy: holds the replica, and says what is averaged when.
-        data: of :func:`microddp.data.load_text`, on the device of the ranks.
+        strategy: has the replica, and decides what is averaged when.
+        data: result of :func:`microddp.data.load_text`, on the device of the ranks.
         comms: the ranks that share each batch.
-        steps: how many; if the text ends before, it begins again in another order.
-        autocast: the precision of forward.
+        steps: number of steps; when the text ends, it starts again in another order.
+        autocast: context of forward, for its precision.
     """
     optimizer = torch.optim.AdamW(strategy.parameters(), lr=LR)
     losses, seconds = [], []
@@ -128,7 +129,7 @@ def learn(
 
 
 def character_batches(data: Split, comms: Comms) -> Iterator[tuple[torch.Tensor, ...]]:
-    """This rank's shards of the batches that :func:`learn` trains on, without end."""
+    """Yield this rank's shards of the batches that :func:`learn` trains on, without end."""
     size = comms.world_size * max(1, BATCH // comms.world_size)
     shards = ShardedBatches(data.train, size, comms.rank, comms.world_size)
     return itertools.chain.from_iterable(map(shards.epoch, itertools.count()))

@@ -1,4 +1,4 @@
-"""Pairs of sentences: MRPC's, or made up with their lengths; dealt out to the ranks."""
+"""Pairs of sentences, MRPC's or generated ones of the same lengths, and batches for each rank."""
 
 from __future__ import annotations
 
@@ -12,21 +12,29 @@ from microddp.comms import Comms
 from microddp.data import ShardedBatches, shard
 
 TRAINING_PAIRS, VALIDATION_PAIRS = 3668, 408  # GLUE's split of MRPC; its test set has 1725
-PARAPHRASES = 0.675  # of MRPC's training pairs
+PARAPHRASES = 0.675  # fraction of MRPC's training pairs
 # GLUE's parquet file of 3668 pairs holds 943843 bytes, 12 to 20 of each pair not text: about 120
 # characters a sentence, or 22 words of 5.5. The deviation and the tokens are assumptions.
 WORDS, DEVIATION, LIMITS, TOKENS_PER_WORD = 22.0, 5.5, (5, 40), 1.2
-MAX_TOKENS = 128  # of a pair; what is longer is cut
-SKEW = 4  # a few words are most of a text: half of the tokens are 6 % of a sentence's words
-PAD, SEPARATOR, FIRST_WORD = 0, 1, 2  # token numbers of the pairs made here
+MAX_TOKENS = 128  # of a pair; longer ones are cut
+SKEW = 4  # few words make up most of a text: half of its tokens are of 6 % of all words
+PAD, SEPARATOR, FIRST_WORD = 0, 1, 2  # token numbers of generated pairs
 
 
 def made_up_pairs(samples: int, vocabulary: int, seed: int) -> TensorDataset:
-    """Pairs of sentences of random words: tokens, mask and labels.
+    """Generate pairs of sentences of random words.
 
-    A paraphrase has the words of the first sentence in another order; any other second sentence
-    has words of the vocabulary's upper half, which no first sentence uses. That is easier to tell
-    than in English. As many are paraphrases as in MRPC.
+    A paraphrase has the words of the first sentence in another order. Any other second sentence has
+    words of the vocabulary's upper half, which no first sentence uses: that is easier to learn than
+    English. The fraction of paraphrases is MRPC's.
+
+    Args:
+        samples: number of pairs.
+        vocabulary: number of different tokens.
+        seed: seed of the random words.
+
+    Returns:
+        Tokens ``(samples, length)``, their mask, and labels ``(samples,)``, all int64.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -60,11 +68,11 @@ def made_up_pairs(samples: int, vocabulary: int, seed: int) -> TensorDataset:
 
 
 def load_pairs(data: Sequence[str], tokenizer: Any) -> tuple[TensorDataset, TensorDataset]:
-    """Real pairs of sentences to train and to validate with, as :func:`encode_pairs` makes them.
+    """Load real pairs of sentences, for training and for validation, as :func:`encode_pairs` does.
 
     Args:
         data: arguments of ``datasets.load_dataset``.
-        tokenizer: of the model, one of transformers'.
+        tokenizer: the model's tokenizer, one of transformers'.
     """
     import datasets
 
@@ -74,11 +82,14 @@ def load_pairs(data: Sequence[str], tokenizer: Any) -> tuple[TensorDataset, Tens
 
 
 def encode_pairs(pairs: Any, tokenizer: Any) -> TensorDataset:
-    """Real pairs of sentences as tokens, mask and labels, each pair as one text of two lines.
+    """Encode pairs of sentences, each pair as one text of two lines.
 
     Args:
         pairs: a split of MRPC, with columns ``sentence1``, ``sentence2`` and ``label``.
-        tokenizer: of the model, one of transformers'.
+        tokenizer: the model's tokenizer, one of transformers'.
+
+    Returns:
+        Tokens ``(pairs, length)``, their mask, and labels ``(pairs,)``, all int64.
     """
     texts = [f"{a}\n{b}" for a, b in zip(pairs["sentence1"], pairs["sentence2"], strict=True)]
     both = tokenizer(
@@ -91,16 +102,16 @@ def encode_pairs(pairs: Any, tokenizer: Any) -> TensorDataset:
 def batches(
     pairs: TensorDataset, batch_size: int, comms: Comms, epoch: int = 0, *, whole: bool = False
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """This rank's shards of an epoch's global batches, as arguments of the model.
+    """Yield this rank's shards of an epoch's global batches, as keyword arguments of the model.
 
-    Each is as long as the longest pair of the global batch, so that all ranks have equal shapes.
+    A shard is as long as the longest pair of the global batch, so all ranks have equal shapes.
 
     Args:
         pairs: tokens, mask and labels, as in :class:`~microddp.workloads.case_study.Case`.
-        batch_size: pairs of a global batch, a multiple of the number of ranks.
-        comms: the ranks that share it.
-        epoch: gives the order.
-        whole: the global batches instead of the shards, for one device alone.
+        batch_size: number of pairs in a global batch, a multiple of the number of ranks.
+        comms: the ranks that share each batch.
+        epoch: number of the epoch, which determines the order.
+        whole: whether to yield the global batches instead of shards, for one device alone.
     """
     rank, ranks = (0, 1) if whole else (comms.rank, comms.world_size)
     ShardedBatches(pairs, batch_size, rank, ranks)  # checks that the batch divides

@@ -77,7 +77,9 @@ def test_nothing_is_lost_when_buckets_are_dealt_anew(comms):
 @on_ranks(2)
 def test_the_mistakes_people_make_are_noticed(comms):
     def own_seed():
-        return Compression(RandomK(0.1, seed=comms.rank), comms), compress_hook
+        own = RandomK(0.1)
+        own.generator.manual_seed(comms.rank)
+        return Compression(own, comms), compress_hook
 
     def forget(state):
         state.residuals.clear()

@@ -9,7 +9,7 @@ from ranks import on_ranks
 from microddp.comms import MessageCounter
 from microddp.compression import Compression, compressor
 from microddp.compression.quantised import BLOCK, pack, unpack
-from microddp.compression.sparse import SAMPLE, exceeded, largest
+from microddp.compression.sparse import SAMPLE, largest, threshold_of
 from microddp.replicas import broadcast_tensors
 
 ALL = ("top-k:0.1", "top-k:7", "random-k:0.1", "int8", "sign", "power:2", "fp16", "bf16")
@@ -223,14 +223,14 @@ def test_the_largest_are_the_largest(seed):
 
 
 @pytest.mark.parametrize("columns", [64, 512, 1000, 1023])
-def test_a_guess_is_good_where_some_columns_have_the_largest_values(columns):
+def test_a_threshold_is_good_where_some_columns_have_the_largest_values(columns):
     torch.manual_seed(0)
     matrix = torch.randn((1 << 22) // columns, columns) * torch.rand(columns) ** 4
     values = matrix.flatten()
     for number in (len(values) // 100, len(values) // 1000):
-        guess = exceeded(values, number)
-        assert guess is not None
-        assert number <= (values.abs() >= guess).sum() < 2.5 * number
+        threshold = threshold_of(values, number)
+        assert threshold is not None
+        assert number <= (values.abs() >= threshold).sum() < 2.5 * number
 
 
 @pytest.mark.parametrize("length", [1, 8, 9, 1000])
