@@ -462,7 +462,7 @@ values that another core had written last: no row of this table separates the tw
 saves what the second one and its calls take. In microddp that is spent again, on what it does in a
 group of one, above.
 
-The column "microddp / copy" says how far microddp is from the limit of memory. It tells little where
+The column "microddp / copy" says how far it is from the limit of memory. It tells little where
 the tensor fits into the cache, and the copy never leaves it. In place it may be below 1, since a
 rank then writes where it has just read, and a copy writes elsewhere. The ring goes through the same
 sockets as the backend.

@@ -95,8 +95,8 @@ and 280 GB for 70B. Stage 3 has no such floor.
 **Build.** A `FlatParamGroup` lays the parameters of a module side by side in one flat tensor, as a
 bucket does with gradients. An n-th of that is this rank's `shard`, in the same memory: what an
 optimizer writes there, `unshard` sends to all. (Where n does not divide the number of values, the
-tensor is padded with zeros.) Classes and methods of this chapter have the names that they have in
-the core, and there they have those of PyTorch's `fully_shard`:
+tensor is padded with zeros.) The chapter's classes and methods are named as in microddp, which has
+the names of PyTorch's `fully_shard`:
 """
 
 
@@ -153,7 +153,7 @@ is an n-th of all of them.
 **Predict.** It sends what DDP sends, $\frac{n-1}{n}S$ in each half, together $S$ for two ranks. And
 a rank keeps $8/n$ bytes of each parameter for Adam, instead of 8.
 
-**Measure.** Against the core's DDP, on the same batches. With three ranks and more the two may add
+**Measure.** Against microddp's DDP, on the same batches. With three ranks and more the two may add
 in another order, and the last bits differ. What is sent is counted. What is kept is the memory
 behind parameters, gradients and Adam's means, looked at whenever a layer begins to compute, or one
 of its gradients has come:
@@ -241,7 +241,7 @@ check("stage 1")
 In stage 1 all gradients are there when backward ends. But a rank has no use for the means of the
 others' shards. **Build.** Make the groups smaller, one for each layer, and reduce-scatter a group
 as soon as backward has all of its gradients. Then they are freed. (A parameter that gets no
-gradient keeps its group waiting here for ever; the core takes it for zero when backward ends.)
+gradient keeps its group waiting here for ever; microddp takes it for zero when backward ends.)
 """
 
 
@@ -385,18 +385,18 @@ time, which makes the teeth, and the rest grows by an n-th of each. Stage 3 lies
 parameters that it does not have. That is what a rank keeps. What `post_backward` makes to send
 comes on top for a moment: the flat copy, in stage 1 of all gradients.
 
-## The core's
+## microddp's
 
-The hooks above unshard a layer when it is needed, and wait for it. The core's
+The hooks above unshard a layer when it is needed, and wait for it. microddp's
 {func}`~microddp.sharding.fully_shard.fully_shard` prefetches: it unshards the next block while one
 computes, in the order of the step before, and reduce-scatters gradients while backward goes on.
 That costs memory: two blocks, here layers, are whole at a time. The model's parameters are this
-rank's shards, flat, for any optimizer that treats each value by itself. (The core's stages 1 and 2
+rank's shards, flat, for any optimizer that treats each value by itself. (microddp's stages 1 and 2
 all-gather in forward, too, in place of a wait after the optimizer's step.) Shard block by block,
 then the rest, as with PyTorch's own `torch.distributed.fsdp.fully_shard`, which takes a mesh of
-devices instead of the ranks. Who reads its code finds these names again: `unshard`, `reshard` and
-`post_backward` of a group of parameters, and a module's state with its hooks before and after
-forward and before backward:
+devices instead of the ranks. Its source has the same words: a group of parameters with `unshard`,
+`reshard` and `post_backward`, and for each module hooks before and after forward and before
+backward:
 """
 
 
@@ -429,7 +429,7 @@ again in all: $\max(f, g) + \max(b, 2g) + o/n$. So it should cost time where the
 waits for, and less and less where computing is. What decides is how much a rank computes for each
 byte: its samples, or tokens, in a step.
 
-**Measure.** One model, more and more samples for each rank. Both send by the core's ring, DDP in
+**Measure.** One model, more and more samples for each rank. Both send by microddp's ring, DDP in
 buckets of 1 MiB, stage 3 (`"zero3"` in the table of strategies) by layers of 1 MiB:
 """
 
@@ -533,7 +533,7 @@ timed.print(table(rows, ["published", "", "kept"]))
 ## Where it breaks
 
 **The norm of a shard.** Clipping scales gradients by the norm of all of them. A rank that has an
-n-th, and takes the norm of that, finds it too small, and each rank another one. The core's
+n-th, and takes the norm of that, finds it too small, and each rank another one. microddp's
 {func}`~microddp.parts.clip_grad_norm` adds up squares over the ranks:
 """
 
@@ -578,7 +578,7 @@ assert rank or whole == count
 **A module used twice.** When is a layer's gradient complete? A hook on the *module* is called after
 each use, and one on the *parameter* after the last, here before the second of the module's, which
 waits for the gradient of the input. A step that reduces in the first reduces half a gradient, and
-frees what the other use still needs. (The core reduces a block when backward has come past its
+frees what the other use still needs. (microddp reduces a block when backward has come past its
 first use, to what forward used before. Which of its parameters a rank has used makes no difference:
 all ranks reduce in one order.)
 """

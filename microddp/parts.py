@@ -48,13 +48,14 @@ def own_parts(
     """Return this rank's state of all parameters, and of what an optimizer keeps. Not copied.
 
     Args:
-        shards: of a sharded module, none of it unsharded now.
+        shards: this rank's shards of a module's parameters, none of them unsharded now.
         optimizer: an optimizer of the shards.
 
     Returns:
-        By the name of a parameter: its ``"shape"``; ``"start"``, the position of this rank's first
-        value in the flattened parameter; and ``"parts"``, by ``"parameter"`` and the optimizer's
-        own names, 1-D tensors of as many values, or single values such as ``"step"``.
+        A dictionary for each parameter, by its name, with the parameter's ``"shape"``; ``"start"``,
+        the index of this rank's first value in the flattened parameter; and ``"parts"``, which has,
+        by ``"parameter"`` and the optimizer's own names, 1-D tensors of as many values, or single
+        values such as ``"step"``.
     """
     state: Mapping[Any, Any] = optimizer.state if optimizer else {}
     return {

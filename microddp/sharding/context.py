@@ -77,7 +77,7 @@ class ShardingContext(ShardedReducer):
         """Record that a module's forward ends.
 
         Returns:
-            The module whose forward ended before: backward needs it next.
+            The module whose forward ended before, which backward needs next.
         """
         before, self.last_exited = self.last_exited, module
         self.forward_stack.remove(module)

@@ -51,8 +51,8 @@ def fully_shard(
     ``reshard_after_forward``, and as many of gradients.
 
     ``module.state_dict()`` has this rank's shards under the names of the whole parameters, and no
-    unsharded model can load it. :meth:`ShardedModule.whole_state_dict` returns whole tensors, and
-    :func:`~microddp.parts.own_parts` says which values a rank's shards are.
+    unsharded model can load it. ``whole_state_dict()`` of what this function returns has whole
+    tensors, and :func:`~microddp.parts.own_parts` says which values a rank's shards are.
 
     Buffers stay whole, and each rank has its own. A parameter of a block that was run, and that got
     no gradient on any rank, has a mean of zero. A parameter of several modules belongs to the block

@@ -15,7 +15,7 @@ class ShardedReducer(Switchable):
     Attributes:
         groups: the flat parameter groups.
         params: the parameters of all groups.
-        local_params: those of which this rank's shards have at least one value.
+        local_params: the ones of which this rank's shards have at least one value.
     """
 
     def __init__(self, groups: Iterable[FlatParamGroup]) -> None:

@@ -67,8 +67,8 @@ class ShardedModule:
         """Gather the state dictionary that the model would have without sharding. A collective.
 
         Returns:
-            On rank 0: whole tensors in main memory, in the dtype of the shards. On other ranks:
-            an empty dictionary, so that only rank 0 needs memory for all of the model.
+            On rank 0 whole tensors in main memory, in the dtype of the shards. On other ranks an
+            empty dictionary, so that only rank 0 needs memory for all of the model.
         """
         comms = self.context.groups[0].comms
         state, _ = whole_state(self.context.local_params, comms, self.module)

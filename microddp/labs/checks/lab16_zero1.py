@@ -23,10 +23,10 @@ LAB = Lab(
         "others need of it afterwards?",
         "`parameters_to_vector(...).detach()`, filled with zeros (`pad`) until n divides its "
         "length; `vector_to_parameters` makes the parameters views of it. "
-        "`nn.Parameter(flat.tensor_split(n)[rank])` is in the same memory.",
-        "In `update`: the gradients as one flat tensor, as long as `flat`; "
-        "`ring_reduce_scatter(gradients, comms, 'mean')` returns this rank's part, which becomes "
-        "`mine.grad`; then the optimizer's step; then `ring_all_gather(flat, comms)`.",
+        "`nn.Parameter(unsharded.tensor_split(n)[rank])` is in the same memory.",
+        "In `update`: the gradients as one flat tensor, as long as `unsharded`; "
+        "`ring_reduce_scatter(gradients, comms, 'mean')` returns this rank's shard, which becomes "
+        "`shard.grad`; then the optimizer's step; then `ring_all_gather(unsharded, comms)`.",
     ],
 )
 ADAM = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
@@ -87,13 +87,13 @@ def one_step(bench: Bench) -> None:
     only_mine = start.clone()
     only_mine[own] = right[own]
     mistakes = {
-        "Nothing was updated. Is `mine` in the memory of `flat`, and are the parameters views of "
-        "it?": start,
+        "Nothing was updated. Is `shard` in the memory of `unsharded`, and are the parameters "
+        "views of it?": start,
     }
     if bench.n > 1:
         mistakes |= {
             SUMS: by_one(bench, SGD, 1, float(bench.n)),
-            "Only this rank's part has changed: the others' parts were not brought here.": (
+            "Only this rank's shard has changed: the others' shards were not brought here.": (
                 only_mine
             ),
         }
@@ -126,7 +126,7 @@ def kept(bench: Bench) -> None:
         2 * (count // bench.n) <= values <= most,
         f"{most} values of Adam's two means on each of {bench.n} ranks, for {count} parameters",
         values,
-        "The optimizer has all parameters: give it this rank's part alone."
+        "The optimizer has all parameters: give it this rank's shard alone."
         if values > most
         else "",
     )
@@ -160,7 +160,7 @@ def sent(bench: Bench) -> None:
         total <= most,
         f"at most {most} bytes from each rank, (n-1)/n of the parameters twice",
         total,
-        "All-reduced gradients are whole on every rank, which needs a part of them only: a "
+        "All-reduced gradients are whole on every rank, which needs its shard only: a "
         "reduce-scatter brings it that.",
     )
 
@@ -171,5 +171,5 @@ def bits(bench: Bench) -> None:
     bench.same(
         "the model's weights after 5 steps",
         flat(model),
-        "Each part is updated on one rank, and all others take it from there.",
+        "Each shard is updated on one rank, and all others take it from there.",
     )

@@ -3,8 +3,8 @@ r"""
 # Lab 16: an n-th of the optimizer
 
 Every rank of DDP keeps what Adam remembers of every parameter, and updates every parameter, as all
-others do. Let each rank do that for an n-th of them: stage 1 of ZeRO. Two functions: one prepares,
-and one takes the place of `optimizer.step()`.
+others do. Let each rank do that for an n-th of them, its *shard*: stage 1 of ZeRO. Two functions:
+one prepares, and one takes the place of `optimizer.step()`.
 
 **Given:** `comms`, with `ring_reduce_scatter` and `ring_all_gather`, the two halves of an
 all-reduce: the first leaves in `chunk rank` of a flat tensor the mean of all ranks', the second
@@ -37,50 +37,50 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 # %%
 @dataclass
 class Sharded:
-    """What a rank needs from step to step.
+    """A model whose optimizer is sharded.
 
     Attributes:
-        model: whose parameters are views of ``flat``.
-        flat: all parameters, and zeros behind them until n divides its length.
-        mine: this rank's part of it, in the same memory.
-        optimizer: of ``mine`` alone.
+        model: its parameters are views of ``unsharded``.
+        unsharded: all parameters, flat, padded with zeros until n divides the length.
+        shard: this rank's n-th of it, in the same memory.
+        optimizer: an optimizer of ``shard`` alone.
     """
 
     model: nn.Module
-    flat: torch.Tensor
-    mine: nn.Parameter
+    unsharded: torch.Tensor
+    shard: nn.Parameter
     optimizer: torch.optim.Optimizer
 
 
 def shard(model: nn.Module, comms: Comms, make_optimizer: MakeOptimizer) -> Sharded:
-    """Give this rank its part of a model's parameters, and an optimizer of it.
+    """Give this rank its shard of a model's parameters, and an optimizer of it.
 
     Args:
         model: equal on all ranks; all its parameters train, and are float32.
         comms: the ranks.
-        make_optimizer: from what is to be updated.
+        make_optimizer: makes an optimizer of the parameters that it is given.
     """
     n, rank = comms.world_size, comms.rank
-    flat = parameters_to_vector(model.parameters()).detach()
-    flat = pad(flat, (0, -len(flat) % n))
-    vector_to_parameters(flat, model.parameters())
-    mine = nn.Parameter(flat.tensor_split(n)[rank])
-    return Sharded(model, flat, mine, make_optimizer([mine]))
+    unsharded = parameters_to_vector(model.parameters()).detach()
+    unsharded = pad(unsharded, (0, -len(unsharded) % n))
+    vector_to_parameters(unsharded, model.parameters())
+    own = nn.Parameter(unsharded.tensor_split(n)[rank])
+    return Sharded(model, unsharded, own, make_optimizer([own]))
 
 
 def update(sharded: Sharded, comms: Comms) -> None:
-    """Update all parameters by the mean of all ranks' gradients, and forget those.
+    """Update all parameters by the mean of all ranks' gradients, and set these to ``None``.
 
     Args:
-        sharded: its model's parameters have this rank's own gradients.
+        sharded: what :func:`shard` returned; its model's parameters have this rank's gradients.
         comms: the ranks.
     """
     parameters = list(sharded.model.parameters())
     gradients = parameters_to_vector(p.grad for p in parameters if p.grad is not None)
-    gradients = pad(gradients, (0, len(sharded.flat) - len(gradients)))
-    sharded.mine.grad = ring_reduce_scatter(gradients, comms, "mean")
+    gradients = pad(gradients, (0, len(sharded.unsharded) - len(gradients)))
+    sharded.shard.grad = ring_reduce_scatter(gradients, comms, "mean")
     sharded.optimizer.step()
-    ring_all_gather(sharded.flat, comms)
+    ring_all_gather(sharded.unsharded, comms)
     for parameter in parameters:
         parameter.grad = None
 

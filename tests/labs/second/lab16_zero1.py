@@ -1,4 +1,4 @@
-"""Another right one: parts copied out of the flat tensor, and put back."""
+"""Another right one: shards copied out of the flat tensor, and put back."""
 
 from types import SimpleNamespace
 
@@ -19,20 +19,22 @@ def shard(model, comms, make_optimizer):
         p.data = flat[start : start + p.numel()].view_as(p)
         start += p.numel()
     mine = nn.Parameter(flat[comms.rank * part : (comms.rank + 1) * part].clone())
-    return SimpleNamespace(model=model, flat=flat, mine=mine, optimizer=make_optimizer([mine]))
+    return SimpleNamespace(
+        model=model, unsharded=flat, shard=mine, optimizer=make_optimizer([mine])
+    )
 
 
 def update(sharded, comms):
-    gradients = torch.zeros_like(sharded.flat)
+    gradients = torch.zeros_like(sharded.unsharded)
     start = 0
     for p in sharded.model.parameters():
         gradients[start : start + p.numel()] = p.grad.flatten()
         start += p.numel()
         p.grad = None
     ring_reduce_scatter(gradients, comms)
-    part = len(sharded.mine)
+    part = len(sharded.shard)
     place = slice(comms.rank * part, (comms.rank + 1) * part)
-    sharded.mine.grad = gradients[place] / comms.world_size
+    sharded.shard.grad = gradients[place] / comms.world_size
     sharded.optimizer.step()
-    sharded.flat[place] = sharded.mine.detach()
-    ring_all_gather(sharded.flat, comms)
+    sharded.unsharded[place] = sharded.shard.detach()
+    ring_all_gather(sharded.unsharded, comms)
