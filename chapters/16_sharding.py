@@ -385,7 +385,7 @@ time, which makes the teeth, and the rest grows by an n-th of each. Stage 3 lies
 parameters that it does not have. That is what a rank keeps. What `post_backward` makes to send
 comes on top for a moment: the flat copy, in stage 1 of all gradients.
 
-## microddp's
+## The same in microddp
 
 The hooks above unshard a layer when it is needed, and wait for it. microddp's
 {func}`~microddp.sharding.fully_shard.fully_shard` prefetches: it unshards the next block while one
