@@ -20,23 +20,24 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
-    "gallery_markdown",
-    "gallery_launcher",
-    "mathml",
-    "one_stylesheet",
-    "page_head",
-    "chapter_cards",
-    "figure_pages",
-    "first_use",
-    "lab_list",
-    "live_pictures",
-    "machine_line",
-    "other_build",
-    "printed_tables",
-    "search_words",
-    "step_race",
-    "torch_names",
-    "used_in",
+    "launcher",
+    "builds.book_run",
+    "builds.other_build",
+    "figures.images",
+    "figures.live",
+    "figures.step_race",
+    "links.first_use",
+    "links.search_words",
+    "links.torch_names",
+    "links.used_in",
+    "lists.chapter_cards",
+    "lists.labs",
+    "pages.head",
+    "pages.machine_line",
+    "pages.markdown",
+    "pages.mathml",
+    "pages.one_stylesheet",
+    "pages.printed_tables",
 ]
 exclude_patterns = ["_ext", "_static", "_templates", "**/README.md"]
 nitpicky = True
@@ -78,7 +79,7 @@ sphinx_gallery_conf = {
     "examples_dirs": "../chapters",
     "gallery_dirs": "chapters",
     "filename_pattern": r"/\d\d_\w+\.py$",
-    "image_scrapers": "figure_scraper.scrape",
+    "image_scrapers": "figures.scraper.scrape",
     "matplotlib_animations": False,
     "download_all_examples": False,
     "remove_config_comments": True,
@@ -92,28 +93,29 @@ sphinx_gallery_conf = {
     "nested_sections": False,
 }
 imports = ["microddp.figures", "torch._dynamo", "jupytext"]
-gallery_launcher = {
-    "ranks": "book_run.ranks",
-    "hosts": "book_run.hosts",
+launcher = {
+    "ranks": "builds.book_run.ranks",
+    "hosts": "builds.book_run.hosts",
     "timeout": 600,
     "log_dir": "gallery_logs",
     # What makes a page and its outputs, and the hosts that a chapter may run on.
     "depends": [
-        *(f"docs/_ext/{name}.py" for name in ("book_run", "chapter_cards", "figure_scraper")),
-        *("docs/_ext/gallery_*.py", "microddp/hosts/*.py"),
+        *("docs/_ext/launcher/*.py", "docs/_ext/builds/book_run.py", "microddp/hosts/*.py"),
+        *(f"docs/_ext/{name}.py" for name in ("figures/scraper", "lists/chapter_cards")),
+        "docs/_ext/pages/markdown.py",
     ],
     "package": "microddp",
     # What ranks import takes seconds of each. Elsewhere a fork of such a process is not safe.
     "imports": imports if sys.platform == "linux" else None,
-    "preload": ["gallery_markdown.install"],
-    "facts": "book_run.facts",
-    "below_title": "book_run.below_title",
+    "preload": ["pages.markdown.install"],
+    "facts": "builds.book_run.facts",
+    "below_title": "builds.book_run.below_title",
 }
 
 # Outputs of another machine on the same pages, taken in from a folder that its build recorded.
 other_build = {
     "core": ["microddp/*.py", *(f"microddp/{part}/*.py" for part in PARTS)],
-    "label": "book_run.label",
+    "label": "builds.book_run.label",
     "record": os.environ.get("MICRODDP_OUTPUTS"),
     "there": os.environ.get("MICRODDP_THERE"),
 }

@@ -96,7 +96,7 @@ def test_every_variable_of_the_environment_is_in_the_readers_table():
     table = (ROOT / "docs/rebuild.md").read_text().partition("## Environment")[2]
     named = {
         name
-        for pattern in ("microddp/**/*.py", "docs/_ext/*.py", "chapters/*.py", "conf.py")
+        for pattern in ("microddp/**/*.py", "docs/_ext/**/*.py", "chapters/*.py", "conf.py")
         for path in ROOT.glob(pattern)
         for name in re.findall(r"MICRODDP_[A-Z_]+", path.read_text())
     }

@@ -1,4 +1,4 @@
-// Sorts the tables that a chapter printed (docs/_ext/printed_tables.py): a header's button sorts
+// Sorts the tables that a chapter printed (docs/_ext/pages/printed_tables.py): a header's button sorts
 // their rows by its column, ascending, then descending, then as they were printed. A cell counts by
 // its first number, in its unit, as microddp/report.py writes them; behind these come words, and at
 // last, in either direction, blanks.

@@ -40,12 +40,12 @@ sphinx_gallery_conf = {{
     "remove_config_comments": True,
     **{gallery!r},
 }}
-gallery_launcher = {launcher!r}
+launcher = {launcher!r}
 """
 
 # The extensions that run chapters as jobs, and what rank 0 then has to call first.
-LAUNCHER = ("gallery_markdown", "gallery_launcher")
-PRELOAD = ["gallery_markdown.install"]
+LAUNCHER = ("pages.markdown", "launcher")
+PRELOAD = ["pages.markdown.install"]
 
 # Joins the ranks; with now() a chapter tells when its fault is due.
 JOIN = """

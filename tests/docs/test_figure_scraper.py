@@ -2,17 +2,13 @@
 
 import json
 import re
-import sys
 
 import matplotlib.pyplot as plt
 import pytest
-from gallery_book import EXTENSIONS, Book
+from gallery_book import Book
 
-sys.path.insert(0, str(EXTENSIONS))
-
-from figure_pages import show_images, size
-from figure_scraper import as_html, describe, values
-
+from figures.images import show_images, size
+from figures.scraper import as_html, describe, values
 from microddp import figures
 from microddp.figures.style import DARK, INK
 
@@ -119,8 +115,8 @@ def test_no_line_of_the_values_is_too_long_for_docutils_and_none_ends_the_script
 
 def test_a_page_shows_the_figures_of_a_cell_as_svg_and_describes_each(tmp_path):
     book = Book(tmp_path / "book")
-    scraper = {"image_scrapers": "figure_scraper.scrape"}
-    book.configure("gallery_markdown", "figure_pages", gallery=scraper)
+    scraper = {"image_scrapers": "figures.scraper.scrape"}
+    book.configure("pages.markdown", "figures.images", gallery=scraper)
     book.chapter("draws", DRAW + DRAW.replace("grows", "grows again"))
     for _ in range(2):  # the same drawing, the same file
         build = book.build("-W", "-E")
@@ -138,8 +134,8 @@ def test_a_page_shows_the_figures_of_a_cell_as_svg_and_describes_each(tmp_path):
 
 def test_figures_of_the_book_are_wide_and_narrow_light_and_dark_and_have_their_values(tmp_path):
     book = Book(tmp_path / "book")
-    scraper = {"image_scrapers": "figure_scraper.scrape"}
-    book.configure("gallery_markdown", "figure_pages", "live_pictures", gallery=scraper)
+    scraper = {"image_scrapers": "figures.scraper.scrape"}
+    book.configure("pages.markdown", "figures.images", "figures.live", gallery=scraper)
     book.chapter("draws", BOOK_DRAW)
     build = book.build("-W")
     assert build.process.returncode == 0, build.output

@@ -3,19 +3,16 @@
 import html
 import json
 import re
-import sys
 from pathlib import Path
 
 import jupytext
 import nbclient
 import nbformat
 import pytest
-from gallery_book import EXTENSIONS, Book, Build
+from gallery_book import Book, Build
 from sphinx.errors import ExtensionError
 
-sys.path.insert(0, str(EXTENSIONS))
-
-import gallery_markdown
+from pages import markdown
 
 RICH = r'''# %% [markdown]
 r"""
@@ -126,7 +123,7 @@ print("rest")
 
 def rich_book(root: Path) -> Book:
     book = Book(root)
-    book.configure("gallery_markdown", gallery={"min_reported_time": 1000})
+    book.configure("pages.markdown", gallery={"min_reported_time": 1000})
     book.write(
         "docs/index.md",
         "# Book\n\n```{py:class} thing.Thing\n```\n\n```{toctree}\nchapters/index\n```\n",
@@ -163,14 +160,14 @@ class TestSplitting:
     )
     def test_cells_are_jupytexts(self, text: str) -> None:
         expected = jupytext.reads(text, fmt="py:percent").cells
-        cells = gallery_markdown.read_cells(text)
+        cells = markdown.read_cells(text)
         found = [(cell.kind, cell.source) for cell in cells]
         assert found == [(cell.cell_type, cell.source) for cell in expected]
 
     @pytest.mark.parametrize("text", [RICH, OTHER + "\n#%%\n\n\nx = 1\n\n\n\n# %%\ny = 1"])
     def test_lines_are_the_scripts(self, text: str) -> None:
         lines = text.split("\n")
-        for cell in gallery_markdown.read_cells(text):
+        for cell in markdown.read_cells(text):
             script = cell.script.split("\n")
             assert lines[cell.lineno - 1 :][: len(script)] == script
 
@@ -178,11 +175,11 @@ class TestSplitting:
         script = tmp_path / "chapter.py"
         script.write_text("# %%\nx = 1\n# %% [markdown]\n# # Late\n")
         with pytest.raises(ExtensionError, match=r"chapter\.py: the first cell"):
-            gallery_markdown.split_script(script)
+            markdown.split_script(script)
 
     def test_intro_and_title_are_plain(self) -> None:
         docstring = "# On `x`\n\nA *fine* [link](a.md), {class}`~a.B`[^1] and $n$\nmore.\n\nRest"
-        intro, title = gallery_markdown.intro_and_title("x.py", docstring)
+        intro, title = markdown.intro_and_title("x.py", docstring)
         assert (intro, title) == ("A fine link, ~a.B and n more.", "On x")
 
 
@@ -296,7 +293,7 @@ class TestNotebook:
     def test_the_gallerys_first_cell_is_below_the_title(self, tmp_path: Path) -> None:
         book = Book(tmp_path / "book")
         note = "# %pip install it"
-        book.configure("gallery_markdown", gallery={"first_notebook_cell": note})
+        book.configure("pages.markdown", gallery={"first_notebook_cell": note})
         script = book.chapter("a", "x = 1")
         build = book.build("-W")
         assert build.process.returncode == 0, build.output
@@ -320,14 +317,14 @@ class TestNotebook:
         notebook = rich[0].root / "docs/chapters/rich.ipynb"
         again = tmp_path / "rich.ipynb.new"
         (tmp_path / "rich.py").write_text(RICH)
-        gallery_markdown.save_chapter_notebook({}, again)
+        markdown.save_chapter_notebook({}, again)
         assert json.loads(again.read_text()) == json.loads(notebook.read_text())
 
 
 def test_next_builds(tmp_path: Path) -> None:
     """Pages are read again when their script ran, and go when it goes."""
     book = Book(tmp_path / "book")
-    book.configure("gallery_markdown", gallery={"min_reported_time": 1000})
+    book.configure("pages.markdown", gallery={"min_reported_time": 1000})
     book.chapter(
         "draws",
         """

@@ -498,7 +498,7 @@ def test_aborting_on_the_first_error(tmp_path: Path) -> None:
     ("launcher", "gallery", "complaint"),
     [
         ({"rank": 2}, {}, "unexpected keyword argument 'rank'"),
-        ({"ranks": 0}, {}, "gallery_launcher['ranks'] gives 0"),
+        ({"ranks": 0}, {}, "launcher['ranks'] gives 0"),
         ({"depends": ["nothing/*.py"]}, {}, "no file matches 'nothing/*.py'"),
         ({}, {"parallel": 2}, "sphinx_gallery_conf['parallel'] is not possible"),
     ],

@@ -4,20 +4,17 @@ import math
 import os
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 from boxes import needs_hosts
-from gallery_book import EXTENSIONS, JOIN, LAUNCHER, PRELOAD, Book, Build
+from gallery_book import JOIN, LAUNCHER, PRELOAD, Book, Build
 from test_launcher import FAULTS as ON_ONE_HOST
 from test_launcher import SECONDS_AFTER_FAULT, in_order, report
 
-sys.path.insert(0, str(EXTENSIONS))
-
-from book_run import HostsInABox
+from builds.book_run import HostsInABox
 
 # The second stands for ssh: a program that starts another one, and passes no signal on.
 PREFIXES = {"MICRODDP_HOSTS": "; sh -c '\"$@\" || exit 1' sh", "MICRODDP_NPROC": "1"}
@@ -74,10 +71,10 @@ def book(folder: Path) -> Book:
     """A book whose chapters run where the real book's do."""
     made = Book(folder)
     launcher = {
-        "ranks": "book_run.ranks",
-        "hosts": "book_run.hosts",
-        "facts": "book_run.facts",
-        "below_title": "book_run.measured_on",
+        "ranks": "builds.book_run.ranks",
+        "hosts": "builds.book_run.hosts",
+        "facts": "builds.book_run.facts",
+        "below_title": "builds.book_run.measured_on",
         "preload": PRELOAD,
     }
     made.configure("sphinx_design", *LAUNCHER, launcher=launcher)

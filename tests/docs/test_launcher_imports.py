@@ -1,15 +1,13 @@
 """What an example imports of a package: on a small one, and on the book."""
 
 import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "docs/_ext"))
+from launcher.imports import files_of
 
-from gallery_launcher_imports import files_of  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 PACKAGE = {
     "__init__": "from p.base import one\n",

@@ -4,15 +4,12 @@ import html
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-from gallery_book import EXTENSIONS, LAUNCHER, PRELOAD, Book, Build
+from gallery_book import LAUNCHER, PRELOAD, Book, Build
 
-sys.path.insert(0, str(EXTENSIONS))
-
-from other_build import rename_ids
+from builds.other_build import rename_ids
 
 CHAPTER = '''# %% [markdown]
 """
@@ -90,7 +87,8 @@ def book(root: Path) -> Book:
     made = Book(root)
     launcher = {"facts": "machine.facts", "below_title": "machine.below", "preload": PRELOAD}
     made.configure(
-        *LAUNCHER, "other_build", "takes_out", launcher={**launcher, "depends": ["core/*.py"]}
+        *(*LAUNCHER, "builds.other_build", "takes_out"),
+        launcher={**launcher, "depends": ["core/*.py"]},
     )
     conf = made.root / "conf.py"
     conf.write_text(conf.read_text() + OTHER)

@@ -2,17 +2,13 @@
 
 import html
 import re
-import sys
 
 import pytest
 import torch
-from gallery_book import EXTENSIONS, Book
-
-sys.path.insert(0, str(EXTENSIONS))
-
-from printed_tables import Table, as_html, pieces
+from gallery_book import Book
 
 from microddp.report import mark_least, table
+from pages.printed_tables import Table, as_html, pieces
 
 HEADERS = ["", "size", "time, median (quartiles)", "note"]
 ROWS = [
@@ -160,7 +156,7 @@ print({("before" + chr(10) + simple() + chr(10) + "after")!r})
 
 def test_on_the_page(tmp_path):
     book = Book(tmp_path / "book")
-    book.configure("gallery_markdown", "printed_tables")
+    book.configure("pages.markdown", "pages.printed_tables")
     book.chapter("a", CODE)
     book.chapter("b", "print('no table')")
     book.chapter("c", "x = 1")
@@ -180,7 +176,7 @@ def test_on_the_page(tmp_path):
 
 def test_elsewhere_it_is_text(tmp_path):
     book = Book(tmp_path / "book")
-    book.configure("gallery_markdown", "printed_tables")
+    book.configure("pages.markdown", "pages.printed_tables")
     book.chapter("a", CODE)
     build = book.build("-W", "-b", "text")
     assert build.process.returncode == 0, build.output

@@ -1,18 +1,14 @@
 """The site's own extensions: links to the glossary, and what is said of each chapter."""
 
 import re
-import sys
 
 import pytest
-from gallery_book import EXTENSIONS, Book
+from gallery_book import Book
 
-sys.path.insert(0, str(EXTENSIONS))
-
-import torch_names
-from chapter_cards import CHAPTERS, head, read_chapter
-from page_head import lead_to_the_script
-
+from links import torch_names
+from lists.chapter_cards import CHAPTERS, head, read_chapter
 from microddp.hosts import Box, Link
+from pages.head import lead_to_the_script
 
 GLOSSARY = """# Words
 
@@ -31,7 +27,7 @@ group
 
 def test_the_first_use_of_a_term_links_to_the_glossary(tmp_path):
     book = Book(tmp_path / "book")
-    book.configure("first_use")
+    book.configure("links.first_use")
     book.write("docs/words.md", GLOSSARY)
     book.write("docs/index.md", "# Book\n\nA ring.\n\n```{toctree}\nwords\nchapters/index\n```\n")
     text = (
@@ -39,7 +35,7 @@ def test_the_first_use_of_a_term_links_to_the_glossary(tmp_path):
         '[group](https://example.org) and a process group.\n"""\n\n# %%\nx = 1\n'
     )
     book.write("chapters/a.py", text)
-    book.configure("gallery_markdown", "first_use")
+    book.configure("pages.markdown", "links.first_use")
     build = book.build("-W")
     assert build.process.returncode == 0, build.output
     links = re.findall(r'<a class="term[^"]*" href="([^"]*)">([^<]*)</a>', book.page("a"))
@@ -79,7 +75,7 @@ def test_a_chapter_without_a_question_is_refused(tmp_path):
 
 def test_words_that_people_search_for_lead_to_sections(tmp_path):
     book = Book(tmp_path / "book")
-    book.configure("gallery_markdown", "search_words")
+    book.configure("pages.markdown", "links.search_words")
     text = '# %% [markdown]\n"""\n# 01. Split\n"""\n\n'
     text += '# %% [markdown] index=["unequal shards"]\n"""\n## Where it breaks: some\n"""\n'
     book.write("chapters/01_manual.py", text)
@@ -112,7 +108,7 @@ def test_a_page_is_edited_where_it_is_written(page, edited):
 
 def test_code_links_to_the_reference_and_to_pytorch_and_the_reference_back(tmp_path):
     book = Book(tmp_path / "book")
-    book.configure("sphinx.ext.autodoc", "gallery_markdown", "torch_names", "used_in")
+    book.configure("sphinx.ext.autodoc", "pages.markdown", "links.torch_names", "links.used_in")
     book.write("tool.py", "class Tool:\n    'A tool.'\n\ndef other():\n    'Not used.'\n")
     directives = "```{eval-rst}\n.. autoclass:: tool.Tool\n.. autofunction:: tool.other\n```\n"
     book.write("docs/reference.md", f"# Reference\n\n{directives}")

@@ -1,15 +1,11 @@
 """What the site adds to the theme: live pictures, the moving figure, the machine said once."""
 
 import re
-import sys
 from pathlib import Path
 
-from gallery_book import EXTENSIONS, Book
+from gallery_book import Book
 
-sys.path.insert(0, str(EXTENSIONS))
-
-from step_race import draw, recorded
-
+from figures.step_race import draw, recorded
 from microddp.figures.live import Live
 
 
@@ -60,7 +56,7 @@ def test_a_live_picture_is_data_for_its_script_and_a_still_one():
 
 def test_only_pages_with_a_picture_load_its_script(tmp_path):
     book = Book(tmp_path / "book")
-    book.configure("live_pictures", "step_race", "page_head")
+    book.configure("figures.live", "figures.step_race", "pages.head")
     figure = '```{raw} html\n<figure class="live" data-live="ring"></figure>\n```\n'
     race = '```{raw} html\n<figure class="race"></figure>\n```\n'
     toctree = "```{toctree}\na\nb\nchapters/index\n```\n"
@@ -84,7 +80,7 @@ def test_only_pages_with_a_picture_load_its_script(tmp_path):
 
 def test_a_page_loads_one_style_sheet_with_all_in_their_order(tmp_path):
     book = Book(tmp_path / "book")
-    book.configure("sphinx_design", "page_head", "one_stylesheet")
+    book.configure("sphinx_design", "pages.head", "pages.one_stylesheet")
     cards = ":::{card} A\nb\n:::\n"
     toctree = "```{toctree}\na\nchapters/index\n```\n"
     book.write("docs/index.md", f"# Book\n\n{cards}\n{toctree}")
@@ -111,7 +107,7 @@ def test_a_page_loads_one_style_sheet_with_all_in_their_order(tmp_path):
 
 def test_a_page_says_once_what_it_was_measured_on(tmp_path):
     book = Book(tmp_path / "book")
-    book.configure("machine_line")
+    book.configure("pages.machine_line")
     top = ":::{container} measured-on\nMeasured on gloo, 4 ranks.\nOver loopback.\n:::\n"
     outputs = [
         f".. rst-class:: sphx-glr-script-out\n\n .. code-block:: none\n\n    {text}\n"

@@ -2,15 +2,14 @@
 
 import gzip
 import re
-import sys
 from pathlib import Path
 from urllib.parse import quote, unquote, urldefrag, urlparse
 
 import pytest
 
+from builds import book_run
+
 REPOSITORY = Path(__file__).parents[2]
-sys.path.insert(0, str(REPOSITORY / "docs" / "_ext"))
-import book_run  # noqa: E402
 
 CHAPTERS = sorted(path.stem for path in (REPOSITORY / "chapters").glob("[0-9]*.py"))
 MOST_BYTES = 400_000  # of a page with all it loads, text compressed

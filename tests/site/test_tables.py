@@ -1,15 +1,12 @@
 """Printed tables in a browser: they are sorted by what their cells mean, and fit a phone."""
 
 import random
-import sys
 
 import pytest
 from test_site import REPOSITORY, Visit
 
-sys.path.insert(0, str(REPOSITORY / "docs" / "_ext"))
-from printed_tables import as_html, pieces
-
 from microddp.report import human_bytes, human_seconds, mark_least, table
+from pages.printed_tables import as_html, pieces
 
 STATIC = REPOSITORY / "docs" / "_static"
 STYLE = "".join(

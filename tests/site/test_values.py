@@ -1,21 +1,17 @@
 """Figures in a browser: one of four pictures is loaded, and its values can be pointed at."""
 
 import io
-import sys
 from pathlib import Path
 
 import furo
 import matplotlib.pyplot as plt
 import pytest
 from PIL import Image
+from test_site import REPOSITORY, Visit
 
+from figures.images import show_images
+from figures.scraper import NARROW, as_html, save, values
 from microddp import figures
-
-REPOSITORY = Path(__file__).parents[2]
-sys.path.insert(0, str(REPOSITORY / "docs" / "_ext"))
-from figure_pages import show_images  # noqa: E402
-from figure_scraper import NARROW, as_html, save, values  # noqa: E402
-from test_site import Visit  # noqa: E402
 
 STATIC = REPOSITORY / "docs" / "_static"
 THEME = Path(furo.__file__).parent / "theme" / "furo" / "static" / "styles" / "furo.css"

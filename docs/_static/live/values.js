@@ -2,7 +2,7 @@
 //
 // A frame (class "figure") has a figure's pictures and a script (class "values") with its series:
 // a name, labels and texts of each value, and where the values lie, in fractions of their axes,
-// in the wide picture and in the narrow one. docs/_ext/figure_scraper.py writes it.
+// in the wide picture and in the narrow one. docs/_ext/figures/scraper.py writes it.
 "use strict";
 
 {

@@ -1,0 +1,1 @@
+"""Figures and pictures: how a chapter's become files, and how pages show them."""

@@ -1,0 +1,53 @@
+"""Digests of what examples depend on: files, versions, the machine."""
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from sphinx.errors import ConfigError
+from sphinx_gallery.utils import get_md5sum
+
+
+def digest_of_surroundings(confdir: Path, depends: Sequence[str]) -> str:
+    """Digest what all examples depend on: files, PyTorch, Python and the machine.
+
+    Raises `ConfigError` if a glob matches no file.
+    """
+    machine = (version("torch"), platform.python_version(), os.cpu_count(), _gpus())
+    text = f"{digest_of(confdir, depends)} {machine!r}"
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def digest_of(folder: Path, patterns: Sequence[str]) -> str:
+    """Digest the files below a folder that match globs, with their names.
+
+    Raises `ConfigError` if a glob matches no file.
+    """
+    found: list[Path] = []
+    for pattern in patterns:
+        files = sorted(path for path in folder.glob(pattern) if path.is_file())
+        if not files:
+            raise ConfigError(f"{folder}: no file matches {pattern!r}")
+        found += files
+    return digest_of_files(found, folder)
+
+
+def digest_of_files(files: Iterable[Path], folder: Path) -> str:
+    """Digest files below a folder, with their names."""
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(f"{path.relative_to(folder)} {get_md5sum(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def _gpus() -> str:
+    """Name the GPUs without PyTorch, which would take seconds and a context on a GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=False).stdout

@@ -1,0 +1,71 @@
+"""Find the files of a package that an example imports, directly or through other files."""
+
+import ast
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+
+def files_of(script: Path, package: Path) -> list[Path]:
+    """Return the package's files that a script imports, directly or not, sorted by name.
+
+    Imports inside functions count, and so do strings: the name of a module, as `python -m` takes
+    it, and a program that imports. A string that is a statement of its own is text; it does not.
+    """
+    found: set[Path] = set()
+    pending = [*_imported(script, package)]
+    while pending:
+        path = pending.pop()
+        if path not in found:
+            found.add(path)
+            pending += _imported(path, package)
+    return sorted(found)
+
+
+@cache  # as files do not change while a build starts
+def _imported(path: Path, package: Path) -> tuple[Path, ...]:
+    return tuple(_imports(path.read_text(encoding="utf-8"), package))
+
+
+def _imports(source: str, package: Path) -> Iterator[Path]:
+    tree = ast.parse(source)
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                yield from _files(f"{node.module}.{alias.name}", package)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _files(alias.name, package)
+        elif isinstance(node, ast.Constant) and id(node) not in alone:
+            yield from _named(node.value, package)
+
+
+def _named(value: object, package: Path) -> Iterator[Path]:
+    """Yield the files that a program in a string imports, or the module that a string names."""
+    if not isinstance(value, str):
+        return
+    if f"import {package.name}" in value or f"from {package.name}" in value:
+        with suppress(SyntaxError):  # it is a sentence
+            yield from _imports(value, package)
+    elif value.startswith(f"{package.name}."):
+        yield from _files(value, package)
+        yield from _files(f"{value}.__main__", package)
+
+
+def _files(module: str, package: Path) -> Iterator[Path]:
+    """Yield the files that Python executes to import a module, or a name from one."""
+    first, *parts = module.split(".")
+    if first != package.name:
+        return
+    folder = package
+    for part in [*parts, ""]:
+        if (path := folder / "__init__.py").is_file():
+            yield path
+        if (path := folder / f"{part}.py").is_file():
+            yield path
+            return
+        folder /= part
+        if not folder.is_dir():
+            return

@@ -1,0 +1,1 @@
+"""Links from words and names: to the glossary, the reference, PyTorch, and from the search."""

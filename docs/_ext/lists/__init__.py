@@ -1,0 +1,1 @@
+"""Lists that pages are given: the chapters, the labs."""

@@ -1,0 +1,1 @@
+"""What readers see on pages: Markdown chapters, tables, formulas, the head, one style sheet."""

@@ -1,0 +1,110 @@
+"""Add what the theme leaves out of a page for search engines, keyboards and screen readers."""
+
+import re
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+
+LONGEST_DESCRIPTION = 160  # characters; search engines cut longer ones
+
+
+def describe(
+    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: nodes.document
+) -> None:
+    """Give the page a meta description: its first paragraph."""
+    del app, pagename, templatename
+    if doctree is None:
+        return
+    for paragraph in doctree.findall(nodes.paragraph):
+        if not isinstance(paragraph.parent, nodes.section):
+            continue  # a note, a table cell
+        text = " ".join(paragraph.astext().split())
+        if len(text) > LONGEST_DESCRIPTION:
+            text = text[: LONGEST_DESCRIPTION - 4].rsplit(" ", 1)[0] + " ..."
+        context["metatags"] += f'\n<meta name="description" content="{escape(text)}">'
+        return
+
+
+def let_blocks_scroll(
+    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: nodes.document
+) -> None:
+    """Let the keyboard reach code and output, which scroll sideways."""
+    del app, pagename, templatename, doctree
+    if "body" in context:
+        context["body"] = re.sub(r"<pre>", '<pre tabindex="0">', context["body"])
+
+
+def set_number_apart(
+    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: nodes.document
+) -> None:
+    """Wrap the chapter's number in its title, for the style sheet."""
+    del app, pagename, templatename, doctree
+    if "body" in context:
+        number = r'<h1><span class="number">\1</span> '
+        context["body"] = re.sub(r"<h1>(\d\d\.) ", number, context["body"], count=1)
+
+
+# Elements of the theme, and the same with what screen readers need.
+SPOKEN = {
+    '<aside class="sidebar-drawer">': '<aside class="sidebar-drawer" aria-label="All pages">',
+    '<aside class="toc-drawer">': '<aside class="toc-drawer" aria-label="This page">',
+    '<p class="caption" role="heading">': '<p class="caption" role="heading" aria-level="2">',
+    '<div id="search-results">': '<h1>Search</h1>\n<div id="search-results">',
+}
+
+
+# Style sheets and scripts that extensions load for features this site does not use.
+UNUSED = ("sg_gallery-binder", "sg_gallery-dataframe", "sg_gallery-rendered-html", "sg-tags")
+UNUSED += ("design-tabs",)
+
+
+def leave_unused_files_out(
+    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: nodes.document
+) -> None:
+    """Load no style sheet and no script that the page does not use."""
+    del app, pagename, templatename, doctree
+    unused = UNUSED if "sd-card" in context.get("body", "") else (*UNUSED, "sphinx-design")
+    for kind in ("css_files", "script_files"):
+        context[kind] = [
+            file
+            for file in context[kind]
+            if not any(name in str(getattr(file, "filename", file)) for name in unused)
+        ]
+
+
+def lead_to_the_script(
+    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: nodes.document
+) -> None:
+    """Make "edit this page" lead to a chapter's script; the gallery's own pages lead nowhere."""
+    del app, templatename, doctree
+    folder, _, name = pagename.rpartition("/")
+    if folder == "chapters":
+        context["theme_source_directory"] = ""
+        context["page_source_suffix"] = ".py" if name[:2].isdigit() else ""
+
+
+def finish_pages(app: Sphinx, exception: Exception | None) -> None:
+    """Label the parts of every page that was written."""
+    if exception or app.builder.format != "html":
+        return
+    for page in Path(app.outdir).rglob("*.html"):
+        text = before = page.read_text(encoding="utf-8")
+        for silent, spoken in SPOKEN.items():
+            if spoken not in text:
+                text = text.replace(silent, spoken)
+        if text != before:
+            page.write_text(text, encoding="utf-8")
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Connect the handlers."""
+    app.connect("html-page-context", describe)
+    app.connect("html-page-context", let_blocks_scroll)
+    app.connect("html-page-context", set_number_apart)
+    app.connect("html-page-context", leave_unused_files_out)
+    app.connect("html-page-context", lead_to_the_script)
+    app.connect("build-finished", finish_pages)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
