@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from shutil import copyfile
 
 import furo
 import matplotlib.pyplot as plt
@@ -9,7 +10,7 @@ import pytest
 from PIL import Image
 from test_site import REPOSITORY, Visit
 
-from figures.images import show_images
+from figures.images import show
 from figures.scraper import NARROW, as_html, save, values
 from microddp import figures
 
@@ -34,21 +35,21 @@ def page(tmp_path_factory):
     for number in plt.get_fignums():
         wide = plt.figure(number)
         narrow = wide.narrow()
-        save(wide, folder / f"{number}.svg")
+        file, copy = (place / f"{number}.svg" for place in (drawn, folder))
+        save(wide, file)
         save(narrow, drawn / f"{number}{NARROW}.svg")
+        copyfile(file, copy)
         script = "\n".join(as_html(values(wide, narrow)).split("\n")[2:])
-        body += f'<img class="sphx-glr-single-img" alt="x" src="{number}.svg">\n{script}'
+        shown = show(f'<img alt="x" src="{number}.svg">', file, copy)
+        body += f'<div class="figure">{shown}\n{script}</div>'
     plt.close("all")
     links = [THEME, STATIC / "book.css", STATIC / "figures.css", STATIC / "live" / "live.css"]
     head = "".join(f'<link rel="stylesheet" href="{link.as_uri()}">' for link in links)
     for name in ("live", "values"):
         head += f'<script defer src="{(STATIC / "live" / name).as_uri()}.js"></script>'
     path = folder / "page.html"
-    shown = show_images(body, folder, drawn)
     head += '<meta name="viewport" content="width=device-width"><title>x</title>'
-    path.write_text(
-        f"<!doctype html><html lang='en'><head>{head}</head><body>{shown}</body></html>"
-    )
+    path.write_text(f"<!doctype html><html lang='en'><head>{head}</head><body>{body}</body></html>")
     return path
 
 

@@ -1,96 +1,59 @@
-"""Pictures on a page: with a size, and figures for light and dark pages, wide and narrow ones."""
+"""Show images with their size, and figures of the book in four forms: light, dark, wide, narrow."""
 
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
 from PIL import Image
 from sphinx.application import Sphinx
+from sphinx.writers.html5 import HTML5Translator
 
 from figures.scraper import NARROW
 from microddp.figures.style import DARK, INK
 
-FIGURE = "sphx-glr-single-img"  # sphinx-gallery's class
 PHONE = "(max-width: 40em)"
-VALUES = r'\s*(<script type="application/json" class="values">.*?</script>)'
 
 
-def finish_pages(app: Sphinx, exception: Exception | None) -> None:
-    """Give the images of every page that was written their size, and figures their variants."""
-    if exception or app.builder.format != "html":
-        return
-    conf = app.config.sphinx_gallery_conf
-    drawn = Path(app.srcdir, conf["gallery_dirs"], "images")
-    for page in Path(app.outdir).rglob("*.html"):
-        before = page.read_text(encoding="utf-8")
-        text = show_images(before, page.parent, drawn)
-        if text != before:
-            page.write_text(text, encoding="utf-8")
+def visit_image(translator: HTML5Translator, node: nodes.image) -> None:
+    """Write an image of the site; one that the site does not have is left to Sphinx."""
+    builder, uri = translator.builder, node["uri"]
+    HTML5Translator.visit_image(translator, node)
+    file = Path(builder.srcdir, uri)
+    if uri in builder.images and file.is_file():
+        copy = Path(builder.outdir, builder.imagedir, builder.images[uri])
+        translator.body.append(show(translator.body.pop(), file, copy))
 
 
-def show_images(text: str, folder: Path, drawn: Path) -> str:
-    """Give images width and height, so that nothing moves when they come, late if further down.
+def show(tag: str, file: Path, copy: Path) -> str:
+    """Give an `<img>` element width and height, so that nothing moves when the image has loaded.
 
-    A figure of the book is shown as one of two, on a light page or a dark one; on a phone, its
-    narrow form, if there is one in the folder `drawn`. Those of chapters come into a frame of their
-    own, with their values.
+    A figure of the book becomes two pictures, of which a page shows one: for light pages, and for
+    dark ones. Each has a narrow form for phones, if there is one beside `file`. The image is lazy,
+    so that a browser loads only the form that is shown. `copy` is the place of the image in the
+    site; its other forms are written beside it.
     """
-    count = 0
-
-    def shown(found: re.Match[str]) -> str:
-        nonlocal count
-        tag, values = found[1], found[2] or ""
-        count += 1
-        source = re.search(r'src="([^"#?]+)', tag)
-        if source is None or "width=" in tag or not (folder / source[1]).is_file():
-            return found[0]
-        path = folder / source[1]
-        if path.suffix == ".svg" and INK in path.read_text(encoding="utf-8"):
-            image = pictures(tag, path, drawn)
-        else:
-            lazy = ' loading="lazy"' if count > 1 else ""
-            image = f"<img {size(path)}{lazy} {tag[5:]}"
-        return f'<div class="figure">{image}{values}</div>' if FIGURE in tag else image
-
-    return re.sub(rf"(<img [^>]*>)(?:{VALUES})?", shown, text, flags=re.DOTALL)
-
-
-def pictures(tag: str, path: Path, drawn: Path) -> str:
-    """Return a picture for light pages and one for dark pages, and write the files.
-
-    Lazy, both: a browser loads only the one that is shown.
-    """
-    narrow = path.with_stem(path.stem + NARROW)
-    if (drawn / narrow.name).is_file():
-        shutil.copyfile(drawn / narrow.name, narrow)
-    parts = []
-    for page in ("light", "dark"):
-        suffix = "" if page == "light" else "-dark"
-        source = ""
-        for file in (narrow, path) if narrow.is_file() else (path,):
-            if suffix:
-                darken(file, file.with_stem(file.stem + suffix))
-        if narrow.is_file():
-            name = renamed(tag, f"{narrow.stem}{suffix}")
-            source = f'<source media="{PHONE}" srcset="{name}" {size(narrow)}>'
-        image = re.sub(r'src="[^"]*"', f'src="{renamed(tag, path.stem + suffix)}"', tag)
-        parts.append(
-            f'<picture class="only-{page}">{source}'
-            f'<img {size(path)} loading="lazy" {image[5:]}</picture>'
-        )
-    return "".join(parts)
-
-
-def renamed(tag: str, stem: str) -> str:
-    """Return the address of an image with another stem to its name."""
-    address = re.search(r'src="([^"]*)"', tag)
-    assert address is not None
-    return re.sub(r"[^/]+(?=\.svg)", stem, address[1])
+    image = f'<img {size(file)} loading="lazy" {tag[5:].rstrip()}'
+    if file.suffix != ".svg" or INK not in file.read_text(encoding="utf-8"):
+        return image
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    darken(file, copy.with_stem(f"{copy.stem}-dark"))
+    source = ""
+    narrow = file.with_stem(file.stem + NARROW)
+    if narrow.is_file():
+        address = re.search(r' src="([^"]*)\.svg"', tag)
+        assert address is not None
+        source = f'<source media="{PHONE}" srcset="{address[1]}{NARROW}.svg" {size(narrow)}>'
+        shutil.copyfile(narrow, copy.with_stem(copy.stem + NARROW))
+        darken(narrow, copy.with_stem(f"{copy.stem}{NARROW}-dark"))
+    light = f'<picture class="only-light">{source}{image}</picture>'
+    dark = re.sub(r'(src(?:set)?="[^"]*)(?=\.svg")', r"\1-dark", light)
+    return light + dark.replace("only-light", "only-dark", 1)
 
 
 def darken(light: Path, dark: Path) -> None:
-    """Write the same picture for a dark page: the colours of text and axes are lighter ones."""
+    """Write a figure for dark pages, with lighter colours for text and axes."""
     text = light.read_text(encoding="utf-8")
     dark.write_text(re.sub("|".join(DARK), lambda found: DARK[found[0]], text), encoding="utf-8")
 
@@ -113,6 +76,7 @@ def size(picture: Path) -> str:
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Connect the handler."""
-    app.connect("build-finished", finish_pages)
+    """Replace Sphinx's visitor of images."""
+    visitors = visit_image, HTML5Translator.depart_image
+    app.add_node(nodes.image, override=True, html=visitors)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,6 +1,7 @@
-"""Figures as SVG: wide and narrow, with words for who hears the page, and the values drawn."""
+"""Save a chapter's figures as SVG, wide and narrow, with their descriptions and values."""
 
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -9,12 +10,12 @@ from matplotlib.figure import Figure
 from microddp.figures.drawing import Drawing
 from microddp.figures.live import json_in_html
 
-NARROW = "-narrow"  # at the end of a file's name
-DIGITS = 4  # of a position, as a fraction: less than a pixel
+NARROW = "-narrow"  # ends the name of a narrow figure's file
+DIGITS = 4  # of a position, a fraction of the picture: less than a pixel
 
 
 def scrape(block: Any, variables: dict[str, Any], gallery: dict[str, Any]) -> str:
-    """Keep the open figures and return the reStructuredText that shows them.
+    """Save the open figures and return the reStructuredText that shows them.
 
     A figure of :mod:`microddp.figures` is drawn a second time, narrow, and saved beside the first.
     """
@@ -27,39 +28,40 @@ def scrape(block: Any, variables: dict[str, Any], gallery: dict[str, Any]) -> st
             figure = plt.figure(number)
             save(figure, path)
             place = path.relative_to(gallery["src_dir"]).as_posix()
-            shown.append(f".. image:: /{place}\n   :alt: {describe(figure)}")
-            shown.append("   :class: sphx-glr-single-img\n")
+            parts = [f".. image:: /{place}\n   :alt: {describe(figure)}"]
+            parts.append("   :class: sphx-glr-single-img\n")
             if isinstance(figure, Drawing) and figure.narrow:
                 narrow = figure.narrow()
                 save(narrow, path.with_stem(path.stem + NARROW))
                 if figure.series:
-                    shown.append(as_html(values(figure, narrow)))
+                    parts.append(as_html(values(figure, narrow)))
+            shown += [".. container:: figure\n", indent("\n".join(parts), "   ")]
     plt.close("all")
     return "\n".join(shown)
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write an SVG that says nothing of when it was made."""
+    """Write an SVG without a date."""
     figure.savefig(path, format="svg", metadata={"Date": None})
 
 
 def describe(figure: Figure) -> str:
-    """Return the figure's titles, what its axes count, and what is named in it."""
+    """Return the figure's titles, the labels of its axes, and the names in it."""
     titles, scales = [figure.get_suptitle()], []
     told: list[str] = figure.told if isinstance(figure, Drawing) else []
     for axes in figure.axes:
         titles.append(axes.get_title(loc="left") or axes.get_title())
         scales.append(" against ".join(filter(None, (axes.get_ylabel(), axes.get_xlabel()))))
-    # Panels that count up, such as rounds, are told in other words.
+    # Many panels, such as rounds, differ by a number only.
     panels = titles if len(titles) < 6 else titles[:1]
     parts = [*dict.fromkeys(filter(None, panels)), *dict.fromkeys(filter(None, scales)), *told]
     return ". ".join(" ".join(part.split()).rstrip(".") for part in parts) + "."
 
 
 def values(wide: Drawing, narrow: Figure) -> dict[str, Any]:
-    """Return what can be pointed at: texts, and where they lie in both pictures.
+    """Return the texts of what can be pointed at, and their places in both pictures.
 
-    A box of axes is left, top, width and height in fractions of the picture; a place is in
+    The box of axes is left, top, width and height, in fractions of the picture. A place is in
     fractions of its axes, from their top left corner.
     """
     series = [
@@ -83,13 +85,13 @@ def values(wide: Drawing, narrow: Figure) -> dict[str, Any]:
 
 
 def box_of(bounds: tuple[float, float, float, float]) -> list[float]:
-    """Return left, top, width and height, from the top."""
+    """Return left, top, width and height; top is counted from the top."""
     left, bottom, width, height = bounds
     return [round(part, DIGITS) for part in (left, 1 - bottom - height, width, height)]
 
 
 def places(series: Any) -> list[list[float]]:
-    """Return the places of a series' values as fractions of its axes, from the top left."""
+    """Return the places of a series' values, as fractions of its axes from the top left corner."""
     to_fractions = series.axes.transData + series.axes.transAxes.inverted()
     found = []
     for place in series.places:
@@ -105,7 +107,7 @@ def places(series: Any) -> list[list[float]]:
 
 
 def as_html(data: dict[str, Any]) -> str:
-    """Return a script element with the data, as reStructuredText."""
+    """Return a script element with the data, in reStructuredText."""
     text = json_in_html(data)
     lines = ['<script type="application/json" class="values">', *text.split("\n"), "</script>"]
     return "\n".join([".. raw:: html\n", *(f"   {line}" for line in lines), ""])
