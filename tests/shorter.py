@@ -1,6 +1,10 @@
 """Chapters with less to compute, for tests of whether they run and not of how long they take."""
 
+import contextlib
+import io
 from pathlib import Path
+
+from pretended.job import run_chapter
 
 CHAPTERS = {path.stem[:2]: path for path in Path(__file__).parents[1].glob("chapters/[0-9]*.py")}
 
@@ -85,3 +89,10 @@ def shortened(number: str) -> str:
             raise ValueError(f"chapter {number}: expected {long!r} in its text")
         text = text.replace(long, short)
     return text
+
+
+def what_a_rank_prints(number: str) -> str:
+    """Run a shortened chapter on this rank; what it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        run_chapter(CHAPTERS[number], shortened(number))
+    return output.getvalue()

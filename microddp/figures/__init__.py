@@ -9,13 +9,27 @@ Functions whose name begins with ``explore_`` return a picture that readers can 
 (:class:`~microddp.figures.live.Live`): the last value of a cell is shown.
 """
 
-from microddp.figures.chrome_trace import save_chrome_trace
-from microddp.figures.flow_chart import questions
-from microddp.figures.live_buckets import explore_buckets
-from microddp.figures.live_memory import explore_kept
-from microddp.figures.live_plan import explore_plan
-from microddp.figures.live_timelines import explore_timelines
-from microddp.figures.plots import buckets, lines, pauses, stacked_bars, times_by_size
-from microddp.figures.ring import all_reduces, ring_rounds
-from microddp.figures.timelines import gradient_order, timeline, timelines
-from microddp.figures.who_has_what import contributors, holdings, traffic
+from importlib import import_module
+from typing import Any
+
+# By file what it offers, loaded when it is asked for: most chapters draw one or two kinds.
+_OFFERED = {
+    "chrome_trace": ["save_chrome_trace"],
+    "flow_chart": ["questions"],
+    "live_buckets": ["explore_buckets"],
+    "live_memory": ["explore_kept"],
+    "live_plan": ["explore_plan"],
+    "live_timelines": ["explore_timelines"],
+    "plots": ["buckets", "lines", "pauses", "stacked_bars", "times_by_size"],
+    "ring": ["all_reduces", "ring_rounds"],
+    "gantt": ["gradient_order", "timeline", "timelines"],
+    "who_has_what": ["contributors", "holdings", "traffic"],
+}
+_FILE_OF = {name: file for file, names in _OFFERED.items() for name in names}
+__all__ = list(_FILE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FILE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_FILE_OF[name]}"), name)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from microddp.figures.chrome_trace import nanoseconds
+from microddp.figures.gantt import kind_of
 from microddp.figures.live import Live
 from microddp.figures.style import looks
-from microddp.figures.timelines import kind_of
 from microddp.report import human_bytes, human_seconds, table
 from microddp.timing import Span, StepTimes, break_down, tracks
 

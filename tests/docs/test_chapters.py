@@ -1,7 +1,5 @@
 """Every chapter runs to its end, whatever the number of ranks; its assertions are the test."""
 
-import contextlib
-import io
 import os
 import re
 import subprocess
@@ -11,9 +9,8 @@ import jupytext
 import nbformat
 import pytest
 from nbclient import NotebookClient
-from pretended.job import run_chapter
 from ranks import run
-from shorter import CHAPTERS, shortened
+from shorter import CHAPTERS, shortened, what_a_rank_prints
 
 FOLDER = CHAPTERS["00"].parent
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
@@ -40,12 +37,6 @@ def test_runs_under_torchrun(tmp_path):
     assert "gloo, 3 ranks on " in output
     assert output.count("torch 2.") == 1, "only one rank may print"
     assert list(tmp_path.glob(f"{script.stem}-*.png")), "figures are kept where they are asked for"
-
-
-def what_a_rank_prints(number):
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        run_chapter(CHAPTERS[number], shortened(number))
-    return output.getvalue()
 
 
 # Three ranks: neither a power of two nor a divisor of every size, and more than the usual cores.

@@ -10,11 +10,10 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = map(str, (TESTS, TESTS / "docs"))  # as pytest has them
+sys.path.insert(0, str(TESTS))  # as pytest has it
 
 from ranks import run  # noqa: E402
-from shorter import CHAPTERS  # noqa: E402
-from test_chapters import what_a_rank_prints  # noqa: E402
+from shorter import CHAPTERS, what_a_rank_prints  # noqa: E402
 
 from microddp.labs.__main__ import main  # noqa: E402
 from microddp.labs.catalogue import find  # noqa: E402

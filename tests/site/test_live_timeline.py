@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "figures"))
 from live_page import write_page
-from test_explore import steps_of
+from test_explore_timelines import steps_of
 from test_site import Visit
 
 from microddp import figures

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-EXTENSIONS = Path(__file__).parents[2] / "docs" / "_ext"
+EXTENSIONS = Path(__file__).parents[1] / "docs" / "_ext"
 
 CONF = """
 import sys
