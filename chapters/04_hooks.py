@@ -33,7 +33,8 @@ from microddp.model import FullMLP, SimpleCNN, gradient_bytes
 from microddp.performance import compare_strategies
 from microddp.replicas import check_replicas
 from microddp.report import human_bytes, human_seconds, table
-from microddp.timing import Timeline, exposed, overlapped
+from microddp.step_times import exposed, overlapped
+from microddp.timing import Timeline
 from microddp.workloads import Transformer
 
 # %%

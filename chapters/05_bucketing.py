@@ -35,7 +35,8 @@ from microddp.performance import (
     predict_plan,
 )
 from microddp.report import MIB, human_bytes, human_seconds, mark_least, table
-from microddp.timing import ComputeTimes, measure
+from microddp.step_times import ComputeTimes
+from microddp.timing import measure
 from microddp.workloads import Transformer
 
 # %%

@@ -46,8 +46,9 @@ from microddp.performance import (
 )
 from microddp.report import MIB, human_bytes, human_seconds, table
 from microddp.step import take_step
+from microddp.step_times import break_down
 from microddp.strategies import STRATEGIES
-from microddp.timing import Timeline, Timing, break_down, measure
+from microddp.timing import Timeline, Timing, measure
 from microddp.workloads import Transformer, token_loss
 
 # %%
@@ -134,7 +135,7 @@ for _ in range(9):
 
 # %% [markdown]
 """
-The book's own {func}`~microddp.timing.step_times.break_down` follows the same rule, and adds the
+The book's own {func}`~microddp.step_times.break_down` follows the same rule, and adds the
 phases. Of each strategy's steps, the one of median length on rank 0 is kept, after two to warm up:
 """
 

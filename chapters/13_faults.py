@@ -34,7 +34,8 @@ from microddp import figures
 from microddp.data import load_digits
 from microddp.doctor.hang import report
 from microddp.model import FullMLP
-from microddp.report import human_seconds, table, whole_file
+from microddp.report import human_seconds, table
+from microddp.results import whole_file
 from microddp.train.checkpoint import Checkpoints
 
 # %%

@@ -1,15 +1,8 @@
-"""Results and options: bytes and times in words, tables, files that are there as a whole."""
+"""Results in words: bytes, times, tables."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
 
@@ -97,66 +90,3 @@ def _cell(value: object, how: str) -> str:
 
 def _is_quantity(cell: str) -> bool:
     return cell.strip().lower() in ("", "inf", "nan", "none") or cell.lstrip(" +-~<")[:1].isdigit()
-
-
-@contextmanager
-def whole_file(path: str | Path) -> Iterator[Path]:
-    """A place to write a file that appears at ``path`` whole or not at all, whoever dies when.
-
-    Its folder is made if need be. What the block writes to the place that it is given takes the
-    name ``path`` when the block is over and the bytes are on the disk. If the block raises, nothing
-    is left of it; if it is killed, the next one writes over what is left.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.part")  # beside it: only there can it be renamed
-    try:
-        yield unfinished
-        _to_disk(unfinished)
-        os.replace(unfinished, path)
-        _to_disk(path.parent)  # the new name, too
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
-
-
-def write_result(path: Path, run: str, **content: object) -> None:
-    """Write what came of a command as JSON.
-
-    Args:
-        path: the file.
-        run: what the run was, as ``Comms.describe()`` says it.
-        content: what else there is to say, by name.
-    """
-    result = {"run": run, "command": sys.argv[1:], **content}
-    with whole_file(path) as unfinished:
-        unfinished.write_text(json.dumps(result, indent=2, default=str) + "\n")
-
-
-def _to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def output_file(text: str) -> Path:
-    """An option that names a file to write: refused now, and not when all is measured."""
-    path = Path(text)
-    if not path.parent.is_dir() or path.is_dir():
-        raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {text}")
-    return path
-
-
-def positive(kind: type[Any]) -> Callable[[str], Any]:
-    """An option that is a number above 0, of the given type."""
-
-    def parse(text: str) -> Any:
-        value = kind(text)
-        if not 0 < value < float("inf"):
-            raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
-        return value
-
-    parse.__name__ = "positive number"  # argparse names it in its messages
-    return parse

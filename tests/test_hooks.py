@@ -17,7 +17,8 @@ from microddp.hooks import (
 from microddp.model import FullMLP, ModelConfig, SimpleCNN
 from microddp.replicas import check_replicas
 from microddp.schedule import ddp_step, naive_data_parallel_step
-from microddp.timing import Timeline, exposed
+from microddp.step_times import exposed
+from microddp.timing import Timeline
 from microddp.workloads import Transformer
 
 DEBUG = {"MICRODDP_DEBUG": "1"}

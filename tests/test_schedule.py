@@ -15,8 +15,9 @@ from microddp.model import FullMLP, gradient_bytes
 from microddp.replicas import check_replicas
 from microddp.schedule import ddp_step, naive_data_parallel_step, register_ddp_hooks
 from microddp.step import take_step
+from microddp.step_times import exposed, overlapped
 from microddp.strategies import STRATEGIES
-from microddp.timing import NOT_RECORDED, Timeline, exposed, overlapped
+from microddp.timing import NOT_RECORDED, Timeline
 
 STEPS = 20
 # Those in parts have tests with the rest of sharding.

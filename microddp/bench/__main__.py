@@ -12,7 +12,7 @@ from microddp.bench.ddp import bench_ddp, models
 from microddp.bench.sharded import MODELS, bench_sharded
 from microddp.comms import init
 from microddp.compression import NAMES, compressor
-from microddp.report import output_file, positive
+from microddp.results import output_file, positive
 from microddp.shared import ALL_REDUCES, AUTO
 
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from microddp.comms import Comms
-from microddp.report import table, write_result
+from microddp.report import table
+from microddp.results import write_result
 from microddp.timing import Timing
 
 

@@ -18,7 +18,7 @@ from microddp.doctor import hang
 from microddp.doctor.checks import CHECKS
 from microddp.doctor.job import JobFailed, JobStopped, run_job
 from microddp.doctor.machine import facts
-from microddp.report import output_file, positive, whole_file
+from microddp.results import output_file, positive, whole_file
 
 CHAPTERS = ("01", "03", "06")  # a gradient by hand, the first whole step, the wrapper
 BUDGET = 300.0  # seconds, after which no job is begun

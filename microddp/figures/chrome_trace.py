@@ -6,8 +6,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from microddp.report import whole_file
-from microddp.timing import Span, tracks
+from microddp.results import whole_file
+from microddp.step_times import tracks
+from microddp.timing import Span
 
 
 def nanoseconds(seconds: float) -> int:

@@ -21,7 +21,8 @@ from microddp.figures.drawing import (
 from microddp.figures.style import COLORS, Look, looks
 from microddp.hooks import GradientReady
 from microddp.report import human_bytes, human_seconds
-from microddp.timing import Span, tracks
+from microddp.step_times import tracks
+from microddp.timing import Span
 
 Lane = tuple[int, str]  # a rank, and the name of its lane: one row
 

@@ -11,7 +11,8 @@ from microddp.allreduce import FittedCost
 from microddp.buckets import plan_buckets
 from microddp.figures.live import Live, html_table
 from microddp.report import human_bytes, human_seconds
-from microddp.timing import Bucket, ComputeTimes, Prediction, Timing
+from microddp.step_times import Bucket, ComputeTimes, Prediction
+from microddp.timing import Timing
 
 Predict = Callable[[ComputeTimes, Sequence[Bucket], FittedCost, float | None], Prediction]
 

@@ -9,7 +9,8 @@ from microddp.figures.gantt import kind_of
 from microddp.figures.live import Live
 from microddp.figures.style import looks
 from microddp.report import human_bytes, human_seconds, table
-from microddp.timing import Span, StepTimes, break_down, tracks
+from microddp.step_times import StepTimes, break_down, tracks
+from microddp.timing import Span
 
 MOST_RANKS = 4  # drawn of a larger job, because each rank's spans are bytes of the page
 

@@ -17,7 +17,7 @@ from types import TracebackType
 
 from microddp.hang.flight_recorder import flight_record
 from microddp.hang.record import Record, current_record
-from microddp.report import whole_file
+from microddp.results import whole_file
 
 LAST = 3  # calls that are told
 PIECES = 0.05  # seconds; faulthandler writes a stack line by line

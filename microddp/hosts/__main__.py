@@ -25,7 +25,7 @@ from microddp.hosts.calibration import calibration_table
 from microddp.hosts.cluster import Cluster
 from microddp.hosts.link import Link, Uplink
 from microddp.hosts.namespaces import FORWARDED
-from microddp.report import positive
+from microddp.results import positive
 
 PORT = 29500  # free on every host: its network is new
 FORK = multiprocessing.get_context("fork")

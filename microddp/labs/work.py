@@ -13,7 +13,7 @@ from typing import Any
 from microddp.labs.lab import Lab
 from microddp.labs.listener import Outcome
 from microddp.labs.skeleton import skeleton
-from microddp.report import whole_file
+from microddp.results import whole_file
 
 
 @dataclass(frozen=True)

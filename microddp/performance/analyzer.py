@@ -22,8 +22,9 @@ from microddp.comms import Comms
 from microddp.model import gradient_bytes
 from microddp.report import table
 from microddp.step import Loss, Strategy, take_step
+from microddp.step_times import StepTimes, break_down
 from microddp.strategies import STRATEGIES, strategy_of
-from microddp.timing import StepTimes, Timeline, Timing, break_down, measure
+from microddp.timing import Timeline, Timing, measure
 
 PHASES = tuple(field.name for field in fields(StepTimes))
 

@@ -15,7 +15,8 @@ from microddp.allreduce.ring import ring_all_reduce
 from microddp.comms import Comms
 from microddp.performance.network import Port, Processor
 from microddp.program import Layer, Work
-from microddp.timing import ComputeTimes, measure
+from microddp.step_times import ComputeTimes
+from microddp.timing import measure
 
 SIZES = (1 << 10, 1 << 12, 1 << 20, 1 << 22)  # bytes
 

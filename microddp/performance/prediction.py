@@ -22,17 +22,9 @@ from microddp.comms import Comms, cpu_cores
 from microddp.hooks import HookTracker
 from microddp.report import MIB
 from microddp.step import Loss, Strategy, take_step
+from microddp.step_times import Bucket, ComputeTimes, Prediction, break_down
 from microddp.strategies import STRATEGIES
-from microddp.timing import (
-    Bucket,
-    ComputeTimes,
-    Prediction,
-    Timeline,
-    break_down,
-    measure,
-    slowest_rank,
-    timed_together,
-)
+from microddp.timing import Timeline, measure, slowest_rank, timed_together
 
 SWEEP = tuple(1 << shift for shift in range(10, 25, 2))  # 1 KiB to 16 MiB
 

@@ -27,7 +27,8 @@ from microddp.performance.profiler_events import (
     events_of,
     summarize,
 )
-from microddp.report import human_seconds, table, whole_file
+from microddp.report import human_seconds, table
+from microddp.results import whole_file
 
 WINDOW = "profiled steps"  # the range whose events count
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch.autograd.profiler_util import FunctionEvent
 
-from microddp.timing import covered, in_both
+from microddp.step_times import covered, in_both
 
 ALL_REDUCE, OPTIMIZER, COLLECTIVES, OTHER = "all-reduce", "optimizer", "other collectives", "other"
 # The first match wins where an operation is made of others, as attention is of multiplications.

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, zip_longest
 
-from microddp.timing import Span, common, union
+from microddp.step_times import common, union
+from microddp.timing import Span
 
 WATCHED = "all-reduce"  # TorchDDPWatch's name for all collectives of a backward together
 

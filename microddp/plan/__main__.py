@@ -19,7 +19,8 @@ from microddp.plan.config import count_parameters
 from microddp.plan.library import Device, Link, devices, links, named, read
 from microddp.plan.planning import DAY, Plan, Training, cheapest, sweep
 from microddp.plan.published import compare_published, summary
-from microddp.report import human_seconds, output_file, positive, table, write_result
+from microddp.report import human_seconds, table
+from microddp.results import output_file, positive, write_result
 from microddp.strategies import STRATEGIES
 
 COUNTS = tuple(8 << k for k in range(8))  # to 1024

@@ -8,6 +8,4 @@ from microddp.timing.clock import (
     slowest_rank,
     timed_together,
 )
-from microddp.timing.intervals import common, covered, exposed, in_both, overlapped, tracks, union
-from microddp.timing.step_times import Bucket, ComputeTimes, Prediction, StepTimes, break_down
 from microddp.timing.timeline import NOT_RECORDED, Launched, Recorder, Span, Timeline

@@ -10,7 +10,8 @@ from dataclasses import asdict
 from microddp.comms import Comms, init
 from microddp.elastic import Members
 from microddp.model import gradient_bytes, parameter_count
-from microddp.report import human_bytes, human_seconds, write_result
+from microddp.report import human_bytes, human_seconds
+from microddp.results import write_result
 from microddp.train.elastic import train_elastically
 from microddp.train.loop import Trainer, TrainingResult
 from microddp.train.options import TrainingConfig, parse

@@ -21,7 +21,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from microddp.comms import Comms
-from microddp.report import whole_file
+from microddp.results import whole_file
 
 NAME = re.compile(r"checkpoint-(\d+)\.pt")
 

@@ -25,8 +25,9 @@ from microddp.replicas import check_replicas
 from microddp.report import human_seconds
 from microddp.shared import carrier
 from microddp.step import StepOptions, Strategy, compute_gradients, take_step
+from microddp.step_times import StepTimes, break_down
 from microddp.strategies import STRATEGIES
-from microddp.timing import NOT_RECORDED, Span, StepTimes, Timeline, break_down
+from microddp.timing import NOT_RECORDED, Span, Timeline
 from microddp.train.checkpoint import Checkpoints, gather_states, own_state
 from microddp.train.options import TrainingConfig
 from microddp.train.task import evaluate, make_task

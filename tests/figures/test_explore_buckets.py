@@ -8,7 +8,8 @@ from microddp import figures
 from microddp.allreduce import FittedCost
 from microddp.performance import predict_plan
 from microddp.report import human_seconds
-from microddp.timing import Bucket, ComputeTimes, Timing
+from microddp.step_times import Bucket, ComputeTimes
+from microddp.timing import Timing
 
 SIZES = {"c": 4096, "b": 1024, "a": 8192}
 COMPUTE = ComputeTimes(0.1, 0.3, {"c": 0.1, "b": 0.15, "a": 0.3}, 0.0, 1e-9)

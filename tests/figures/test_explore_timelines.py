@@ -7,7 +7,8 @@ import pytest
 
 from microddp import figures
 from microddp.report import human_seconds
-from microddp.timing import Span, break_down, tracks
+from microddp.step_times import break_down, tracks
+from microddp.timing import Span
 
 
 def steps_of(ranks):

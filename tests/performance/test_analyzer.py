@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from microddp.ddp import DDP
 from microddp.model import FullMLP, gradient_bytes
 from microddp.performance import DDPPerformanceAnalyzer, Overhead, StepSummary, median_step
+from microddp.step_times import StepTimes, break_down
 from microddp.strategies import STRATEGIES
-from microddp.timing import NOT_RECORDED, Span, StepTimes, Timing, break_down
+from microddp.timing import NOT_RECORDED, Span, Timing
 
 
 def span(name, start, end, lane="compute"):

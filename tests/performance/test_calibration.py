@@ -7,7 +7,7 @@ from ranks import on_ranks
 from microddp.performance.calibration import SIZES, fit_network, measure_network, measured_work
 from microddp.performance.cluster import Way, simulate
 from microddp.performance.network import Network, Port
-from microddp.timing import ComputeTimes
+from microddp.step_times import ComputeTimes
 
 
 def test_a_fit_by_hand():

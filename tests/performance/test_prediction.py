@@ -20,8 +20,8 @@ from microddp.performance import (
     predict_step,
 )
 from microddp.report import MIB
+from microddp.step_times import Bucket, ComputeTimes
 from microddp.strategies import STRATEGIES
-from microddp.timing import Bucket, ComputeTimes
 
 
 def test_communication_time_is_the_models():

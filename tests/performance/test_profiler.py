@@ -24,7 +24,7 @@ from microddp.model import SimpleCNN
 from microddp.performance import ProfileSummary, profile_steps
 from microddp.performance.profiler_events import Event, events_of, summarize
 from microddp.schedule import naive_data_parallel_step
-from microddp.timing import covered, in_both
+from microddp.step_times import covered, in_both
 from microddp.workloads import Transformer, token_loss
 
 # ---- kinds and interval arithmetic, on events made by hand

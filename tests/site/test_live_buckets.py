@@ -13,7 +13,8 @@ from microddp import figures
 from microddp.allreduce import FittedCost
 from microddp.buckets import plan_buckets
 from microddp.performance import predict_plan
-from microddp.timing import Bucket, ComputeTimes, Timing
+from microddp.step_times import Bucket, ComputeTimes
+from microddp.timing import Timing
 
 KIB = 1 << 10
 SIZES = {f"layer {i}": [4, 64, 256, 33][i % 4] * KIB for i in range(12)}
