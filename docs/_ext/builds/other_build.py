@@ -131,7 +131,7 @@ class OfBoth(OfRun):
         script = Path(self.env.srcdir, f"{self.env.docname}.py")
         parts = write_below_title(function, pair.there.facts, script)
         for here, there in zip_longest(pair.here.below_title, parts, fillvalue=""):
-            shown += self.parse(here) if here == there else self.panels(here, there)
+            shown += self.parse_text_to_nodes(here) if here == there else self.panels(here, there)
         return shown
 
     def output(self, pair: Both, number: int) -> list[nodes.Node]:
@@ -145,7 +145,7 @@ class OfBoth(OfRun):
     def panels(self, here: str, there: str) -> list[nodes.Node]:
         """Return a container for each build's own output."""
         return [
-            nodes.container("", *self.parse(markdown), classes=[name])
+            nodes.container("", *self.parse_text_to_nodes(markdown), classes=[name])
             for name, markdown in ((HERE, here), (THERE, there))
             if markdown
         ]

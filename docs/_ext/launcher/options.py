@@ -43,5 +43,6 @@ class Options:
     facts: str | None = None
 
     # Import path of a function that is called with these facts and the path of the example. It
-    # returns what the page shows below its title: a list of Markdown texts.
+    # returns a list of Markdown texts. They become `file_conf["preamble"]`, which an extension such
+    # as `pages/markdown.py` puts on the page.
     below_title: str | None = None

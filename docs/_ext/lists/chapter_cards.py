@@ -8,7 +8,6 @@ from typing import Any
 
 import jupytext
 from docutils import nodes
-from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -117,9 +116,7 @@ class ChapterCards(SphinxDirective):
                 "::::",
             ]
         lines.append(":::::")
-        holder = nodes.container()
-        self.state.nested_parse(StringList(lines, "chapter-cards"), 0, holder)
-        return holder.children
+        return self.parse_text_to_nodes("\n".join(lines))
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

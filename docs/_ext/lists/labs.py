@@ -3,7 +3,6 @@
 from typing import Any
 
 from docutils import nodes
-from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -17,9 +16,7 @@ class LabList(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Write them in Markdown, and parse that."""
         lines = [line for lab in LABS.values() for line in paragraphs(lab)]
-        holder = nodes.container()
-        self.state.nested_parse(StringList(lines, "lab-list"), 0, holder)
-        return holder.children
+        return self.parse_text_to_nodes("\n".join(lines))
 
 
 def paragraphs(lab: Lab) -> list[str]:

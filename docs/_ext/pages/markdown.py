@@ -34,7 +34,6 @@ from typing import Any, NamedTuple
 import jupytext
 import nbformat
 from docutils import nodes
-from docutils.statemachine import StringList
 from jupytext.cell_reader import DoublePercentScriptCellReader
 from jupytext.header import header_to_metadata_and_cell
 from sphinx.application import Sphinx
@@ -161,14 +160,7 @@ class OfRun(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Show them."""
-        return self.parse("\n".join(self.content))
-
-    def parse(self, markdown: str) -> list[nodes.Node]:
-        """Parse Markdown into nodes."""
-        holder = nodes.container()
-        lines = StringList(markdown.splitlines(), self.env.docname)
-        self.state.nested_parse(lines, self.content_offset, holder)
-        return holder.children
+        return self.parse_text_to_nodes("\n".join(self.content))
 
 
 def page_blocks(
