@@ -12,7 +12,7 @@ import pytest
 from nbclient import NotebookClient
 from shorter import shortened
 
-from microddp.labs.catalogue import find
+from microddp.labs.engine.catalogue import find
 
 RANKS = 2
 

@@ -18,12 +18,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from microddp.labs.catalogue import LABS, find
-from microddp.labs.job import run_job
-from microddp.labs.lab import Lab
-from microddp.labs.listener import Outcome
-from microddp.labs.results import WIDTH, explain, first_failure, overview
-from microddp.labs.work import Work
+from microddp.labs.engine.catalogue import LABS, find
+from microddp.labs.engine.job import run_job
+from microddp.labs.engine.lab import Lab
+from microddp.labs.engine.listener import Outcome
+from microddp.labs.engine.results import WIDTH, explain, first_failure, overview
+from microddp.labs.engine.work import Work
 from microddp.report import table
 
 

@@ -1,15 +1,13 @@
 """Scripts that readers may hand in: of each lab two that are right, and many that are not."""
 
-import importlib.util
+import importlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from microddp.labs.catalogue import LABS
-from microddp.labs.job import run_job
-from microddp.labs.results import explain
-from microddp.labs.skeleton import skeleton
-
-HERE = Path(__file__).parent
+from microddp.labs.engine.catalogue import LABS
+from microddp.labs.engine.job import run_job
+from microddp.labs.engine.results import explain
+from microddp.labs.engine.skeleton import skeleton
 
 
 @dataclass(frozen=True)
@@ -34,16 +32,15 @@ class Case:
 
 def cases(lab: str) -> list[Case]:
     """All scripts for a lab."""
-    solution = LABS[lab].solution.read_text()
+    path = LABS[lab].solution
+    solution = path.read_text()
     given = skeleton(solution, LABS[lab].functions)
     found = [
         Case(lab, "the skeleton", given, "is not written yet"),
         Case(lab, "the solution", solution),
-        Case(lab, "a second solution", (HERE / "second" / f"{lab}.py").read_text()),
+        Case(lab, "a second solution", path.with_name("second.py").read_text()),
     ]
-    spec = importlib.util.spec_from_file_location(f"wrong_{lab}", HERE / "wrong" / f"{lab}.py")
-    wrong = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(wrong)
+    wrong = importlib.import_module(f"microddp.labs.{lab}.wrong")
     for name, (replacements, says) in wrong.WRONG.items():
         found.append(Case(lab, name, replaced(solution, replacements), says))
     return found

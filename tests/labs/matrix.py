@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cases import cases, verdict
 
-from microddp.labs.catalogue import LABS, find
+from microddp.labs.engine.catalogue import LABS, find
 
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # as conftest.py says
 

@@ -5,7 +5,7 @@ import re
 import pytest
 from cases import Case, cases, verdict
 
-from microddp.labs.catalogue import LABS
+from microddp.labs.engine.catalogue import LABS
 
 CASES = [case for lab in LABS for case in cases(lab)]
 

@@ -5,9 +5,9 @@ from cases import replaced
 from shorter import CHAPTERS
 
 from microddp.labs.__main__ import main
-from microddp.labs.catalogue import LABS, find
-from microddp.labs.skeleton import definitions, skeleton
-from microddp.labs.work import Work
+from microddp.labs.engine.catalogue import LABS, find
+from microddp.labs.engine.skeleton import definitions, skeleton
+from microddp.labs.engine.work import Work
 
 LAB = find("02")
 FIRST = "every rank ends with the sum"

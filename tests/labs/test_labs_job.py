@@ -14,11 +14,11 @@ import psutil
 import pytest
 from cases import replaced
 
-from microddp.labs.catalogue import find
-from microddp.labs.job import run_job
-from microddp.labs.lab import Stage
-from microddp.labs.rank import LOADING
-from microddp.labs.results import explain
+from microddp.labs.engine.catalogue import find
+from microddp.labs.engine.job import run_job
+from microddp.labs.engine.lab import Stage
+from microddp.labs.engine.rank import LOADING
+from microddp.labs.engine.results import explain
 
 LAB = find("02")
 RIGHT = LAB.solution.read_text()
@@ -114,9 +114,12 @@ def test_of_a_hang_each_ranks_line_is_told(line, where, tmp_path, monkeypatch):
         ("type(comms).sendrecv = lambda *a, **k: None", "Comms.sendrecv"),
         ("import microddp.comms as c; c.MessageCounter._record = print", "MessageCounter._record"),
         ("import time; time.time_ns = lambda: 0", "time.time_ns"),
-        ("from microddp.labs import bench; bench.Wrong = ValueError", "microddp.labs.bench.Wrong"),
         (
-            "from microddp.labs.bench import Bench; Bench.expect = lambda *a: None",
+            "from microddp.labs.engine import bench; bench.Wrong = ValueError",
+            "microddp.labs.engine.bench.Wrong",
+        ),
+        (
+            "from microddp.labs.engine.bench import Bench; Bench.expect = lambda *a: None",
             "Bench.expect",
         ),
         ("torch.distributed.all_reduce = print", "torch.distributed.all_reduce"),

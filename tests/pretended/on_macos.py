@@ -16,7 +16,7 @@ from ranks import run  # noqa: E402
 from shorter import CHAPTERS, what_a_rank_prints  # noqa: E402
 
 from microddp.labs.__main__ import main  # noqa: E402
-from microddp.labs.catalogue import find  # noqa: E402
+from microddp.labs.engine.catalogue import find  # noqa: E402
 
 # Chapters whose arithmetic of ranks, rows and parts three ranks try: neither a power of two nor a
 # divisor of every size. The others' third rank would only take turns with the other two.
@@ -42,7 +42,8 @@ def labs(*numbers: str) -> None:
     """Check the right solution of labs, as the command does."""
     with tempfile.TemporaryDirectory() as folder:
         for number in numbers:
-            shutil.copy(find(number).solution, folder)
+            lab = find(number)
+            shutil.copy(lab.solution, Path(folder, f"{lab.name}.py"))
             assert main(["check", number, "--dir", folder]) == 0
 
 

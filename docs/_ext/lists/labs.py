@@ -6,8 +6,8 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from microddp.labs.catalogue import LABS
-from microddp.labs.lab import Check, Lab
+from microddp.labs.engine.catalogue import LABS
+from microddp.labs.engine.lab import Check, Lab
 
 
 class LabList(SphinxDirective):

@@ -1,1 +1,0 @@
-"""What each lab asks for, counts and compares: a module for each."""

@@ -1,0 +1,161 @@
+"""Hearing what the ranks of a lab's job find: what passed, and why it ended if not all did."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+
+from microddp.comms import name_ranks, odd_ranks
+from microddp.labs.engine.lab import Lab, Stage
+from microddp.labs.engine.rank import LOADING, Begun, Claims, Died, Failed, Passed
+
+LOADS = 60.0  # seconds to start the ranks, to join them and to load the script
+GRACE = 1.0  # seconds for the other ranks to find out for themselves, once one has failed
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong in a job.
+
+    Attributes:
+        title: of the check.
+        read: the section that explains it.
+        found: what each rank found that failed; nothing if all only waited.
+        story: where the ranks were then.
+    """
+
+    title: str
+    read: str
+    found: Mapping[int, Failed] = field(default_factory=dict)
+    story: str = ""
+
+    @property
+    def hangs(self) -> bool:
+        """Whether no rank said anything any more."""
+        return not self.found
+
+
+@dataclass
+class Outcome:
+    """How a job went.
+
+    Attributes:
+        stage: where.
+        passed: the titles of the checks that all ranks passed.
+        deaths: the titles of the checks that let a process die, one for each time that they did.
+        failure: of the first one that they did not.
+        refused: why it could not run here, if it could not.
+        printed: what each rank printed, if anything.
+        seconds: how long it took.
+    """
+
+    stage: Stage
+    passed: list[str] = field(default_factory=list)
+    deaths: list[str] = field(default_factory=list)
+    failure: Failure | None = None
+    refused: str = ""
+    printed: Mapping[int, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class Listener:
+    """Hears what the ranks find, until all are through, one has failed, or one has to die."""
+
+    def __init__(self, lab: Lab, outcome: Outcome, progress: Callable[[str], object]) -> None:
+        self.outcome, self.progress = outcome, progress
+        self.patience = lab.patience
+        self.ranks = outcome.stage.ranks
+        self.read = {LOADING: "", **{c.title: c.read for c in lab.checks_on(outcome.stage)}}
+        self.under_way = [LOADING] * self.ranks
+        self.claims: dict[str, dict[int, Claims]] = {title: {} for title in self.read}
+        self.found: dict[int, Failed] = {}  # by rank, the first first
+        self.death = ""  # the title of the check that lets a process die
+        self.failure: Failure | None = None
+
+    def listen(
+        self, processes: Sequence[ForkServerProcess], pipes: Sequence[Connection]
+    ) -> Failure | None:
+        """How the job failed, if it did."""
+        self.listening = {pipe: rank for rank, pipe in enumerate(pipes)}
+        self.end = time.monotonic() + LOADS
+        while not self._over() and (heard := wait(list(self.listening), self._left())):
+            for pipe in heard:
+                assert isinstance(pipe, Connection)
+                rank = self.listening[pipe]
+                try:
+                    self._hear(rank, pipe.recv())
+                except EOFError:
+                    del self.listening[pipe]
+                    self._died(rank, processes[rank])
+        if self.death:  # errors are of ranks that were left alone
+            self.outcome.deaths.append(self.death)
+            self.found = {rank: failed for rank, failed in self.found.items() if failed.expected}
+        elif not self._over() and not self.found:
+            title = min(self.under_way, key=list(self.read).index)
+            self.failure = Failure(title, self.read[title])
+        if self.found and not self.failure:
+            self.failure = self._cause()
+        return self.failure
+
+    def _over(self) -> bool:
+        """Whether nothing more is to be heard."""
+        through = len(self.outcome.passed) == len(self.read) - 1
+        return bool(self.failure) or through or len(self.found) == self.ranks
+
+    def _left(self) -> float:
+        """Seconds to wait for a word."""
+        return 0.0 if self.death else max(0.0, self.end - time.monotonic())
+
+    def _cause(self) -> Failure:
+        """Of all that was found, what the rest may have followed from."""
+        dead = {rank: found for rank, found in self.found.items() if found.dead}
+        causes = {rank: found for rank, found in self.found.items() if not found.follows}
+        causes = dead or causes or self.found
+        title = self.under_way[next(iter(causes))]
+        same = {rank: f for rank, f in causes.items() if self.under_way[rank] == title}
+        return Failure(title, self.read[title], same)
+
+    def _hear(self, rank: int, message: Begun | Passed | Failed | Died) -> None:
+        title = self.under_way[rank]
+        if isinstance(message, Begun):
+            self.under_way[rank] = message.title
+        elif isinstance(message, Failed):
+            self._fails(rank, message)
+        elif isinstance(message, Died):
+            self.death = title
+        else:
+            self.claims[title][rank] = message.claims
+            if len(self.claims[title]) == self.ranks:
+                self._all_passed(title)
+        if not self.found:
+            loading = LOADING in self.under_way
+            self.end = time.monotonic() + (LOADS if loading else self.patience)
+
+    def _all_passed(self, title: str) -> None:
+        claims = [self.claims[title][rank] for rank in range(self.ranks)]
+        for what, (_, mistake) in claims[0].items():
+            values = [claim[what][0] for claim in claims]
+            usual, odd = odd_ranks(values)
+            if odd and not self.failure:
+                alike = name_ranks(rank for rank, value in enumerate(values) if value == usual)
+                got = f"another one on {name_ranks(odd)} than on {alike}"
+                wrong = dict.fromkeys(odd, Failed(f"{what}, the same on every rank", got, mistake))
+                self.failure = Failure(title, self.read[title], wrong)
+        if not self.failure and title != LOADING:
+            self.outcome.passed.append(title)
+            self.progress(title)
+
+    def _died(self, rank: int, process: ForkServerProcess) -> None:
+        process.join(GRACE)
+        code = process.exitcode
+        how = f"by {signal.Signals(-code).name}" if code and code < 0 else f"with code {code}"
+        self._fails(rank, Failed("", f"its process ended {how}, without a word", dead=True))
+
+    def _fails(self, rank: int, failed: Failed) -> None:
+        if not self.found:  # from the first on it only counts down
+            self.end = time.monotonic() + GRACE
+        self.found[rank] = failed

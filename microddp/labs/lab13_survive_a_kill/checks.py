@@ -1,0 +1,357 @@
+"""Lab 13: training that survives a kill."""
+
+from __future__ import annotations
+
+import re
+import resource
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from microddp.labs.engine.bench import Bench, Wrong
+from microddp.labs.engine.lab import Lab
+
+LAB = Lab(
+    "lab13_survive_a_kill",
+    "training that survives a kill",
+    "13_faults",
+    ["save", "load", "train"],
+    [
+        "What does the next step depend on? On the weights, what the optimizer keeps of each, the "
+        "place in the data, each rank's random numbers, and how many steps there were. All of it "
+        "belongs in the state, and all is restored before the next step.",
+        "In `save`, write a file with another ending beside the one there is to be, close it, and "
+        "rename it with `os.replace`. In `load`, look on rank 0 for names that match "
+        "checkpoint-NUMBER.pt, and try them from the largest number down.",
+        "The ranks' random numbers differ, and rank 0 writes: `comms.all_gather` them before. "
+        "Afterwards rank r takes a clone of row r. `broadcast_object_list` brings what rank 0 has "
+        "read to the others, so all of them go on from the same step, or all begin.",
+    ],
+    patience=15.0,
+)
+STEPS, EVERY = 8, 2
+SAMPLES, SIZE, WIDTH = 24, 12, 8
+HALF = 2000  # bytes of a checkpoint, after which its writer is killed
+TWO = "Keep at least the newest two checkpoints, so that there is one if the other is broken."
+
+
+class Data:
+    """Random batches without end, which say when one is asked for."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.mine = slice(bench.rank, None, bench.n)
+        self.inputs = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(2))
+        self.generator = torch.Generator().manual_seed(3)
+        self.asked: Callable[[], object] = lambda: None
+
+    def __iter__(self) -> Data:
+        return self
+
+    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        self.asked()
+        batch = torch.randint(SAMPLES, (SIZE,), generator=self.generator)[self.mine]
+        return self.inputs[batch], batch % 4
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.generator.set_state(state["generator"])
+
+
+class Run:
+    """A training as a process begins it."""
+
+    def __init__(self, bench: Bench, folder: str = "disk") -> None:
+        self.bench, self.folder = bench, bench.folder / f"{folder}-of-rank{bench.rank}"
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(WIDTH, 32), torch.nn.Dropout(0.5), torch.nn.Linear(32, 4)]
+        self.model, self.data = torch.nn.Sequential(*layers), Data(bench)
+        self.optimizer = self.new_optimizer()
+        self.steps = 0
+        self.model.register_forward_hook(self.count)
+        torch.manual_seed(1 + bench.rank)
+
+    def new_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.model.parameters(), lr=0.01)
+
+    def count(self, *_: object) -> None:
+        self.steps += 1
+
+    def train(self, steps: int = STEPS) -> torch.Tensor:
+        arguments = self.model, self.optimizer, self.data, steps, EVERY, self.folder
+        self.bench.work.train(*arguments, self.bench.comms)
+        return self.weights
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return torch.nn.utils.parameters_to_vector(self.model.parameters()).detach().clone()
+
+    def step(self) -> None:
+        """A step as it should be."""
+        self.optimizer.zero_grad()
+        inputs, targets = next(self.data)
+        torch.autograd.backward(cross_entropy(self.model(inputs), targets))
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            self.bench.comms.all_reduce_mean(parameter.grad)
+        self.optimizer.step()
+
+    @property
+    def files(self) -> list[str]:
+        """The names in this rank's folder."""
+        return sorted(path.name for path in self.folder.glob("**/*"))
+
+
+def forget_weights(run: Run) -> None:
+    with torch.random.fork_rng(devices=[]):
+        run.model.load_state_dict(Run(run.bench).model.state_dict())
+
+
+def forget_optimizer(run: Run) -> None:
+    run.optimizer = run.new_optimizer()
+
+
+def forget_data(run: Run) -> None:
+    run.data = Data(run.bench)
+
+
+def forget_random(run: Run) -> None:
+    torch.manual_seed(1 + run.bench.rank)
+
+
+def random_of_rank_0(run: Run) -> None:
+    torch.set_rng_state(run.bench.comms.all_gather(torch.get_rng_state())[0])
+
+
+EARLY = "It is saved before the step is taken, and counted as if it were: that step is lost."
+MISTAKES: dict[str, Callable[[Run], None] | None] = {
+    "The weights are not restored.": forget_weights,
+    "What the optimizer keeps is not restored: for Adam, two means of each gradient.": (
+        forget_optimizer
+    ),
+    "The place in the data is not restored: the first batches come again.": forget_data,
+    "The random numbers are not restored: they begin again from the seed.": forget_random,
+    "Every rank goes on with the random numbers of rank 0. Save the state of each.": (
+        random_of_rank_0
+    ),
+    EARLY: None,
+}
+
+
+def with_mistake(
+    bench: Bench, mistake: Callable[[Run], None] | None, at: Sequence[int]
+) -> torch.Tensor:
+    """What comes of a mistake after some numbers of steps; of ``None``, if these steps are lost."""
+    run = Run(bench)
+    for step in range(STEPS):
+        if mistake and step in at:
+            mistake(run)
+        if mistake is None and step + 1 in at:
+            next(run.data)
+        else:
+            run.step()
+    return run.weights
+
+
+def expect_rest(run: Run, resumed: int) -> None:
+    """Expect that only the steps after a checkpoint were taken."""
+    rest = STEPS - resumed
+    mistake = EARLY if run.steps < rest else "Steps that are in the checkpoint are taken again."
+    if run.steps == rest + 1:
+        mistake = "The last step before the checkpoint is taken twice. Steps are numbered from 0, "
+        mistake += "so after step i there are i + 1."
+    if run.steps == STEPS:
+        mistake = "It began anew, or counted anew: go on from the checkpoint's number of steps."
+    run.bench.expect(
+        run.steps == rest,
+        f"{rest} steps after the restart, of {STEPS}, as there is checkpoint-{resumed}.pt",
+        run.steps,
+        mistake,
+    )
+
+
+def expect_same_end(run: Run, at: Sequence[int]) -> None:
+    """Expect the weights that come without a kill."""
+    bench, got = run.bench, run.weights
+    expected = Run(bench, "other-disk").train()
+
+    def everywhere(holds: bool) -> bool:
+        return all(bench.comms.all_gather_data(holds))
+
+    if not everywhere(torch.equal(got, expected)):
+        mistake = "Save and restore all that the next step depends on: weights, optimizer, place "
+        mistake += "in the data, random numbers of each rank, number of steps."
+        for words, what in MISTAKES.items():
+            known = with_mistake(bench, what, at)
+            if everywhere(torch.allclose(got, known, rtol=1e-5, atol=1e-6)):
+                mistake = words
+                break
+        off = (got - expected).abs().max().item()
+        bench.expect(
+            False, "bitwise the weights without a kill", f"weights {off:.1e} away", mistake
+        )
+    bench.same("the weights in the end", got)
+
+
+@LAB.check(
+    "without a fault: every step, and checkpoints",
+    read="Where it breaks: the newest checkpoint",
+    ranks=(1, 2, 3),
+)
+def without_fault(bench: Bench) -> None:
+    plain = Run(bench)
+    for _ in range(STEPS):
+        plain.step()
+    run = Run(bench)
+    got = run.train()
+    bench.expect(run.steps == STEPS, f"{STEPS} steps", run.steps)
+    bench.near(got, plain.weights, f"the weights after {STEPS} steps")
+    if bench.rank:
+        bench.expect(
+            not run.files,
+            "nothing on the disk of any rank but rank 0",
+            ", ".join(run.files),
+            "Every rank writes. The replicas are the same, so rank 0 alone saves.",
+        )
+    else:
+        wanted = [f"checkpoint-{step}.pt" for step in (STEPS - EVERY, STEPS)]
+        got_files = ", ".join(run.files) or "none"
+        other = "Their names are others than load() looks for." if len(run.files) > 1 else TWO
+        bench.expect(
+            set(wanted) <= set(run.files),
+            f"{' and '.join(wanted)}, every={EVERY}",
+            got_files,
+            other,
+        )
+
+
+@LAB.check(
+    "the newest one, on every rank", read="Where it breaks: the newest checkpoint", ranks=(1, 2, 3)
+)
+def newest(bench: Bench) -> None:
+    folder = Run(bench).folder
+    got = bench.work.load(folder, bench.comms)
+    bench.expect(got is None, "None where nothing was saved", got)
+    if bench.rank == 0:
+        for step in (8, 9, 10):
+            save_one(bench, folder, step)
+    expect_loaded(bench, folder, 10, {9: "As texts, 10 is before 9: compare numbers."})
+
+
+@LAB.check(
+    "the one before, if it is broken",
+    read="Where it breaks: the newest checkpoint",
+    ranks=(1, 2, 3),
+)
+def broken(bench: Bench) -> None:
+    folder = Run(bench).folder
+    if bench.rank == 0:
+        for step in (2, 4):
+            path = save_one(bench, folder, step)
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    expect_loaded(bench, folder, 2, {})
+
+
+def save_one(bench: Bench, folder: Path, step: int) -> Path:
+    """Let the script save a state."""
+    bench.work.save(folder, step, {"step": step, "weights": torch.full((1000,), float(step))})
+    path = folder / f"checkpoint-{step}.pt"
+    names = ", ".join(sorted(each.name for each in folder.glob("*"))) or "nothing"
+    bench.expect(path.exists(), f"{path.name} when save returns", names)
+    return path
+
+
+def expect_loaded(bench: Bench, folder: Path, step: int, mistakes: dict[int, str]) -> None:
+    """Expect that ``load`` finds the state after so many steps, on every rank."""
+    try:
+        got = bench.work.load(folder, bench.comms)
+    except Exception as error:
+        mistake = "Where the newest file cannot be read, go back to the one before."
+        bench.expect(False, f"the state after {step} steps", _first_sentence(error), mistake)
+    found = got.get("step") if isinstance(got, dict) else got
+    mistake = mistakes.get(found, "") if isinstance(found, int) else ""
+    if got is None and bench.rank:
+        mistake = "This rank looked on its own disk, and would begin anew while rank 0 goes on. "
+        mistake += "Let rank 0 decide, and send what it has read."
+    bench.expect(found == step, f"the state after {step} steps", found, mistake)
+    bench.near(got["weights"], torch.full((1000,), float(step)), "the saved weights")
+
+
+@LAB.check(
+    "killed between two steps, twice",
+    read="Where it breaks: the newest checkpoint",
+    ranks=(1, 2, 3),
+)
+def between(bench: Bench) -> None:
+    run = Run(bench)
+
+    def kill() -> None:
+        if bench.life < 2 and run.steps == 3:
+            bench.comms.barrier()
+            if bench.rank == bench.n - 1:
+                bench.die()
+
+    run.data.asked = kill
+    run.train()
+    bench.expect(
+        bench.life == 2,
+        "a batch to be asked for before each step, with next(batches)",
+        f"none after 3 steps, in {run.steps}",
+    )
+    expect_rest(run, resumed=4)
+    expect_same_end(run, at=(2, 4))
+
+
+@LAB.check("killed while it writes", read="Where it breaks: the newest checkpoint", ranks=(1, 2, 3))
+def midst(bench: Bench) -> None:
+    run = Run(bench)
+    if bench.life == 0:
+        run.data.asked = lambda: die_at_byte(HALF, bench) if run.steps == 5 else None
+        run.train()
+        bench.expect(False, "a checkpoint after 6 steps", f"none of more than {HALF} bytes")
+    for name in run.files:
+        if re.fullmatch(r"checkpoint-\d+\.pt", name):
+            expect_whole(bench, run.folder / name)
+    try:
+        run.train()
+    except Exception as error:
+        if bench.rank or isinstance(error, Wrong):
+            raise
+        bench.expect(
+            False,
+            "training to go on from step 4",
+            _first_sentence(error),
+            f"On rank 0's disk is what the kill left: {', '.join(run.files)}. Take only what is "
+            "named checkpoint-NUMBER.pt for a checkpoint.",
+        )
+    expect_rest(run, resumed=4)
+    expect_same_end(run, at=(4,))
+
+
+def die_at_byte(size: int, bench: Bench) -> None:
+    """Have rank 0 killed when a file that it writes gets larger."""
+    if bench.rank == 0:
+        signal.signal(signal.SIGXFSZ, lambda *_: bench.die())
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+
+
+def expect_whole(bench: Bench, path: Path) -> None:
+    """Expect that a file with the name of a checkpoint is one."""
+    try:
+        torch.load(path)
+    except Exception as error:
+        bench.expect(
+            False,
+            f"no {path.name} until it is whole, as rank 0 was killed while it wrote it",
+            f"half of it: {_first_sentence(error)}",
+            "It was written under its own name. Write beside it, then rename.",
+        )
+
+
+def _first_sentence(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition('. ')[0].rstrip('.')}"
