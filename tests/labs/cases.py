@@ -1,4 +1,4 @@
-"""Scripts that readers may hand in: of each lab two that are right, and many that are not."""
+"""Scripts that readers may hand in: for each lab two right ones, and many wrong ones."""
 
 import importlib
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ class Case:
     """A script.
 
     Attributes:
-        lab: which it is for.
-        name: what is right or wrong with it.
+        lab: name of its lab.
+        name: what is right or wrong with it, in words.
         script: its text.
-        says: what the check must say of it, as a regular expression; none if it is right.
+        says: a regular expression for what the check must say of it; None if it is right.
     """
 
     lab: str
@@ -31,7 +31,7 @@ class Case:
 
 
 def cases(lab: str) -> list[Case]:
-    """All scripts for a lab."""
+    """Return all scripts for a lab."""
     path = LABS[lab].solution
     solution = path.read_text()
     given = skeleton(solution, LABS[lab].functions)
@@ -47,7 +47,7 @@ def cases(lab: str) -> list[Case]:
 
 
 def replaced(text: str, replacements: dict[str, str]) -> str:
-    """The text with parts replaced.
+    """Return the text with parts replaced.
 
     Raises:
         ValueError: a part is not there.
@@ -60,7 +60,7 @@ def replaced(text: str, replacements: dict[str, str]) -> str:
 
 
 def verdict(case: Case, folder: Path) -> str:
-    """What the checks say of a script; empty if it passes all of them that can run here."""
+    """Run a script's checks; return what they say, nothing if all that can run here are passed."""
     lab = LABS[case.lab]
     script = folder / f"{case.lab}.py"
     script.write_text(case.script)

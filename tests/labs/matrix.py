@@ -1,6 +1,6 @@
-"""What the checks say of every script of every lab, or of some: ``python tests/labs/matrix.py 02``.
+"""Check all scripts of all labs, or of some: ``python tests/labs/matrix.py 02``.
 
-A table as Markdown; the status is 1 if a check says something else than it should.
+Prints a table as Markdown; the status is 1 if a check says something else than it should.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Whatever a reader's script does, the checker says so within seconds, and nothing is left."""
+"""The checker says within seconds what a reader's script did, and leaves nothing behind."""
 
 import os
 import re
@@ -36,7 +36,7 @@ def begins_with(line):
 
 @pytest.fixture(scope="module", autouse=True)
 def _server(tmp_path_factory):
-    """What ranks are forked from is there before the first test, and stays."""
+    """Start the server that forks ranks before the first test; it stays."""
     folder = tmp_path_factory.mktemp("server")
     (folder / "lab02_ring.py").write_text(RIGHT)
     assert run_job(LAB, folder / "lab02_ring.py", Stage("", 1)).failure is None
@@ -207,7 +207,7 @@ def test_processes_and_threads_that_a_script_starts_end_with_it(tmp_path):
 
 @pytest.fixture
 def folders():
-    """Where temporary files go: a short path, since it is also that of a socket."""
+    """A folder for temporary files, with a short path, since it is also a socket's."""
     with tempfile.TemporaryDirectory() as path:
         yield Path(path)
 

@@ -1,4 +1,4 @@
-"""What came of a lab's checks, in words."""
+"""The results of a lab's checks, in words."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from microddp.labs.engine.rank import LOADING, Failed
 from microddp.report import table
 
 WIDTH = 96
-LINES = 10  # of what each rank printed
-SHOWN = 2  # of the ranks that found something else each
+LINES = 10  # shown of what each rank printed
+SHOWN = 2  # different findings in full; further ranks are only named
 
 
 def first_failure(lab: Lab, outcomes: Sequence[Outcome]) -> Outcome | None:
-    """The job that failed in the check that comes first, wherever that ran."""
+    """Return the job that failed in the earliest of the lab's checks."""
     titles = [LOADING, *(check.title for check in lab.checks)]
     failed = {titles.index(o.failure.title): o for o in reversed(outcomes) if o.failure}
     return failed[min(failed)] if failed else None
 
 
 def overview(lab: Lab, outcomes: Sequence[Outcome]) -> str:
-    """A table of checks by world sizes."""
+    """Return a table of checks by world sizes."""
     headers = ["", *(str(outcome.stage).removeprefix("on ") for outcome in outcomes)]
     rows = []
     for check in lab.checks:
@@ -44,7 +44,7 @@ def _cell(title: str, outcome: Outcome) -> str:
 
 
 def explain(lab: Lab, outcome: Outcome) -> str:
-    """How a job failed: what was expected, what came, on which rank, and what to read."""
+    """Explain a job's failure: what was expected, what came, on which rank, and what to read."""
     failure = outcome.failure
     assert failure is not None
     blocks = [f"{str(outcome.stage).capitalize()}, this does not hold: {failure.title}."]
@@ -60,7 +60,7 @@ def explain(lab: Lab, outcome: Outcome) -> str:
 
 
 def _alike(found: Mapping[int, Failed]) -> dict[Failed, list[int]]:
-    """The ranks that found the same."""
+    """Return the ranks by what they found."""
     alike: dict[Failed, list[int]] = {}
     for rank, failed in sorted(found.items()):
         alike.setdefault(failed, []).append(rank)

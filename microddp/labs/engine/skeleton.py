@@ -1,4 +1,4 @@
-"""From a solution to what is given of it: the bodies of the functions to write are taken out."""
+"""The skeleton of a solution: the script without the bodies of the functions to write."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def skeleton(solution: str, functions: Sequence[str]) -> str:
-    """The text of a script, with ``raise NotImplementedError`` for the body of some functions.
+    """Return a script with ``raise NotImplementedError`` in place of some functions' bodies.
 
     Their docstrings stay.
 
@@ -30,7 +30,7 @@ def skeleton(solution: str, functions: Sequence[str]) -> str:
 
 
 def definitions(script: str) -> dict[str, Function]:
-    """The functions of a script and the methods of its classes: ``step``, ``Counter.add``."""
+    """Return a script's functions and its classes' methods by name: ``step``, ``Counter.add``."""
     found: dict[str, Function] = {}
     for node in ast.parse(script).body:
         if isinstance(node, Function):

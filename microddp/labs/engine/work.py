@@ -1,4 +1,4 @@
-"""A reader's folder: the scripts, and how far each one has come."""
+"""The reader's folder: the scripts, and the last result of each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +13,6 @@ from microddp.labs.engine.lab import Lab
 from microddp.labs.engine.listener import Outcome
 from microddp.labs.engine.skeleton import skeleton
 from microddp.results import whole_file
-
-
-@dataclass(frozen=True)
-class Result:
-    """What the last check of a script found.
-
-    Attributes:
-        passed: how many of the lab's checks hold on all numbers of ranks.
-        checks: how many there are.
-        script: a hash of the script as it was.
-        date: when.
-    """
-
-    passed: int
-    checks: int
-    script: str
-    date: str
 
 
 class Work:
@@ -44,14 +26,14 @@ class Work:
         self.folder = folder
 
     def script(self, lab: Lab) -> Path:
-        """Where a lab's script is, or will be."""
+        """Return the path of a lab's script, which may not be there yet."""
         return self.folder / f"{lab.name}.py"
 
     def start(self, lab: Lab, *, overwrite: bool = False) -> Path:
         """Write a lab's skeleton.
 
         Raises:
-            FileExistsError: there is a script already, and it is not to be overwritten.
+            FileExistsError: there is a script already, and ``overwrite`` is off.
         """
         path = self.script(lab)
         if path.exists() and not overwrite:
@@ -62,8 +44,8 @@ class Work:
             unfinished.write_text(skeleton(lab.solution.read_text(), lab.functions))
         return path
 
-    def note(self, lab: Lab, outcomes: Sequence[Outcome]) -> Result:
-        """Keep what the checks of a script found."""
+    def note(self, lab: Lab, outcomes: Sequence[Outcome]) -> str:
+        """Keep the result of a script's checks; return it in words: ``"5 of 5 checks"``."""
         held = [
             all(
                 check.title in outcome.passed
@@ -72,23 +54,22 @@ class Work:
             )
             for check in lab.checks
         ]
-        digest = self._digest(lab)
-        result = Result(sum(held), len(held), digest, time.strftime("%Y-%m-%d %H:%M"))
-        results = {**self._results(), lab.name: asdict(result)}
+        result = {"passed": sum(held), "checks": len(held), "script": self._digest(lab)}
+        result["date"] = time.strftime("%Y-%m-%d %H:%M")
         with whole_file(self._notes) as unfinished:
+            results = {**self._results(), lab.name: result}
             unfinished.write_text(json.dumps(results, indent=2) + "\n")
-        return result
+        return f"{sum(held)} of {len(held)} checks"
 
     def state(self, lab: Lab) -> str:
-        """How far a lab has come, in words."""
+        """Say how far a lab has come."""
         if not self.script(lab).exists():
             return "not started"
-        kept = self._results().get(lab.name)
-        if kept is None:
+        result = self._results().get(lab.name)
+        if result is None:
             return "started"
-        result = Result(**kept)
-        text = f"{result.passed} of {result.checks} checks passed, {result.date}"
-        return text if result.script == self._digest(lab) else f"{text}; changed since"
+        text = f"{result['passed']} of {result['checks']} checks passed, {result['date']}"
+        return text if result["script"] == self._digest(lab) else f"{text}; changed since"
 
     @property
     def _notes(self) -> Path:
