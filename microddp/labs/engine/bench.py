@@ -1,4 +1,4 @@
-"""What a check works with: the ranks, the reader's functions, and what is counted of them."""
+"""The workbench of a check: the ranks, the reader's functions, and a count of what they send."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Wrong(Exception):
     """A check does not hold.
 
     Args:
-        expected: in words.
-        got: in words.
-        mistake: what is probably the reason, in a sentence or two; empty if it is not known.
+        expected: the right result, in words.
+        got: the reader's result, in words.
+        mistake: the likely reason, in a sentence or two; empty if unknown.
     """
 
     def __init__(self, expected: str, got: str, mistake: str = "") -> None:
@@ -35,8 +35,8 @@ class Collective:
 
     Attributes:
         name: the backend's: ``"all_reduce"``. gloo's reduce-scatter is several of these.
-        nbytes: of this rank's input.
-        created: when it was called, nanoseconds since 1970.
+        nbytes: size of this rank's input.
+        created: time of the call, nanoseconds since 1970.
     """
 
     name: str
@@ -46,11 +46,11 @@ class Collective:
 
 @dataclass
 class Seen:
-    """What a rank sent while it was watched; filled when the block is over.
+    """A rank's messages and collectives while it was watched; filled when the block is over.
 
     Attributes:
         messages: from this rank to another one.
-        collectives: in the order of their calls, barriers left out.
+        collectives: in the order of their calls, without barriers.
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -61,23 +61,33 @@ class Seen:
         """Payload of the messages, bytes."""
         return sum(message.nbytes for message in self.messages)
 
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each collective's input, in order."""
+        return [call.nbytes for call in self.collectives]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all messages and of all collectives' inputs."""
+        return sum(self.sizes) + self.sent_bytes
+
 
 class Bench:
-    """What a check gets, on each rank.
+    """The workbench of a check, one on each rank.
 
     Args:
         comms: all ranks of the job.
-        work: the reader's script.
-        folder: of the check that is run; a job that is started again finds it as it was.
-        die: kills this process. All processes of the job are ended then, and the check is begun
-            again by new ones; what the others raise meanwhile counts only if it is :class:`Wrong`.
-            All ranks must have come to the check before, so let them meet first.
+        work: the reader's script, as a module.
+        folder: a folder of the check under way, kept when its job is started again.
+        die: kills this process. All processes of the job are ended then, and new ones begin the
+            check again; errors that other ranks raise meanwhile count only if they are
+            :class:`Wrong`. All ranks must have begun the check, so let them meet first.
 
     Attributes:
-        doing: what the check is about to do, in words, to be told with an error of the script's.
-        life: of the check that is run: how often it has let a process die.
-        claims: what must be the same on every rank, with the sentence to say if it is not. The
-            process that started the ranks compares it, when all are through a check.
+        doing: the next thing the check does, in words; shown with an error of the script's.
+        life: how often the check under way has let a process die.
+        claims: by name, a value that must be the same on every rank, with the sentence to say if it
+            is not. The process that started the ranks compares them, when all have passed a check.
     """
 
     def __init__(self, comms: Comms, work: Any, folder: Path, die: Callable[[], NoReturn]) -> None:
@@ -92,22 +102,37 @@ class Bench:
         self.claims: dict[str, tuple[str, str]] = {}
 
     def values(self, size: int, rank: int | None = None, seed: int = 0) -> torch.Tensor:
-        """What a rank brings to a check: small whole numbers, so that any order of adding is exact.
+        """Return a rank's input: small whole numbers, whose sums are exact in any order of adding.
 
         Args:
-            size: how many.
-            rank: whose; this one's by default.
+            size: number of values.
+            rank: whose input; this rank's by default.
             seed: another one for other numbers.
         """
         rank = self.rank if rank is None else rank
         generator = torch.Generator().manual_seed(1000 * seed + rank)
         return torch.randint(-50, 50, (size,), generator=generator).float()
 
+    def everyones(self, size: int, seed: int = 0) -> torch.Tensor:
+        """Return :meth:`values` of all ranks, shape (ranks, size)."""
+        return torch.stack([self.values(size, rank, seed) for rank in range(self.n)])
+
+    def rounded(self, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return a rank's input whose sum is rounded otherwise in another order of adding."""
+        generator = torch.Generator().manual_seed(self.rank)
+        return torch.randn(size, generator=generator, dtype=dtype).mul_(10 ** (self.rank % 3))
+
     def expect(self, right: bool, expected: str, got: object, mistake: str = "") -> None:
-        """Go on if it is right.
+        """Expect that something holds.
+
+        Args:
+            right: whether it holds.
+            expected: the right result, in words.
+            got: the reader's result.
+            mistake: the likely reason, if it does not hold.
 
         Raises:
-            Wrong: it is not; for the arguments see there.
+            Wrong: it does not hold.
         """
         if not right:
             raise Wrong(expected, str(got), mistake)
@@ -121,18 +146,18 @@ class Bench:
         rtol: float = 1e-5,
         atol: float = 1e-6,
     ) -> None:
-        """Go on if two tensors agree.
+        """Expect that two tensors agree.
 
         Args:
             got: the reader's.
             expected: the right one.
             what: the tensor in words, with its article.
-            mistakes: what some mistakes would have given, by the sentences that name them.
+            mistakes: by the sentence that names a mistake, the tensor that it would give.
             rtol: relative tolerance.
             atol: absolute tolerance.
 
         Raises:
-            Wrong: they do not; with the mistake that gives ``got``, if it is a known one.
+            Wrong: they do not; with the first mistake that gives ``got``.
         """
         if not isinstance(got, torch.Tensor) or got.shape != expected.shape:
             kind = f"{tuple(got.shape)}" if isinstance(got, torch.Tensor) else type(got).__name__
@@ -163,12 +188,12 @@ class Bench:
         )
 
     def same(self, what: str, value: object, mistake: str = "") -> None:
-        """Claim that a value is the same on every rank, which is compared after the check.
+        """Claim that a value is the same on every rank; compared when all have passed the check.
 
         Args:
-            what: it is, in words.
-            value: its ``str`` is compared; of a tensor, its bits.
-            mistake: the sentence to say if it differs.
+            what: the value in words.
+            value: compared by its ``str``; a tensor by its bits.
+            mistake: the sentence to say if ranks differ.
         """
         if isinstance(value, torch.Tensor):
             value = tensor_digest(value)
@@ -182,25 +207,20 @@ class Bench:
             yield seen
         seen.messages = counter.messages
         for call in torch_calls() or ():
-            if call["record_id"] not in before and not call["is_p2p"]:
-                name = call["profiling_name"].partition(":")[2]
-                if name != "barrier":
-                    nbytes = _nbytes(call["input_sizes"], call["input_dtypes"])
-                    seen.collectives.append(Collective(name, nbytes, call["time_created_ns"]))
+            name = call["profiling_name"].partition(":")[2]
+            if call["record_id"] not in before and not call["is_p2p"] and name != "barrier":
+                nbytes = _nbytes(call["input_sizes"], call["input_dtypes"])
+                seen.collectives.append(Collective(name, nbytes, call["time_created_ns"]))
+
+    def only_messages(self, seen: Seen, expected: str, mistake: str) -> None:
+        """Expect that none of PyTorch's own collectives was called."""
+        names = ", ".join(sorted({call.name for call in seen.collectives}))
+        self.expect(not names, expected, f"PyTorch's own {names}", mistake)
 
 
-# By the names that PyTorch's recorder has for dtypes.
-ITEM_BYTES = {
-    dtype: nbytes
-    for nbytes, dtypes in {
-        1: ("Bool", "Byte", "Char"),
-        2: ("BFloat16", "Half", "Short"),
-        4: ("Float", "Int"),
-        8: ("ComplexFloat", "Double", "Long"),
-        16: ("ComplexDouble",),
-    }.items()
-    for dtype in dtypes
-}
+# By dtype, as PyTorch's recorder names it.
+ITEM_BYTES = {"Bool": 1, "Byte": 1, "Char": 1, "BFloat16": 2, "Half": 2, "Short": 2}
+ITEM_BYTES |= {"Float": 4, "Int": 4, "ComplexFloat": 8, "Double": 8, "Long": 8, "ComplexDouble": 16}
 
 
 def _nbytes(sizes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> int:

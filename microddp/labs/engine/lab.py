@@ -1,4 +1,4 @@
-"""What a lab is: functions to write, and checks of what they do."""
+"""A lab: functions to write, and checks of what they do."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from microddp.labs.engine.bench import Bench
 
 WORLD_SIZES = (1, 2, 3, 4)
+SEVERAL = (2, 3, 4)
 FOLDER = Path(__file__).parents[1]  # with a folder for each lab
 
 
@@ -20,11 +21,11 @@ class Check:
 
     Attributes:
         title: what must hold, in words.
-        read: the heading of the chapter's section that explains it.
+        read: heading of the chapter's section that explains it.
         run: called on every rank. If it does not hold, it raises
             :class:`~microddp.labs.engine.bench.Wrong`.
-        ranks: the world sizes it is run with.
-        link: of each rank's own host, as ``"200mbit"``; empty for ranks on this machine.
+        ranks: world sizes of its jobs.
+        link: speed of each rank's own host's link, ``"200mbit"``; empty for ranks on this machine.
     """
 
     title: str
@@ -36,11 +37,11 @@ class Check:
 
 @dataclass(frozen=True, order=True)
 class Stage:
-    """Where some of a lab's checks run, as one job.
+    """The ranks that run some of a lab's checks, as one job.
 
     Attributes:
-        link: of each rank's own host; empty for ranks on this machine.
-        ranks: how many.
+        link: speed of each rank's own host's link; empty for ranks on this machine.
+        ranks: number of ranks.
     """
 
     link: str
@@ -56,13 +57,14 @@ class Lab:
     """A step of the course for the reader to build. Its checks are added by :meth:`check`.
 
     Args:
-        name: of its file, ``"lab02_ring"``; the number is the chapter's.
+        name: name of its folder, ``"lab02_ring"``, with the chapter's number.
         title: what is built, in a few words.
-        chapter: the name of its file, without ending.
-        functions: what is to be written: ``"step"``, or ``"Counter.add"`` for a method.
-        hints: the first gives the least away.
-        patience: seconds for a check; if none of the ranks says anything for so long, they hang.
-        hindrance: why a stage cannot be had on this machine; empty: nothing is known to be wrong.
+        chapter: name of the chapter's file, without ending.
+        functions: names of what is to be written: ``"step"``, or ``"Counter.add"`` for a method.
+        hints: from the one that gives the least away.
+        ranks: world sizes of a check that names none itself.
+        patience: seconds in which some rank must finish something; otherwise they hang.
+        hindrance: called with a stage; why this machine cannot run it, or an empty text.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Lab:
         chapter: str,
         functions: Sequence[str],
         hints: Sequence[str],
+        ranks: Sequence[int] = WORLD_SIZES,
         patience: float = 5.0,
         hindrance: Callable[[Stage], str] = lambda _: "",
     ) -> None:
@@ -80,13 +83,14 @@ class Lab:
         self.chapter = chapter
         self.functions = functions
         self.hints = hints
+        self.ranks = ranks
         self.patience = patience
         self.hindrance = hindrance
         self.checks: list[Check] = []
 
     @property
     def number(self) -> str:
-        """Two digits, those of the chapter."""
+        """The chapter's two digits."""
         return self.name[3:5]
 
     @property
@@ -96,20 +100,20 @@ class Lab:
 
     @property
     def stages(self) -> list[Stage]:
-        """Where its checks run, in order, first on this machine and on the fewest ranks."""
+        """All stages of its checks, first on this machine and on the fewest ranks."""
         return sorted({Stage(check.link, ranks) for check in self.checks for ranks in check.ranks})
 
     def checks_on(self, stage: Stage) -> list[Check]:
-        """Those of its checks that run there, in their order."""
+        """Return the checks that run there, in their order."""
         return [c for c in self.checks if c.link == stage.link and stage.ranks in c.ranks]
 
     def check(
-        self, title: str, read: str, ranks: Sequence[int] = WORLD_SIZES, link: str = ""
+        self, title: str, read: str, ranks: Sequence[int] | None = None, link: str = ""
     ) -> Callable[[Callable[[Bench], None]], Callable[[Bench], None]]:
-        """Add a check; what it takes is what :class:`Check` has."""
+        """Add the function below as a check, with the attributes of a :class:`Check`."""
 
         def add(run: Callable[[Bench], None]) -> Callable[[Bench], None]:
-            self.checks.append(Check(title, read, run, ranks, link))
+            self.checks.append(Check(title, read, run, ranks or self.ranks, link))
             return run
 
         return add

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.nn.functional import mse_loss
 
 from microddp.labs.engine.bench import Bench
 from microddp.labs.engine.lab import Lab
+from microddp.labs.engine.training import flat
 
 LAB = Lab(
     "lab00_training_loop",
@@ -25,6 +27,7 @@ LAB = Lab(
         "`loss.item()` is a number and holds no graph. It is a mean over the batch, so multiply it "
         "by the batch's samples, add up, and divide once at the end by all samples.",
     ],
+    ranks=(1,),
 )
 SIZES = (4, 4, 4, 4, 2)  # samples of each batch
 RIGHT = {
@@ -37,13 +40,13 @@ WHAT = ["loading", "zeroing", *WORK, "work on warm-up batches"]
 
 
 class Clock:
-    """Seconds that only pass where something is done: each thing takes a power of 100 of its own.
+    """A clock that only advances with work: each kind of ``WHAT`` takes a power of 100 of its own.
 
     Args:
-        warmup: in so many batches at first, the work takes the seconds of the last thing.
+        warmup: number of batches at first whose work counts as the last kind.
 
     Attributes:
-        happened: how often each thing was done.
+        happened: how often each kind of work was done.
         reads: how often the clock was read.
     """
 
@@ -58,7 +61,7 @@ class Clock:
         return self._seconds
 
     def spend(self, what: str) -> None:
-        """Do something."""
+        """Do one piece of work, and let its seconds pass."""
         self.happened[what] += 1
         if what in WORK and self.happened["the model"] <= self.warmup:
             what = WHAT[-1]
@@ -66,7 +69,7 @@ class Clock:
 
 
 def done_in(seconds: float) -> dict[str, int] | None:
-    """How often each thing was done in some seconds; nothing if they are no sum of such things."""
+    """Return how often each kind of work fits in these seconds; None if they are no such sum."""
     if seconds < 0 or not float(seconds).is_integer():
         return None
     times = {what: int(seconds) // 100**i % 100 for i, what in enumerate(WHAT)}
@@ -74,16 +77,16 @@ def done_in(seconds: float) -> dict[str, int] | None:
 
 
 class Model(torch.nn.Linear):
-    """A model that takes time, and knows how many of its graphs are left."""
+    """A model that takes time, and counts the graphs of its passes that are still in memory."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(3, 2)
         self.clock = clock
         self.graphs: list[weakref.ref[object]] = []
-        self.left = 0  # at most, when a forward pass began
+        self.left = 0  # graphs in memory when a forward pass began, at most
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the outputs. The hook that tells of the backward pass lives as the graph does."""
+        """Compute the outputs, with a hook that lives as long as the graph and sees backward."""
         self.left = max(self.left, sum(graph() is not None for graph in self.graphs))
         self.clock.spend("the model")
         outputs = super().forward(x)
@@ -92,54 +95,43 @@ class Model(torch.nn.Linear):
             self.clock.spend("the backward pass")
 
         if outputs.requires_grad:
-            outputs.register_hook(passed)  # type: ignore[no-untyped-call]
+            outputs.register_hook(passed)
             self.graphs.append(weakref.ref(passed))
         return outputs
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients, which takes time as the optimizer's does."""
-        self.clock.spend("zeroing")
-        super().zero_grad(set_to_none)
 
+def takes(clock: Clock, what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that also spends time on the clock."""
 
-class SGD(torch.optim.SGD):
-    """An optimizer that takes time."""
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        clock.spend(what)
+        return function(*args, **kwargs)
 
-    def __init__(self, model: Model) -> None:
-        super().__init__(model.parameters(), lr=0.1, momentum=0.5)
-        self.clock = model.clock
-
-    def step(self, closure=None):  # type: ignore[no-untyped-def]
-        """Take a step."""
-        self.clock.spend("the step")
-        return super().step(closure)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients."""
-        self.clock.spend("zeroing")
-        super().zero_grad(set_to_none)
+    return timed
 
 
 class Trial:
-    """What ``train`` makes of a small model, or what another order of the step's lines does.
+    """One training of a small model, by the reader's ``train`` or in an order of lines.
 
     Args:
-        warmup: batches that are not timed.
+        warmup: number of batches that are not timed.
     """
 
     def __init__(self, warmup: int = 0) -> None:
         torch.manual_seed(0)
         self.clock = Clock(warmup)
         self.model = Model(self.clock)
-        self.optimizer = SGD(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.5)
+        self.loss_fn = takes(self.clock, "the loss", mse_loss)
+        for owner, name, what in (
+            (self.optimizer, "step", "the step"),
+            (self.optimizer, "zero_grad", "zeroing"),
+            (self.model, "zero_grad", "zeroing"),
+        ):
+            setattr(owner, name, takes(self.clock, what, getattr(owner, name)))
         for p in self.model.parameters():
             p.grad = torch.ones_like(p)
         self.batches = [(torch.randn(size, 3), torch.randn(size, 2) + size) for size in SIZES]
-
-    def loss_fn(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The mean loss over the samples."""
-        self.clock.spend("the loss")
-        return mse_loss(outputs, targets)
 
     def loaded(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Load the batches, one after the other."""
@@ -148,7 +140,7 @@ class Trial:
             yield batch
 
     def by(self, bench: Bench) -> tuple[dict[str, float], float]:
-        """Train with the reader's function: what it returns, if it has the right form."""
+        """Train with the reader's function; return its seconds and loss, if these have the form."""
         found = bench.work.train(
             self.model, self.loss_fn, self.optimizer, self.loaded(), self.clock, self.clock.warmup
         )
@@ -166,7 +158,7 @@ class Trial:
         return found[0], found[1]
 
     def ordered(self, order: str, first: int = 0) -> tuple[torch.Tensor, list[float]]:
-        """Train with another order, from some batch on: the weights, and each batch's loss."""
+        """Train with the lines in this order; return the weights and each batch's loss."""
         losses: list[float] = []
         for x, y in self.batches[first:]:
             for line in order.split():
@@ -176,20 +168,20 @@ class Trial:
                     loss = self.loss_fn(self.model(x), y)
                     losses.append(loss.item())
                 elif line == "backward":
-                    loss.backward()  # type: ignore[no-untyped-call]
+                    loss.backward()
                 else:
-                    self.optimizer.step()  # type: ignore[no-untyped-call]
+                    self.optimizer.step()
         return self.weights(), losses
 
     def weights(self) -> torch.Tensor:
-        """Of the model, as one vector."""
-        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+        """Return the model's weights as one vector."""
+        return flat(self.model.parameters())
 
 
 STEP = "zero forward backward step"
 
 
-@LAB.check("the weights of a loop without a clock", read="A network that learns", ranks=(1,))
+@LAB.check("the weights of a loop without a clock", read="A network that learns")
 def weights(bench: Bench) -> None:
     trial = Trial(warmup=2)
     trial.by(bench)
@@ -212,7 +204,7 @@ def weights(bench: Bench) -> None:
     )
 
 
-@LAB.check("the mean loss over all samples", read="A network that learns", ranks=(1,))
+@LAB.check("the mean loss over all samples", read="A network that learns")
 def mean_loss(bench: Bench) -> None:
     _, loss = Trial(warmup=2).by(bench)
     bench.expect(
@@ -224,6 +216,7 @@ def mean_loss(bench: Bench) -> None:
     of_batch = torch.tensor(Trial().ordered(STEP)[1], dtype=torch.float64)
     size = torch.tensor(SIZES)
     added = of_batch * size
+    warm = added[2:].sum() / size[2:].sum()
     mistakes = {
         "That is the mean over the batches, but the last one is smaller: weight each batch's loss "
         "by its samples.": of_batch.mean(),
@@ -231,18 +224,13 @@ def mean_loss(bench: Bench) -> None:
         "That is the sum of the batches' mean losses: multiply each by its samples, and divide by "
         "all samples.": of_batch.sum(),
         "That is the last batch's loss.": of_batch[-1],
-        "The warm-up batches are not in it: only their seconds are left out.": added[2:].sum()
-        / size[2:].sum(),
+        "The warm-up batches are not in it: only their seconds are left out.": warm,
     }
-    bench.near(
-        torch.tensor([loss], dtype=torch.float64),
-        added.sum()[None] / size.sum(),
-        "the mean loss",
-        {text: wrong[None] for text, wrong in mistakes.items()},
-    )
+    got = torch.tensor(loss, dtype=torch.float64)
+    bench.near(got, added.sum() / size.sum(), "the mean loss", mistakes)
 
 
-@LAB.check("no graph outlives its batch", read="Memory", ranks=(1,))
+@LAB.check("no graph outlives its batch", read="Memory")
 def graphs(bench: Bench) -> None:
     trial = Trial()
     trial.by(bench)
@@ -255,21 +243,19 @@ def graphs(bench: Bench) -> None:
     )
 
 
-@LAB.check("the seconds of each part", read="Where the time goes", ranks=(1,))
+@LAB.check("the seconds of each part", read="Where the time goes")
 def parts(bench: Bench) -> None:
     expect_times(bench, warmup=0)
 
 
-@LAB.check(
-    "warm-up batches are not timed", read="Where it breaks: timing without a warm-up", ranks=(1,)
-)
+@LAB.check("warm-up batches are not timed", read="Where it breaks: timing without a warm-up")
 def warm(bench: Bench) -> None:
     for warmup in (2, len(SIZES) + 1):
         expect_times(bench, warmup)
 
 
 def expect_times(bench: Bench, warmup: int) -> None:
-    """Go on if each part has the seconds of what belongs to it, in the batches after warm-up."""
+    """Expect for each part the seconds of its own work, in the batches after warm-up."""
     trial = Trial(warmup)
     seconds, _ = trial.by(bench)
     timed = max(0, len(SIZES) - warmup)
@@ -286,7 +272,7 @@ def expect_times(bench: Bench, warmup: int) -> None:
 
 
 def likely_mistake(clock: Clock, seconds: float, right: dict[str, int]) -> str:
-    """Why a part has other seconds than it should."""
+    """Return the sentence for the likely reason of a part's wrong seconds."""
     done = done_in(seconds)
     add = "Add up the seconds of all timed batches: no mean, and not the last one's alone."
     if not clock.reads:
@@ -313,6 +299,6 @@ def likely_mistake(clock: Clock, seconds: float, right: dict[str, int]) -> str:
 
 
 def in_words(times: dict[str, int]) -> str:
-    """What was done, and how often."""
+    """Write down what was done, and how often."""
     words = [f"{f'{count} times' if count > 1 else 'once'} {what}" for what, count in times.items()]
     return ", ".join(words) or "nothing"

@@ -11,6 +11,7 @@ from torch.nn.functional import mse_loss
 
 from microddp.labs.engine.bench import Bench
 from microddp.labs.engine.lab import Lab
+from microddp.labs.engine.training import flat
 
 LAB = Lab(
     "lab01_two_replicas",
@@ -27,6 +28,7 @@ LAB = Lab(
         "a time. Compute the sum first, from all of them, and then hand a clone of it to each. "
         "Where a shard was empty or a parameter is frozen, `p.grad` is None.",
     ],
+    ranks=(1,),
 )
 REPLICAS = (1, 2, 3, 4)
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -34,15 +36,15 @@ Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def in_turn(parts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Each row overwritten by the weighted sum of all, as they are by then."""
+    """Overwrite each row, one after the other, with the weighted sum of all rows."""
     parts = parts.clone()
     for k in range(len(parts)):
         parts[k] = weights @ parts
     return parts
 
 
-# What the replicas' optimizers find after some mistakes, from what each replica has, a row for
-# each, and the weights that it is averaged with.
+# By mistake: from the replicas' gradients, one a row, and the weights of their average, the
+# gradients that the optimizers would find.
 RULES: dict[str, Rule] = {
     "The average was divided by the number of replicas once more. If each loss is weighted with "
     "its shard's part of the batch, the gradients are only added.": (
@@ -74,7 +76,7 @@ STALE = (
 
 
 class Net(torch.nn.Module):
-    """A model that notes which samples it sees: a sample's first input is its number over 16."""
+    """A model that records which samples it sees: a sample's first input is its number over 16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,42 +91,37 @@ class Net(torch.nn.Module):
         return outputs
 
     def vector(self) -> torch.Tensor:
-        """All weights."""
-        return torch.cat([p.detach().flatten() for p in self.parameters()])
+        """Return all weights as one vector."""
+        return flat(self.parameters())
 
     def gradient(self) -> torch.Tensor:
-        """All gradients as they are, in a tensor of their own; zeros where there is none."""
-        each = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters()]
-        return torch.cat([gradient.flatten() for gradient in each])
+        """Return a copy of all gradients as one vector; zeros where there is none."""
+        return flat(torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters())
 
     def learn(self, x: torch.Tensor, y: torch.Tensor) -> float:
-        """Compute the gradients of the mean loss, which is returned; of no samples it is nan."""
+        """Compute the gradients of the mean loss, and return it; without samples it is nan."""
         self.zero_grad()
         loss = mse_loss(self(x), y)
         if len(x):
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         return loss.item()
 
 
 class Group:
-    """Some replicas that take steps with the reader's function, and one model beside them.
+    """Replicas that take steps with the reader's function, and a single model as their oracle.
 
     Args:
-        n: how many.
+        n: number of replicas.
         kind: takes parameters to their optimizer.
         frozen: whether the last bias is.
 
-    Attributes:
-        single: the model that takes each step on the whole batch.
-        loss: what the reader's function returned in the last step. All that follows is of it, too.
-        found: for each replica, the gradients that its optimizer found, in each step that it took.
-        held: for each replica, the tensors that they were in.
-        samples: for each replica, those that it saw.
-        shares: for each replica, their part of the batch.
-        parts: for each replica, the right gradient of those samples, as a row.
-        means: for each replica, their mean loss, and at the end that of the batch.
-        whole: the gradient of the batch.
-        before: that of the batch before it.
+    Attributes of the last step, for each replica:
+        found: gradients that its optimizer found, a vector for each step that it took.
+        held: the tensors that these were in.
+        samples: numbers of the samples that it saw.
+        shares: their part of the batch.
+        parts: the right gradient of these samples, as a row.
+        means: their mean loss; last, that of the batch.
     """
 
     def __init__(
@@ -146,7 +143,7 @@ class Group:
         self.held[k] += [p.grad for p in self.replicas[k].parameters() if p.grad is not None]
 
     def step(self, bench: Bench, rows: int) -> None:
-        """Take a step on a batch of so many rows."""
+        """Take a step on a batch of ``rows`` samples, the single model, too."""
         self.rows = rows
         generator = torch.Generator().manual_seed(rows)
         x, y = torch.randn(2, rows, 3, dtype=torch.float64, generator=generator)
@@ -174,7 +171,7 @@ class Group:
         self.alone.step()
 
     def expect_shards(self, bench: Bench) -> None:
-        """Go on if the replicas shared out the samples, and did it evenly."""
+        """Expect that the replicas shared out the samples, and evenly."""
         seen = sorted(sample for samples in self.samples for sample in samples)
         largest = -(-self.rows // self.n)
         mistake = ""
@@ -192,7 +189,7 @@ class Group:
         )
 
     def expect_gradients(self, bench: Bench) -> None:
-        """Go on if each optimizer stepped once, with the gradient of the whole batch."""
+        """Expect that each optimizer stepped once, with the gradient of the whole batch."""
         steps = [len(found) for found in self.found]
         bench.expect(
             steps == [1] * self.n,
@@ -212,7 +209,7 @@ class Group:
         )
 
     def _mistake(self, found: torch.Tensor) -> str:
-        """What gives such gradients, if it is known."""
+        """Return the sentence for the mistake that gives such gradients; empty if unknown."""
         scaled, mean = self.parts * self.shares[:, None], torch.full_like(self.shares, 1 / self.n)
         ones = torch.ones_like(mean)
         ways = ((self.parts, self.shares), (scaled, ones), (self.parts, mean))
@@ -222,15 +219,15 @@ class Group:
             if any(torch.allclose(found, rule(*way)) for way in ways):
                 return mistake
         if torch.allclose(found, self.parts) or torch.allclose(found, scaled):
-            weights = torch.stack([replica.vector() for replica in self.replicas])
-            return AFTERWARDS if torch.allclose(weights, weights[:1]) else OWN
+            first, *others = (replica.vector() for replica in self.replicas)
+            return AFTERWARDS if all(torch.allclose(first, each) for each in others) else OWN
         surplus = found - self.whole
         times = surplus @ self.before / self.before.square().sum()
         return STALE if torch.allclose(surplus, times[:, None] * self.before) else ""
 
 
 def expect_step(bench: Bench, rows: int) -> None:
-    """Go on if replicas share out a batch and step with its gradient."""
+    """Expect that replicas share out a batch and step with its gradient."""
     for n in REPLICAS:
         group = Group(n)
         group.step(bench, rows)
@@ -238,34 +235,22 @@ def expect_step(bench: Bench, rows: int) -> None:
         group.expect_gradients(bench)
 
 
-@LAB.check(
-    "the gradient of the batch from equal shards",
-    read="Two replicas that stay together",
-    ranks=(1,),
-)
+@LAB.check("the gradient of the batch from equal shards", read="Two replicas that stay together")
 def equal(bench: Bench) -> None:
     expect_step(bench, 12)
 
 
-@LAB.check(
-    "the gradient of the batch from unequal shards",
-    read="Where it breaks: unequal shards",
-    ranks=(1,),
-)
+@LAB.check("the gradient of the batch from unequal shards", read="Where it breaks: unequal shards")
 def unequal(bench: Bench) -> None:
     expect_step(bench, 7)
 
 
-@LAB.check(
-    "the gradient of the batch despite empty shards",
-    read="Where it breaks: unequal shards",
-    ranks=(1,),
-)
+@LAB.check("the gradient of the batch despite empty shards", read="Where it breaks: unequal shards")
 def empty(bench: Bench) -> None:
     expect_step(bench, 2)
 
 
-@LAB.check("the mean loss of the batch", read="Where it breaks: unequal shards", ranks=(1,))
+@LAB.check("the mean loss of the batch", read="Where it breaks: unequal shards")
 def mean_loss(bench: Bench) -> None:
     for n in REPLICAS:
         for rows in (12, 7, 2):
@@ -279,24 +264,19 @@ def mean_loss(bench: Bench) -> None:
             )
             *means, whole = torch.tensor(group.means)
             each = torch.stack(means)
-            bench.near(
-                torch.tensor([group.loss]),
-                whole[None],
-                f"the mean loss of {rows} samples on {n} replicas",
-                {
-                    "An empty shard's mean is nan, and so is any sum with it in it: leave it "
-                    "out.": torch.tensor([torch.nan]),
-                    "That is the mean over the shards: weight each by its samples.": each.nanmean()[
-                        None
-                    ],
-                    "The shards' losses were added: weight each by its part of the "
-                    "batch.": each.nansum()[None],
-                    "That is the last replica's part of it.": (each * group.shares)[-1:].float(),
-                },
-            )
+            mistakes = {
+                "An empty shard's mean is nan, and so is any sum with it in it: leave it "
+                "out.": torch.tensor(torch.nan),
+                "That is the mean over the shards: weight each by its samples.": each.nanmean(),
+                "The shards' losses were added: weight each by its part of the "
+                "batch.": each.nansum(),
+                "That is the last replica's part of it.": (each * group.shares)[-1].float(),
+            }
+            what = f"the mean loss of {rows} samples on {n} replicas"
+            bench.near(torch.tensor(group.loss), whole, what, mistakes)
 
 
-@LAB.check("the same bits on all replicas", read="Two replicas that stay together", ranks=(1,))
+@LAB.check("the same bits on all replicas", read="Two replicas that stay together")
 def bits(bench: Bench) -> None:
     group = Group(4)
     group.step(bench, 7)
@@ -318,7 +298,7 @@ def bits(bench: Bench) -> None:
         )
 
 
-@LAB.check("a frozen parameter stays as it is", read="Two replicas that stay together", ranks=(1,))
+@LAB.check("a frozen parameter stays as it is", read="Two replicas that stay together")
 def frozen(bench: Bench) -> None:
     for rows in (7, 2):
         group = Group(3, partial(SGD, weight_decay=0.5), frozen=True)
@@ -332,7 +312,7 @@ def frozen(bench: Bench) -> None:
         group.expect_gradients(bench)
 
 
-@LAB.check("some steps as one model takes them", read="Two replicas that stay together", ranks=(1,))
+@LAB.check("some steps as one model takes them", read="Two replicas that stay together")
 def steps(bench: Bench) -> None:
     for kind in (partial(SGD, momentum=0.9), partial(torch.optim.Adam, lr=0.05)):
         for n in REPLICAS:

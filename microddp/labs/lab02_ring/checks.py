@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from microddp.labs.engine.bench import Bench
-from microddp.labs.engine.lab import Lab
+from microddp.labs.engine.lab import SEVERAL, Lab
 
 LAB = Lab(
     "lab02_ring",
@@ -60,7 +60,7 @@ def sums(bench: Bench) -> None:
 
 
 def missing(messages: int, place: int, size: int, n: int) -> str:
-    """Why ranks' values may be missing at a place of a tensor, after so many messages."""
+    """Return the likely reason why ranks' values are missing at a place, after so many messages."""
     if messages < 2 * (n - 1):
         few = f"{messages} messages from this rank"
         return f"Some values never came here: {few}, and it takes n - 1 rounds, twice."
@@ -75,8 +75,8 @@ def missing(messages: int, place: int, size: int, n: int) -> str:
 @LAB.check("the largest, the least, the product", read="Ring: a chunk at a time")
 def operations(bench: Bench) -> None:
     for op, reduce in OPS.items():
-        each = torch.stack([bench.values(9, rank, seed=1) for rank in range(bench.n)])
-        tensor, total = bench.values(9, seed=1), each.sum(0)
+        each = bench.everyones(9, seed=1)
+        tensor, total = each[bench.rank].clone(), each.sum(0)
         bench.doing = f"with op={op!r}"
         bench.work.ring_all_reduce(tensor, bench.comms, op)
         added = {f"That is the sum, where {op} was asked for.": total} if op != "sum" else {}
@@ -84,13 +84,10 @@ def operations(bench: Bench) -> None:
 
 
 @LAB.check(
-    "the same bits on every rank",
-    read="Where it breaks: each rank adds in its own order",
-    ranks=(2, 3, 4),
+    "the same bits on every rank", "Where it breaks: each rank adds in its own order", SEVERAL
 )
 def bits(bench: Bench) -> None:
-    generator = torch.Generator().manual_seed(bench.rank)
-    tensor = torch.randn(1000, generator=generator) * 10 ** (bench.rank % 3)
+    tensor = bench.rounded(1000)
     bench.work.ring_all_reduce(tensor, bench.comms)
     bench.same(
         "a sum of numbers that are rounded",
@@ -121,16 +118,10 @@ def sent(bench: Bench) -> None:
     n, size = bench.n, 1000
     with bench.seen() as seen:
         bench.work.ring_all_reduce(bench.values(size), bench.comms)
-    names = ", ".join(sorted({call.name for call in seen.collectives}))
-    bench.expect(
-        not seen.collectives,
-        "messages between two ranks",
-        f"PyTorch's own {names}",
-        "That is the backend's all-reduce. Build it from comms.sendrecv.",
-    )
+    mistake = "That is the backend's all-reduce. Build it from comms.sendrecv."
+    bench.only_messages(seen, "messages between two ranks", mistake)
     whole = 4 * size
-    exact = 2 * (n - 1) * whole / n
-    rounding = 2 * (n - 1) * 4
+    exact, rounding = 2 * (n - 1) * whole / n, 2 * (n - 1) * 4
     mistake = "Cut the tensor into n chunks: each message is one of them."
     if seen.sent_bytes < exact - rounding:
         mistake = (

@@ -7,12 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
-from torch.nn.utils import parameters_to_vector
 
-from microddp.comms import Comms
-from microddp.labs.engine.bench import Bench, Seen, Wrong
-from microddp.labs.engine.lab import Lab
-from microddp.replicas import tensor_digest
+from microddp.labs.engine import training
+from microddp.labs.engine.bench import Bench, Wrong
+from microddp.labs.engine.lab import SEVERAL, Lab
 
 LAB = Lab(
     "lab03_naive_step",
@@ -32,18 +30,13 @@ LAB = Lab(
     ],
 )
 SIZES = (5, 1, 2, 4)  # samples of the ranks' shards
-WHAT_THEY_SEND = {
-    "broadcast": "A broadcast sends all of rank 0's tensor to every other rank.",
-    "all_gather": "An all-gather sends every rank's tensor to every other rank.",
-}
-Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Shares(nn.Module):
     """A model whose gradients tell whose samples they come from.
 
-    Every sample of rank r is 1 in column r and 0 elsewhere. So are the gradients of a shard's mean.
-    Of a mean over all ranks, value r is the share that rank r's shard has in it.
+    Every sample of rank r is 1 in column r and 0 elsewhere, and so are the gradients of a shard's
+    mean. Value r of a mean over all ranks is then the share of rank r's shard.
     """
 
     def __init__(self, n: int) -> None:
@@ -60,49 +53,29 @@ def product(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def stepped(bench: Bench, model: Shares, size: int, weight_decay: float = 0.0) -> Shares:
-    """The model after one step of the reader's on a shard of so many samples."""
+    """Return the model after a step of the reader's on a shard of ``size`` samples."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=weight_decay)
     x = torch.eye(bench.n, dtype=torch.float64)[bench.rank].expand(size, -1)
     bench.work.naive_step(model, product, optimizer, x, x.new_ones(size), bench.comms)
     return model
 
 
-def network(seed: int, dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 16)).to(dtype)
-
-
-def shards(sizes: Sequence[int], seed: int, dtype: torch.dtype = torch.float64) -> list[Batch]:
-    """Of each rank its inputs and targets."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randn(sum(sizes), 48, generator=generator, dtype=torch.float64).to(dtype)
+def shards(
+    sizes: Sequence[int], seed: int, dtype: torch.dtype = torch.float64
+) -> list[training.Batch]:
+    """Return each rank's inputs and targets."""
+    rows = training.drawn(sum(sizes), 48, seed=seed, dtype=torch.float64).to(dtype)
     return [(part[:, :32], part[:, 32:]) for part in torch.split(rows, list(sizes))]
-
-
-def whole(parts: Sequence[Batch]) -> Batch:
-    x, y = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    return x, y
-
-
-def vector(model: nn.Module) -> torch.Tensor:
-    return parameters_to_vector(model.parameters()).detach()
 
 
 def one_device(
     make: Callable[[nn.Module], torch.optim.Optimizer],
-    batches: Sequence[Batch],
+    batches: Sequence[training.Batch],
     forget: bool = True,
 ) -> torch.Tensor:
-    """The weights of a single process after a step on each batch; ``forget`` old gradients."""
-    model = network(seed=0)
-    optimizer = make(model)
-    for x, y in batches:
-        if forget:
-            optimizer.zero_grad()
-        mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    return vector(model)
+    """Return the weights of a single process after a step on each batch."""
+    model = training.network(seed=0)
+    return training.train_alone(model, make(model), batches, forget=forget)
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
@@ -113,67 +86,9 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.01)
 
 
-def equal_models(bench: Bench, start: Callable[[nn.Module, Comms], None]) -> None:
-    """Expect that the reader's function copies rank 0's model, of 14 tensors in two dtypes."""
-    model, models = trained(bench.rank), [trained(rank).state_dict() for rank in range(bench.n)]
-    parameters = dict(model.named_parameters())
-    start(model, bench.comms)
-    for name, got in model.state_dict().items():
-        kind = "parameter" if name in parameters else "buffer"
-        own = f"It is this rank's own still. Broadcast every {kind}, too, in place."
-        new = "It is a new model's: rank 0's may have been trained or loaded, so copy what it has."
-        rounded = (
-            "It went through float32, which rounds whole numbers above 2^24: send every dtype by "
-            "itself, or as bytes."
-        )
-        mistakes = {
-            own: models[bench.rank][name],
-            new: trained(0, steps=0).state_dict()[name],
-            rounded: models[0][name].float().to(got.dtype),
-        }
-        bench.near(got, models[0][name], f"rank 0's {kind} {name}", mistakes, rtol=0.0, atol=0.0)
-    bench.expect(
-        all(parameters[name] is tensor for name, tensor in model.named_parameters()),
-        "the parameters to be overwritten in place",
-        "other parameters in the model",
-        "An optimizer that was made before would go on with the old ones.",
-    )
-
-
-def trained(seed: int, steps: int = 1) -> nn.Module:
-    """A model that is another one on each rank, as if trained or loaded, with buffers."""
-    model = network(seed, torch.float32).insert(1, nn.BatchNorm1d(64))
-    model.append(nn.BatchNorm1d(16))
-    for tensor in model.state_dict().values():
-        tensor += (seed + 1) * steps * (1 if tensor.is_floating_point() else 2**24 + 1)
-    return model
-
-
-def frugal(bench: Bench, seen: Seen, most: int, remedy: str) -> None:
-    """Expect that all ranks together sent so many bytes, and 1 KiB a rank. A collective.
-
-    Counted is what the best algorithms send. ``remedy`` is what to do instead.
-    """
-    n, most = bench.n, most + 1024 * bench.n
-    factors = {"all_reduce": 2.0 * (n - 1) / n, "all_gather": n - 1.0}  # of a rank's own tensor
-    others = (n - 1) / n  # one rank has it or gets it: it travels n - 1 times, not n
-    mine = sum(factors.get(call.name, others) * call.nbytes for call in seen.collectives)
-    got = round(sum(bench.comms.all_gather_data(mine + seen.sent_bytes)))
-    names = [call.name for call in seen.collectives] + ["message"] * len(seen.messages)
-    calls = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    large = [call.name for call in seen.collectives if call.nbytes > 1024]
-    reason = WHAT_THEY_SEND.get(large[0], "") if large else ""
-    bench.expect(
-        got <= most,
-        f"at most {most} bytes sent by all ranks together",
-        f"{got}, with {calls or 'nothing'} on this rank",
-        f"{reason} {remedy}".strip(),
-    )
-
-
 @LAB.check("every rank has rank 0's model", read="Replicate")
 def equal(bench: Bench) -> None:
-    equal_models(bench, bench.work.start_equal)
+    training.expect_equal_models(bench, bench.work.start_equal)
 
 
 @LAB.check("equal shards count alike, once", read="Shard, backward, all-reduce")
@@ -199,15 +114,16 @@ def mean(bench: Bench) -> None:
 @LAB.check("the gradients are averaged, not the weights", read="Shard, backward, all-reduce")
 def gradients(bench: Bench) -> None:
     parts = shards([4] * bench.n, seed=1)
-    model = network(seed=0)
+    model = training.network(seed=0)
     bench.work.naive_step(model, mse_loss, adam(model), *parts[bench.rank], bench.comms)
     alone = torch.stack([one_device(adam, [part]) for part in parts])
     mistakes = {
         "Those are the mean of weights that each rank got from its own gradient. Average the "
         "gradients before optimizer.step(): Adam's step is not linear in them.": alone.mean(0),
     }
-    want = one_device(adam, [whole(parts)])
-    bench.near(vector(model), want, "the weights after a step of Adam", mistakes, 1e-9, 1e-9)
+    want = one_device(adam, [training.together(parts)])
+    what = "the weights after a step of Adam"
+    bench.near(training.flat(model.parameters()), want, what, mistakes, 1e-9, 1e-9)
 
 
 @LAB.check("each sample counts alike in uneven shards", read="Shard, backward, all-reduce")
@@ -245,7 +161,7 @@ def alone(bench: Bench) -> None:
 
 @LAB.check("the weights of one device, step after step", read="Shard, backward, all-reduce")
 def steps(bench: Bench) -> None:
-    model = network(seed=bench.rank)
+    model = training.network(seed=bench.rank)
     bench.work.start_equal(model, bench.comms)
     optimizer = momentum(model)
     # In each step another rank has the largest shard.
@@ -253,37 +169,36 @@ def steps(bench: Bench) -> None:
     batches = [shards(each, seed=i) for i, each in enumerate(sizes)]
     for i, parts in enumerate(batches):
         bench.work.naive_step(model, mse_loss, optimizer, *parts[bench.rank], bench.comms)
-        done = [whole(before) for before in batches[: i + 1]]
+        done = [training.together(before) for before in batches[: i + 1]]
         mistakes = {
             "The gradients of the step before are in it: call optimizer.zero_grad() before "
             "backward().": one_device(momentum, done, forget=False)
         }
         what = f"the weights after step {i + 1}, with momentum"
-        bench.near(vector(model), one_device(momentum, done), what, mistakes, 1e-9, 1e-9)
+        want = one_device(momentum, done)
+        bench.near(training.flat(model.parameters()), want, what, mistakes, 1e-9, 1e-9)
 
 
-@LAB.check("the same bits on every rank", read="Replicate", ranks=(2, 3, 4))
+@LAB.check("the same bits on every rank", read="Replicate", ranks=SEVERAL)
 def bits(bench: Bench) -> None:
-    model = network(0, torch.float32)
+    model = training.network(0, torch.float32)
     x, y = shards(SIZES[: bench.n], 0, torch.float32)[bench.rank]
     bench.work.naive_step(model, mse_loss, momentum(model), x, y * 10**bench.rank, bench.comms)
-    digests = bench.comms.all_gather_data(tensor_digest(vector(model)))
-    bench.expect(
-        len(set(digests)) == 1,
-        "the same weights on every rank after a step in float32",
-        "; ".join(f"bits {text} on rank {rank}" for rank, text in enumerate(digests)),
+    bench.same(
+        "the weights after a step in float32",
+        training.flat(model.parameters()),
         "Each rank adds the gradients in an order of its own, or scales them in another way: the "
         "sums differ in the last bits, and the models drift apart.",
     )
 
 
-@LAB.check("each gradient is all-reduced once", read="What it costs", ranks=(2, 3, 4))
+@LAB.check("each gradient is all-reduced once", read="What it costs", ranks=SEVERAL)
 def sent(bench: Bench) -> None:
-    model = network(0, torch.float32)
+    model = training.network(0, torch.float32)
     optimizer = momentum(model)
     x, y = shards(SIZES[: bench.n], 0, torch.float32)[bench.rank]
     with bench.seen() as seen:
         bench.work.naive_step(model, mse_loss, optimizer, x, y, bench.comms)
     size = sum(parameter.nbytes for parameter in model.parameters())
     remedy = "All-reduce each gradient once a step, in its own dtype, and send no weights."
-    frugal(bench, seen, 2 * (bench.n - 1) * size, remedy)
+    training.expect_frugal(bench, seen, 2 * (bench.n - 1) * size, remedy)

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from microddp.labs.engine import overlap
 from microddp.labs.engine.bench import Bench, Seen
-from microddp.labs.engine.lab import Lab
-from microddp.labs.lab04_hooks.checks import (
-    LargeFirst,
-    Ready,
-    averaged,
-    each_ranks,
-    flat,
-    loss,
-    three_steps,
-    waits_for_all,
-    with_one_late,
-)
+from microddp.labs.engine.lab import SEVERAL, Lab
 
 LAB = Lab(
     "lab05_buckets",
@@ -52,20 +41,16 @@ CAPS = (60, 200)
 
 
 def pytorchs(tensors: Sequence[torch.Tensor], caps: tuple[int, int]) -> list[list[int]]:
-    """The plan of PyTorch's own DDP."""
+    """Return the plan of PyTorch's own DDP."""
     find = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
     plan: list[list[int]] = find(list(tensors), list(caps), [False] * len(tensors))[0]
     return plan
 
 
 def another(sizes: Sequence[int], caps: tuple[int, int], *, before: bool) -> list[list[int]]:
-    """A plan that asks the wrong question of a cap.
+    """Return a plan with a mistake: a bucket is closed only where a tensor lifts it above the cap.
 
-    Args:
-        sizes: of the tensors, bytes.
-        caps: bytes.
-        before: whether it closes a bucket that a tensor would lift above the cap, or one that is
-            above it already.
+    ``before``: the bucket that the tensor would lift is closed, and not the one that it has lifted.
     """
     plan: list[list[int]] = [[]]
     for i, size in enumerate(sizes):
@@ -77,19 +62,19 @@ def another(sizes: Sequence[int], caps: tuple[int, int], *, before: bool) -> lis
 
 
 def planned(model: nn.Module) -> list[list[torch.Tensor]]:
-    """The parameters of each bucket in PyTorch's plan."""
+    """Return the parameters of each bucket in PyTorch's plan."""
     parameters = list(model.parameters())[::-1]
     return [[parameters[i] for i in members] for members in pytorchs(parameters, CAPS)]
 
 
 def chain() -> nn.Module:
-    """A model with three buckets that differ in size."""
+    """Return a model with three buckets that differ in size."""
     torch.manual_seed(0)
     return nn.Sequential(*[nn.Linear(i, j) for i, j in ((4, 9), (9, 6), (6, 5), (5, 3))])
 
 
 class Mixed(nn.Module):
-    """Layers of two dtypes, in turns, and one that is frozen."""
+    """A model whose layers have two dtypes in turns; one is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +91,7 @@ class Mixed(nn.Module):
 
 
 class Branches(nn.Module):
-    """Two layers, of which odd ranks compute the second one first."""
+    """A model of two layers, of which odd ranks compute the second one first."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -120,21 +105,15 @@ class Branches(nn.Module):
         return y
 
 
-def watched(bench: Bench, model: nn.Module) -> tuple[Ready, int, Seen]:
-    """When gradients were ready in a step, when backward was over, and what was sent."""
-    ready = Ready(model)
-    hooks = bench.work.BucketHooks(model, bench.comms, CAPS)
-    with bench.seen() as seen:
-        loss(model, bench).backward()  # type: ignore[no-untyped-call]
-        over = time.time_ns()
-        hooks.finish()
-    return ready, over, seen
+def hooks(bench: Bench, caps: tuple[int, int] = CAPS) -> overlap.Hooks:
+    """Return what gives a model the reader's hooks."""
+    return lambda model: bench.work.BucketHooks(model, bench.comms, caps)
 
 
 def plan_of(
     bench: Bench, tensors: Sequence[torch.Tensor], caps: tuple[int, int]
 ) -> list[list[int]]:
-    """The reader's plan, if it is one."""
+    """Return the reader's plan, which has to be a list of lists of indices."""
     got: list[list[int]] = bench.work.plan_buckets(tensors, caps)
     lists = isinstance(got, list) and all(isinstance(bucket, list) for bucket in got)
     numbers = lists and all(isinstance(i, int) for bucket in got for i in bucket)
@@ -204,8 +183,7 @@ def dtypes(bench: Bench) -> None:
 @LAB.check("as many messages as buckets, of their bytes", read=HOOKS)
 def messages(bench: Bench) -> None:
     model = chain()
-    _, _, seen = watched(bench, model)
-    got = [call.nbytes for call in seen.collectives]
+    got = overlap.Watched(bench, model, hooks(bench)).seen.sizes
     right = [sum(p.nbytes for p in bucket) for bucket in planned(model)]
     parameters = list(model.parameters())
     forward = [sum(parameters[i].nbytes for i in b) for b in pytorchs(parameters, CAPS)]
@@ -229,19 +207,18 @@ def messages(bench: Bench) -> None:
 @LAB.check("a bucket leaves when it and all before it are full", read=HOOKS)
 def moment(bench: Bench) -> None:
     model = chain()
-    ready, over, seen = watched(bench, model)
-    begun, full = [call.created for call in seen.collectives], 0
-    late = sum(created > over for created in begun)
+    step, full = overlap.Watched(bench, model, hooks(bench)), 0
+    ready, begun = step.ready, step.begun
     bench.expect(
-        not late,
+        not step.late,
         f"{len(begun)} all-reduces that begin inside backward",
-        f"{late} that began after it",
+        f"{step.late} that began after it",
         "finish() starts them, when nothing is left to hide behind. Start each in the hook of the "
         "gradient that fills its bucket.",
     )
     for index, bucket in enumerate(planned(model)):
-        full = max(full, *(ready.times[p] for p in bucket))
-        after = min((t for t in ready.times.values() if t > full), default=over)
+        full = max(full, *(ready[p] for p in bucket))
+        after = min((t for t in ready.values() if t > full), default=step.over)
         bench.expect(
             full <= begun[index] <= after,
             f"bucket {index} to leave in the hook of the gradient that fills it",
@@ -252,39 +229,36 @@ def moment(bench: Bench) -> None:
         )
 
 
-@LAB.check("backward waits for no other rank, finish() for all", read=HOOKS, ranks=(2, 3, 4))
+@LAB.check("backward waits for no other rank, finish() for all", read=HOOKS, ranks=SEVERAL)
 def one_late(bench: Bench) -> None:
     model = chain()
-    hooks = bench.work.BucketHooks(model, bench.comms, CAPS)
-    with_one_late(bench, loss(model, bench).backward, hooks.finish)
-    averaged(bench, model, each_ranks(lambda _: chain(), bench))
+    overlap.expect_only_finish_waits(bench, model, hooks(bench))
+    overlap.expect_means(bench, model, overlap.each_ranks(lambda _: chain(), bench))
 
 
-@LAB.check("finish() waits for every all-reduce", read=HOOKS, ranks=(2, 3, 4))
+@LAB.check("finish() waits for every all-reduce", read=HOOKS, ranks=SEVERAL)
 def all_through(bench: Bench) -> None:
-    model = LargeFirst()
-    hooks = bench.work.BucketHooks(model, bench.comms, (1, 1))
-    waits_for_all(bench, model, hooks.finish)
+    overlap.expect_waits_for_all(bench, hooks(bench, (1, 1)))
 
 
 @LAB.check("every gradient is the mean over all ranks", read=HOOKS)
 def means(bench: Bench) -> None:
-    each = each_ranks(lambda _: Mixed(), bench)
+    each = overlap.each_ranks(lambda _: Mixed(), bench)
     for caps in ((1, 1), (100, 100), (1000, 1000)):
         model = Mixed()
-        hooks = bench.work.BucketHooks(model, bench.comms, caps)
-        loss(model, bench).backward()  # type: ignore[no-untyped-call]
-        hooks.finish()
-        averaged(bench, model, each, f" with caps of {caps[0]} bytes")
+        reader = hooks(bench, caps)(model)
+        overlap.loss(model, bench).backward()
+        reader.finish()
+        overlap.expect_means(bench, model, each, f" with caps of {caps[0]} bytes")
 
 
 @LAB.check(
     "gradients that come in another order on some ranks",
     read="Where it breaks: buckets sent as they fill",
-    ranks=(2, 3, 4),
+    ranks=SEVERAL,
 )
 def order(bench: Bench) -> None:
-    each = each_ranks(Branches, bench)
+    each = overlap.each_ranks(Branches, bench)
     mean = each.mean(0)
     # What comes first and what comes second, added up: on odd ranks that is the other layer.
     first, second = (
@@ -301,11 +275,11 @@ def order(bench: Bench) -> None:
         "the plan's order on every rank, and not in that in which they came.",
     }.items():
         model = Branches(bench.rank)
-        hooks = bench.work.BucketHooks(model, bench.comms, caps)
-        loss(model, bench).backward()  # type: ignore[no-untyped-call]
-        hooks.finish()
+        reader = hooks(bench, caps)(model)
+        overlap.loss(model, bench).backward()
+        reader.finish()
         what = f"the gradients of two layers with caps of {caps[0]} bytes"
-        bench.near(flat(model), mean, what, {mistake: mixed}, rtol=1e-4, atol=1e-5)
+        bench.near(overlap.gradients(model), mean, what, {mistake: mixed}, rtol=1e-4, atol=1e-5)
 
 
 @LAB.check(
@@ -315,7 +289,7 @@ def steps(bench: Bench) -> None:
     right = [sum(p.nbytes for p in bucket) for bucket in planned(chain())]
 
     def sent(step: str, seen: Seen) -> None:
-        got = [call.nbytes for call in seen.collectives]
+        got = seen.sizes
         mistake = "finish() must put counters and buckets back to where they were."
         if sum(got) > sum(right):
             mistake = "A bucket keeps what it held in the step before: empty it in finish()."
@@ -323,4 +297,4 @@ def steps(bench: Bench) -> None:
             mistake = "No bucket was full: in finish(), have each one miss all its gradients again."
         bench.expect(got == right, f"all-reduces of {right} bytes in {step}", got, mistake)
 
-    three_steps(bench, chain, lambda model: bench.work.BucketHooks(model, bench.comms, CAPS), sent)
+    overlap.expect_three_steps(bench, chain, hooks(bench), sent)

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from microddp.labs.engine.bench import Bench, Seen
-from microddp.labs.engine.lab import Lab
+from microddp.labs.engine.lab import SEVERAL, Lab
+from microddp.labs.engine.training import drawn, flat
 
 LAB = Lab(
     "lab06_small_ddp",
@@ -30,7 +31,7 @@ LAB = Lab(
         "`.grad` is None, then the all-reduce, the division by `comms.world_size`, and each part "
         "back to its parameter with `view_as`.",
     ],
-    patience=10.0,  # for the second that an import takes in the last check, on a busy machine
+    patience=10.0,  # the last check has an import, which takes a second and more on a busy machine
 )
 BUCKET_BYTES = 320
 SHARED_TWICE = (
@@ -41,7 +42,7 @@ Gradients = Mapping[str, torch.Tensor]
 
 
 class Net(nn.Module):
-    """A shared weight, a frozen layer, buffers, and heads of which a forward pass uses one."""
+    """A model with a shared weight, a frozen layer, buffers, and heads: a forward pass uses one."""
 
     def __init__(self, seed: int = 0, heads: int = 1) -> None:
         super().__init__()
@@ -60,24 +61,23 @@ class Net(nn.Module):
 
 
 def samples(rank: int, batch: int) -> torch.Tensor:
-    """A rank's batch of that number."""
-    generator = torch.Generator().manual_seed(1000 * batch + rank)
-    return torch.randn(4, 5, generator=generator, dtype=torch.float64)
+    """Return a rank's samples in this batch."""
+    return drawn(4, 5, seed=1000 * batch + rank, dtype=torch.float64)
 
 
 def loss(model: nn.Module, rank: int, batch: int = 0, head: int = 0) -> Any:
-    """What a rank's batch is to bring down."""
+    """Return the loss of a rank's samples in this batch."""
     return (model(samples(rank, batch), head=head) - 1).square().mean()
 
 
 def gradients(net: Net) -> Gradients:
-    """The gradients of all parameters that require one, with zeros for None."""
+    """Return the gradients of all parameters that require one, with zeros for None."""
     named = {name: p for name, p in net.named_parameters() if p.requires_grad}
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named.items()}
 
 
 def alone(rank: int, *batches: int, head: int = 0, heads: int = 1) -> Gradients:
-    """What accumulates in rank 0's model with a rank's batches, on one device."""
+    """Return the sum of a rank's gradients over some batches, with rank 0's model."""
     net = Net(heads=heads)
     for batch in batches:
         loss(net, rank, batch, head).backward()
@@ -85,17 +85,17 @@ def alone(rank: int, *batches: int, head: int = 0, heads: int = 1) -> Gradients:
 
 
 def total(each: Sequence[Gradients], scale: float = 1.0) -> Gradients:
-    """The sum of gradients, times a number."""
+    """Return the sum of gradients, times a number."""
     return {name: scale * torch.stack([one[name] for one in each]).sum(0) for name in each[0]}
 
 
 def averaged(bench: Bench, *batches: int, heads: int = 1) -> Gradients:
-    """The mean over the ranks of what accumulates with some batches."""
+    """Return the mean over the ranks of their gradients' sums over some batches."""
     return total([alone(r, *batches, heads=heads) for r in range(bench.n)], 1 / bench.n)
 
 
 def wrapped(bench: Bench, heads: int = 1) -> tuple[Net, Any]:
-    """Rank 0's model, and the reader's wrapper of it."""
+    """Return rank 0's model, and the reader's wrapper of it."""
     net = Net(heads=heads)
     return net, bench.work.SmallDDP(net, bench.comms, BUCKET_BYTES)
 
@@ -103,7 +103,7 @@ def wrapped(bench: Bench, heads: int = 1) -> tuple[Net, Any]:
 def compare(
     bench: Bench, net: Net, expected: Gradients, mistakes: Mapping[str, Gradients], none: str = ""
 ) -> None:
-    """Go on if all gradients are as expected; ``none`` is the sentence for one that is missing."""
+    """Expect these gradients; ``none`` is the sentence for one that is missing."""
     for name, grad in gradients(net).items():
         missing = net.get_parameter(name).grad is None and expected[name].any()
         bench.expect(not missing, f"a gradient of {name}", "None", none)
@@ -114,7 +114,7 @@ def compare(
 
 
 def usual_mistakes(own: Gradients, mean: Gradients, n: int) -> dict[str, Gradients]:
-    """What any average may lack."""
+    """Return the gradients that the usual mistakes give, by the sentences that name them."""
     return {
         "This rank's own gradient: nothing was averaged when backward returned. Let a hook ask for "
         "the end of backward, and average there.": own,
@@ -124,26 +124,24 @@ def usual_mistakes(own: Gradients, mean: Gradients, n: int) -> dict[str, Gradien
 
 
 def backward(bench: Bench, output: torch.Tensor) -> Seen:
-    """What a backward sends."""
+    """Run a backward, and return what this rank sent in it."""
     with bench.seen() as seen:
-        output.backward()  # type: ignore[no-untyped-call]
+        output.backward()
     return seen
 
 
 def silent(bench: Bench, seen: Seen, when: str, mistake: str) -> None:
-    """Go on if nothing was sent."""
-    nbytes = sum(call.nbytes for call in seen.collectives) + seen.sent_bytes
-    bench.expect(not nbytes, f"{when} to send nothing", f"{nbytes} bytes", mistake)
+    """Expect that nothing was sent."""
+    bench.expect(not seen.nbytes, f"{when} to send nothing", f"{seen.nbytes} bytes", mistake)
 
 
 def once(bench: Bench, seen: Seen, net: Net, mistake: str) -> None:
-    """Go on if all gradients were sent once, and nothing else; one rank may leave that out."""
+    """Expect that all gradients were sent once, and nothing else; one rank may send nothing."""
     nbytes = sum(grad.nbytes for grad in gradients(net).values())
-    got = sum(call.nbytes for call in seen.collectives) + seen.sent_bytes
-    if got == nbytes + net.shared.weight.nbytes:
+    if seen.nbytes == nbytes + net.shared.weight.nbytes:
         mistake = SHARED_TWICE
     what = f"{nbytes} bytes sent, those of all gradients"
-    bench.expect(got == nbytes or bench.n == 1, what, f"{got} bytes", mistake)
+    bench.expect(seen.nbytes == nbytes or bench.n == 1, what, f"{seen.nbytes} bytes", mistake)
 
 
 @LAB.check("replicas start as rank 0's", read="From hooks to a wrapper")
@@ -169,12 +167,12 @@ def mean(bench: Bench) -> None:
     bench.expect(not touched, "no gradient of frozen parameters", "one", mistake)
 
 
-@LAB.check("one all-reduce for each bucket", read="One iteration, call by call", ranks=(2, 3, 4))
+@LAB.check("one all-reduce for each bucket", read="One iteration, call by call", ranks=SEVERAL)
 def sent(bench: Bench) -> None:
     net, model = wrapped(bench)
     seen = backward(bench, loss(model, bench.rank))
     once(bench, seen, net, "Each gradient travels once, and nothing else does.")
-    sizes = [call.nbytes for call in seen.collectives]
+    sizes = seen.sizes
     most, largest = sum(sizes) // BUCKET_BYTES + 1, BUCKET_BYTES + net.shared.weight.nbytes
     mistake = "The gradients of a bucket travel as one: put them side by side in a flat tensor."
     if len(sizes) <= most:
@@ -187,7 +185,7 @@ def sent(bench: Bench) -> None:
     )
 
 
-@LAB.check("forward begins with rank 0's buffers", "Buffers: whose statistics?", ranks=(2, 3, 4))
+@LAB.check("forward begins with rank 0's buffers", "Buffers: whose statistics?", ranks=SEVERAL)
 def buffers(bench: Bench) -> None:
     net, model = wrapped(bench)
     net.get_buffer("norm.num_batches_tracked").add_(bench.rank)
@@ -242,7 +240,7 @@ def accumulates(bench: Bench) -> None:
     once(bench, seen, net, "The first backward after no_sync() sends the sum, once.")
 
 
-@LAB.check("forward decides", "Gradient accumulation, right and wrong", ranks=(2, 3, 4))
+@LAB.check("forward decides", "Gradient accumulation, right and wrong", ranks=SEVERAL)
 def decides(bench: Bench) -> None:
     mistake = (
         "It was decided when backward ran. Decide in forward, and let backward do what the last "
@@ -261,7 +259,7 @@ def decides(bench: Bench) -> None:
 
 
 @LAB.check(
-    "no_sync() leaves all as it was", "Gradient accumulation, right and wrong", ranks=(2, 3, 4)
+    "no_sync() leaves all as it was", "Gradient accumulation, right and wrong", ranks=SEVERAL
 )
 def restores(bench: Bench) -> None:
     net, model = wrapped(bench)
@@ -322,7 +320,7 @@ def train(net: Net, model: nn.Module, rank: int) -> None:
                     p.sub_(0.1 * velocity)
 
 
-@LAB.check("three steps like PyTorch's, in the same bits", read="Face to face", ranks=(2, 3, 4))
+@LAB.check("three steps like PyTorch's, in the same bits", read="Face to face", ranks=SEVERAL)
 def face_to_face(bench: Bench) -> None:
     net, model = wrapped(bench, heads=3)
     train(net, model, bench.rank)
@@ -335,6 +333,5 @@ def face_to_face(bench: Bench) -> None:
             right = torch.allclose(net.state_dict()[name], tensor)
             bench.expect(right, f"{name} as PyTorch's wrapper leaves it", "another", mistake)
         compare(bench, net, gradients(other), {})
-    parameters = torch.cat([p.detach().flatten() for p in net.parameters()])
     mistake = "Every rank has to step with the numbers that came back from the all-reduce."
-    bench.same("the bits of all parameters after three steps", parameters, mistake)
+    bench.same("the bits of all parameters after three steps", flat(net.parameters()), mistake)

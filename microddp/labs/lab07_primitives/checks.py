@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from microddp.labs.engine.bench import Bench
-from microddp.labs.engine.lab import Lab
-from microddp.labs.lab03_naive_step.checks import equal_models, frugal, trained
+from microddp.labs.engine.lab import SEVERAL, Lab
+from microddp.labs.engine.training import expect_equal_models, expect_frugal, used_model
 
 LAB = Lab(
     "lab07_primitives",
@@ -25,21 +25,20 @@ LAB = Lab(
         "gets nothing.",
     ],
 )
-LENGTHS = (5, 1, 3, 9)  # of the ranks' losses
+LENGTHS = (5, 1, 3, 9)  # losses of each rank
 
 
 def samples(*shape: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(1, 1000, shape, generator=generator)
+    return torch.randint(1, 1000, shape, generator=torch.Generator().manual_seed(0))
 
 
 def losses(bench: Bench, lengths: tuple[int, ...]) -> list[torch.Tensor]:
-    """Of each rank."""
+    """Return each rank's losses."""
     return [100.0 + bench.values(lengths[rank], rank).double() for rank in range(bench.n)]
 
 
 def told(bench: Bench, number: int) -> list[int]:
-    """Every rank's number."""
+    """Return every rank's number."""
     numbers: list[int] = bench.comms.all_gather_data(number)
     bench.expect(
         all(isinstance(each, int) for each in numbers),
@@ -62,17 +61,19 @@ def collect(bench: Bench, mine: torch.Tensor) -> tuple[Any, float]:
 
 @LAB.check("every rank has rank 0's model", read="What they are for")
 def model(bench: Bench) -> None:
-    equal_models(bench, bench.work.initialise)
+    expect_equal_models(bench, bench.work.initialise)
 
 
-@LAB.check("the model travels once, in few calls", read="What they cost", ranks=(2, 3, 4))
+@LAB.check("the model travels once, in few calls", read="What they cost", ranks=SEVERAL)
 def model_bytes(bench: Bench) -> None:
-    own = trained(bench.rank)
+    own = used_model(bench.rank)
     with bench.seen() as seen:
         bench.work.initialise(own, bench.comms)
     tensors = list(own.state_dict().values())
     size = sum(tensor.nbytes for tensor in tensors)
-    frugal(bench, seen, (bench.n - 1) * size, "Every rank needs rank 0's model: broadcast it.")
+    expect_frugal(
+        bench, seen, (bench.n - 1) * size, "Every rank needs rank 0's model: broadcast it."
+    )
     calls = len(seen.collectives) + -(-len(seen.messages) // (bench.n - 1))
     bench.expect(
         calls <= 4,
@@ -110,14 +111,14 @@ def parts(bench: Bench) -> None:
         bench.near(part, block, f"block {rank} of the samples", mistakes)
 
 
-@LAB.check("each rank is sent its part only", read="What they cost", ranks=(2, 3, 4))
+@LAB.check("each rank is sent its part only", read="What they cost", ranks=SEVERAL)
 def parts_bytes(bench: Bench) -> None:
     whole = samples(61, 128).float()
     with bench.seen() as seen:
         part = bench.work.distribute(whole if bench.rank == 0 else None, bench.comms)
     kept = told(bench, part.nbytes)[0]
     remedy = "Each rank needs its own part and no other: deal them out with a scatter."
-    frugal(bench, seen, whole.nbytes - kept, remedy)
+    expect_frugal(bench, seen, whole.nbytes - kept, remedy)
 
 
 @LAB.check("all losses are on rank 0, in order", read="Who has what")
@@ -162,11 +163,11 @@ def mean(bench: Bench) -> None:
         bench.near(torch.tensor(got, dtype=torch.float64), torch.cat(each).mean(), what, mistakes)
 
 
-@LAB.check("the losses go to rank 0 only", read="What they cost", ranks=(2, 3, 4))
+@LAB.check("the losses go to rank 0 only", read="What they cost", ranks=SEVERAL)
 def collected_bytes(bench: Bench) -> None:
     each = losses(bench, (600, 660, 630, 610))
     with bench.seen() as seen:
         bench.work.collect(each[bench.rank], bench.comms)
     size = sum(values.nbytes for values in each[1:])
     remedy = "Only rank 0 needs all of them, which a gather brings; for the mean, two sums will do."
-    frugal(bench, seen, size, remedy)
+    expect_frugal(bench, seen, size, remedy)

@@ -28,6 +28,7 @@ LAB = Lab(
         "the network takes. Of that, start-ups are len(job.sizes) times what a message of 4 bytes "
         "takes. Send one before it, so that all begin together.",
     ],
+    ranks=(2, 3),
     patience=15.0,
 )
 CAUSES = ("nothing", "loading", "slow rank", "slow network", "many messages")
@@ -47,16 +48,16 @@ START, A_BYTE = 10e-6, 0.5e-9  # seconds
 
 
 class Job:
-    """A training whose steps are simulated: nothing passes but the time on its own clock.
+    """A training whose steps are simulated, on a clock of its own.
 
     Args:
-        comms: its ranks.
-        seconds: of each part of a step on this rank, apart from averaging.
+        comms: the ranks.
+        seconds: duration of each part of a step on this rank, but for averaging.
         sizes: bytes of each message.
         start: seconds to start a message.
         a_byte: seconds for each of its bytes.
-        disturbed: seconds more, by part and number of the step.
-        seed: of the noise.
+        disturbed: additional seconds, by part and number of the step.
+        seed: seed of the noise.
     """
 
     def __init__(
@@ -74,10 +75,10 @@ class Job:
         self._disturbed, self._calls = disturbed or {}, Counter[str]()
         self._chance = random.Random(1000 * seed + comms.rank)
         self._now, self._zero = 0.0, self._chance.uniform(0, 1000)
-        self.asked = False  # for the time
+        self.asked = False  # whether the clock was read
 
     def clock(self) -> float:
-        """The time on this rank, seconds."""
+        """Return the time on this rank, seconds."""
         self.asked = True
         return self._zero + self._now
 
@@ -126,7 +127,7 @@ class RealJob(Job):
     """A job with a real clock, on real links, whose work is to sleep."""
 
     def clock(self) -> float:
-        """The time on this rank, seconds."""
+        """Return the time on this rank, seconds."""
         self.asked = True
         return time.perf_counter()
 
@@ -142,9 +143,9 @@ def plant(comms: Comms, cause: str, seed: int, disturbed: str = "") -> tuple[str
     """Make a simulated job that is slow for a reason.
 
     Args:
-        comms: its ranks.
+        comms: the ranks.
         cause: one of ``CAUSES``.
-        seed: decides on what the cause leaves open.
+        seed: decides what the cause leaves open, such as the slow rank.
         disturbed: ``"first"`` or ``"other"``: a step that takes longer for another reason.
 
     Returns:
@@ -172,13 +173,7 @@ def plant(comms: Comms, cause: str, seed: int, disturbed: str = "") -> tuple[str
 
 
 def expect_named(bench: Bench, jobs: Iterable[tuple[str, Job]], why: str = "") -> None:
-    """Expect that the cause of each job is named, on every rank.
-
-    Args:
-        bench: the ranks.
-        jobs: each with its cause.
-        why: the mistake, where it is known from how the jobs were made.
-    """
+    """Expect that each job's cause is named on every rank; ``why`` is the mistake, if known."""
     for cause, job in jobs:
         answers = _answers(bench, job)
         for answer in answers:
@@ -200,8 +195,8 @@ def expect_named(bench: Bench, jobs: Iterable[tuple[str, Job]], why: str = "") -
 
 
 def _answers(bench: Bench, job: Job) -> list[str]:
-    """What each rank says of a job."""
-    bench.comms.debug = True  # who decides otherwise calls otherwise: compare the calls
+    """Return each rank's answer."""
+    bench.comms.debug = True  # a rank that decides otherwise makes other calls: compare them
     try:
         answer = str(bench.work.name_cause(job, bench.comms))
         bench.comms.barrier()
@@ -241,11 +236,11 @@ def _mistake(cause: str, got: str) -> str:
     return ""
 
 
-@LAB.check("nothing, or slow loading", read="Taking a step apart", ranks=(2, 3))
+@LAB.check("nothing, or slow loading", read="Taking a step apart")
 def loading(bench: Bench) -> None:
     kinds = [(cause, seed) for seed in range(3) for cause in ("loading", "nothing")]
     expect_named(bench, (plant(bench.comms, *kind) for kind in kinds))
-    # Of what follows the last rank has more than the others, but less than twice as much.
+    # In these jobs the last rank works longer than the others, but less than twice as long.
     last = bench.rank == bench.n - 1
     work = {part: SECONDS[part] * (1.75 if last else 1.0) for part in SECONDS}
     expect_named(
@@ -262,18 +257,18 @@ def loading(bench: Bench) -> None:
     )
 
 
-@LAB.check("a slow rank", read="Where it breaks", ranks=(2, 3))
+@LAB.check("a slow rank", read="Where it breaks")
 def slow_rank(bench: Bench) -> None:
     expect_named(bench, (plant(bench.comms, "slow rank", seed) for seed in range(8)))
 
 
-@LAB.check("a slow network, or many messages", read="Predicted from its parts", ranks=(2, 3))
+@LAB.check("a slow network, or many messages", read="Predicted from its parts")
 def network(bench: Bench) -> None:
     kinds = [(cause, seed) for seed in range(4) for cause in ("slow network", "many messages")]
     expect_named(bench, (plant(bench.comms, *kind) for kind in kinds))
 
 
-@LAB.check("the first step does not count", read="What to take along", ranks=(2, 3))
+@LAB.check("the first step does not count", read="What to take along")
 def first_step(bench: Bench) -> None:
     expect_named(
         bench,
@@ -282,7 +277,7 @@ def first_step(bench: Bench) -> None:
     )
 
 
-@LAB.check("one step that is disturbed does not count", read="What to take along", ranks=(2, 3))
+@LAB.check("one step that is disturbed does not count", read="What to take along")
 def other_step(bench: Bench) -> None:
     expect_named(
         bench,
@@ -293,7 +288,7 @@ def other_step(bench: Bench) -> None:
 
 @LAB.check("real time on real links", read="Where it breaks", ranks=(2,), link="100mbit")
 def real(bench: Bench) -> None:
-    # So long that a busy machine, which lets a rank sleep longer, makes none twice as slow.
+    # A busy machine lets a rank sleep longer; with such times it makes none twice as slow.
     usual = {"load": 0.0, "forward": 0.03, "backward": 0.0, "update": 0.0}
     slow = {**usual, "backward": 0.1 * bench.rank}
     jobs = [

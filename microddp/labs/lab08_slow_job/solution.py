@@ -10,7 +10,8 @@ rank:
 - `"loading"`: on every rank, to load a batch takes more than half of the step.
 - `"slow network"`: to average takes more than half of the step, also where no rank waits for
   another, and most of that depends on the bytes.
-- `"many messages"`: likewise, but most of it is to start the messages, however small they are.
+- `"many messages"`: to average takes as long, but most of that is to start the messages, however
+  small they are.
 - `"nothing"`: none of these.
 
 **Given:** a `job`. To call `job.load()`, `job.forward()`, `job.backward()`, `job.average()` and

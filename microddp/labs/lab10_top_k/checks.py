@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from microddp.labs.engine.bench import Bench
-from microddp.labs.engine.lab import Lab
+from microddp.labs.engine.lab import SEVERAL, Lab
 
 LAB = Lab(
     "lab10_top_k",
@@ -30,15 +30,15 @@ KEPT = "Where it breaks: what was not sent is forgotten"
 
 
 class Step(NamedTuple):
-    """Of each rank, as rows: what a step had to do with; only the mean is of all ranks."""
+    """The tensors of one step, with a row for each rank."""
 
     gradient: torch.Tensor
-    rest: torch.Tensor  # the gradient plus what was kept
+    rest: torch.Tensor  # the gradient plus the residual
     sent: torch.Tensor  # 0 where nothing was
-    mean: torch.Tensor
+    mean: torch.Tensor  # over the ranks, without rows
 
 
-# What a rank may keep by mistake.
+# The residual that a rank keeps, by mistake.
 MISKEPT: dict[str, Callable[[Step], torch.Tensor]] = {
     "What was not sent is forgotten: keep it, and add it to the next gradient before you choose "
     "the places.": lambda step: torch.zeros_like(step.rest),
@@ -59,12 +59,12 @@ SHARED = "It has what another TopK did not send: keep the residual in self, for 
 
 
 def sent_of(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """The values at those places, 0 elsewhere; both with a row for each rank."""
+    """Return the values at these places and 0 elsewhere, with a row for each rank."""
     return torch.zeros_like(values).scatter(1, places, values.gather(1, places))
 
 
 def means(gradients: Sequence[torch.Tensor], k: int, mistake: str = "") -> Iterator[torch.Tensor]:
-    """What the gradient becomes in each step; by one of the mistakes above, if given."""
+    """Yield the mean of each step, right or with one of the mistakes above."""
     residual = torch.zeros_like(gradients[0])
     for gradient in gradients:
         rest = gradient + residual
@@ -78,7 +78,7 @@ def means(gradients: Sequence[torch.Tensor], k: int, mistake: str = "") -> Itera
 
 
 def everyone(bench: Bench, size: int, seed: int) -> torch.Tensor:
-    """A gradient of each rank, shape (ranks, size); no two magnitudes of a rank are alike."""
+    """Return each rank's gradient, shape (ranks, size), in which no two magnitudes are alike."""
     rows = []
     for rank in range(bench.n):
         generator = torch.Generator().manual_seed(100 * seed + rank)
@@ -195,8 +195,7 @@ def sent(bench: Bench) -> None:
     top, gradient = bench.work.TopK(k, bench.comms), everyone(bench, size, seed=30)[bench.rank]
     with bench.seen() as seen:
         top.average(gradient)
-    given = sum(call.nbytes for call in seen.collectives)
-    given += seen.sent_bytes // max(1, bench.n - 1)  # whoever passes them round a ring
+    given = sum(seen.sizes) + seen.sent_bytes // max(1, bench.n - 1)  # or passed round a ring
     names = " and ".join(call.name for call in seen.collectives) or "messages"
     mistake = "Only the k values and their places have to travel."
     if given == 12 * k:
@@ -211,11 +210,11 @@ def sent(bench: Bench) -> None:
     )
 
 
-@LAB.check("the same bits on every rank", read=SENT, ranks=(2, 3, 4))
+@LAB.check("the same bits on every rank", read=SENT, ranks=SEVERAL)
 def bits(bench: Bench) -> None:
-    top, generator = bench.work.TopK(500, bench.comms), torch.Generator().manual_seed(bench.rank)
+    top = bench.work.TopK(500, bench.comms)
     for step in (1, 2):
-        gradient = torch.randn(1000, generator=generator) * 10 ** (bench.rank % 3)
+        gradient = bench.rounded(1000).roll(step)
         top.average(gradient)
         bench.same(
             f"the mean of step {step}",

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import vector_to_parameters
 
 from microddp.labs.engine.bench import Bench
-from microddp.labs.engine.lab import Lab
+from microddp.labs.engine.lab import SEVERAL, Lab
+from microddp.labs.engine.training import Batch, drawn, flat, together, train_alone
 
 LAB = Lab(
     "lab11_diloco",
@@ -32,18 +33,13 @@ SELDOM = "Loss by steps, by bytes, by time"
 LR, MOMENTUM = 0.7, 0.9
 
 
-def flat(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """A copy of their values, one after the other."""
-    return parameters_to_vector(parameters).detach().clone()
-
-
 def two(values: torch.Tensor) -> list[nn.Parameter]:
-    """Two parameters, of shapes (2, 3) and (4,), with ten values."""
+    """Return two parameters, of shapes (2, 3) and (4,), with these ten values."""
     return [nn.Parameter(values[:6].view(2, 3).clone()), nn.Parameter(values[6:].clone())]
 
 
 def go(parameters: Sequence[nn.Parameter], way: torch.Tensor) -> None:
-    """Train them: by a given way."""
+    """Add a way of ten values to the parameters, as if by training."""
     for parameter, part in zip(parameters, two(way), strict=True):
         parameter.data += part.data
 
@@ -51,10 +47,7 @@ def go(parameters: Sequence[nn.Parameter], way: torch.Tensor) -> None:
 @LAB.check("rate 1, no momentum: the mean of the ranks' weights", read=DILOCO)
 def mean(bench: Bench) -> None:
     # 1 to 4 ranks divide 12, so that means are whole numbers.
-    begin, went, last = (
-        12 * torch.stack([bench.values(10, rank, seed) for rank in range(bench.n)])
-        for seed in (1, 2, 3)
-    )
+    begin, went, last = (12 * bench.everyones(10, seed) for seed in (1, 2, 3))
     came_from, moved, mine = begin[0], went.mean(0), went[bench.rank]
     parameters, shared = two(came_from + mine), came_from.clone()
     for parameter, gradient in zip(parameters, two(last[bench.rank]), strict=True):
@@ -110,7 +103,7 @@ def nesterov(bench: Bench) -> None:
         torch.optim.SGD([plain], LR, MOMENTUM),
     ]
     for meeting in range(1, 5):
-        ways = torch.stack([bench.values(10, rank, seed=meeting) for rank in range(bench.n)])
+        ways = bench.everyones(10, seed=meeting)
         right.grad, plain.grad = -ways.mean(0), -ways.mean(0)
         for outer in outers:
             outer.step()
@@ -127,12 +120,12 @@ def nesterov(bench: Bench) -> None:
         bench.near(shared, right.detach(), what, mistakes, atol=1e-3)
 
 
-@LAB.check("the same bits on every rank", read=DILOCO, ranks=(2, 3, 4))
+@LAB.check("the same bits on every rank", read=DILOCO, ranks=SEVERAL)
 def bits(bench: Bench) -> None:
     shared, velocity = bench.values(10, rank=0), torch.zeros(10)
-    parameters, generator = two(shared), torch.Generator().manual_seed(bench.rank)
+    parameters = two(shared)
     for _ in range(3):
-        go(parameters, torch.randn(10, generator=generator))
+        go(parameters, bench.rounded(10))
         bench.work.outer_step(parameters, shared, velocity, LR, MOMENTUM, bench.comms)
     bench.same(
         "the velocity",
@@ -146,17 +139,15 @@ def bits(bench: Bench) -> None:
 
 
 def tiny() -> nn.Sequential:
-    """A model, the same on every rank."""
+    """Return a model, the same one on every rank."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
 
 
-def batches(rank: int, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """A rank's inputs and targets."""
-    inputs = torch.randn(
-        number, 8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)
-    )
+def batches(rank: int, number: int) -> list[Batch]:
+    """Return a rank's batches."""
+    inputs = drawn(number, 8, 3, seed=rank, dtype=torch.float64)
     return [(x, (x * torch.tensor([1.0, -2.0, 3.0])).sum(1, keepdim=True)) for x in inputs]
 
 
@@ -193,12 +184,12 @@ def seldom(bench: Bench) -> None:
 
 
 def rows(models: Sequence[nn.Module]) -> torch.Tensor:
-    """The weights of each model."""
+    """Return the weights of each model as a row."""
     return torch.stack([flat(model.parameters()) for model in models])
 
 
 def trained(n: int, steps: int, every: int, mistake: str = "") -> torch.Tensor:
-    """The weights of each rank after so many steps, as rows; by one of ``MISTAKES``, if given."""
+    """Return each rank's weights after some steps as a row, right or with one of ``MISTAKES``."""
     models = [tiny() for _ in range(n)]
     inners = [torch.optim.AdamW(model.parameters(), lr=0.05) for model in models]
     shared = nn.Parameter(rows(models))
@@ -209,7 +200,7 @@ def trained(n: int, steps: int, every: int, mistake: str = "") -> torch.Tensor:
             shared.data = rows(models)
         for model, inner, (x, y) in zip(models, inners, each, strict=True):
             inner.zero_grad()
-            mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
+            mse_loss(model(x), y).backward()
             inner.step()
         if step % every:
             continue
@@ -242,15 +233,11 @@ def ddp(bench: Bench) -> None:
     data = batches(bench.rank, steps)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     bench.work.train(model, inner, data, 1, 1.0, 0.0, bench.comms)
-    together = tiny()
-    inner = torch.optim.SGD(together.parameters(), lr=0.1)
-    for each in zip(*(batches(rank, steps) for rank in range(bench.n)), strict=True):
-        inner.zero_grad()
-        for x, y in each:
-            (mse_loss(together(x), y) / bench.n).backward()  # type: ignore[no-untyped-call]
-        inner.step()
-    what = "the weights that DDP would have"
-    bench.near(flat(model.parameters()), flat(together.parameters()), what)
+    alone = tiny()
+    inner = torch.optim.SGD(alone.parameters(), lr=0.1)
+    each = zip(*(batches(rank, steps) for rank in range(bench.n)), strict=True)
+    right = train_alone(alone, inner, map(together, each))
+    bench.near(flat(model.parameters()), right, "the weights that DDP would have")
 
 
 @LAB.check("AdamW inside, Nesterov outside", read=DILOCO)

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from microddp.labs.engine.bench import Bench, Wrong
 from microddp.labs.engine.lab import Lab
+from microddp.labs.engine.training import drawn, flat
 
 LAB = Lab(
     "lab13_survive_a_kill",
@@ -30,8 +31,10 @@ LAB = Lab(
         "Afterwards rank r takes a clone of row r. `broadcast_object_list` brings what rank 0 has "
         "read to the others, so all of them go on from the same step, or all begin.",
     ],
+    ranks=(1, 2, 3),
     patience=15.0,
 )
+NEWEST = "Where it breaks: the newest checkpoint"
 STEPS, EVERY = 8, 2
 SAMPLES, SIZE, WIDTH = 24, 12, 8
 HALF = 2000  # bytes of a checkpoint, after which its writer is killed
@@ -39,11 +42,11 @@ TWO = "Keep at least the newest two checkpoints, so that there is one if the oth
 
 
 class Data:
-    """Random batches without end, which say when one is asked for."""
+    """Random batches without end; ``asked`` is called whenever one is asked for."""
 
     def __init__(self, bench: Bench) -> None:
         self.mine = slice(bench.rank, None, bench.n)
-        self.inputs = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(2))
+        self.inputs = drawn(SAMPLES, WIDTH, seed=2)
         self.generator = torch.Generator().manual_seed(3)
         self.asked: Callable[[], object] = lambda: None
 
@@ -63,7 +66,7 @@ class Data:
 
 
 class Run:
-    """A training as a process begins it."""
+    """A training, as a process begins it."""
 
     def __init__(self, bench: Bench, folder: str = "disk") -> None:
         self.bench, self.folder = bench, bench.folder / f"{folder}-of-rank{bench.rank}"
@@ -72,26 +75,26 @@ class Run:
         self.model, self.data = torch.nn.Sequential(*layers), Data(bench)
         self.optimizer = self.new_optimizer()
         self.steps = 0
-        self.model.register_forward_hook(self.count)
+        self.model.register_forward_hook(self._count)
         torch.manual_seed(1 + bench.rank)
 
     def new_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.model.parameters(), lr=0.01)
 
-    def count(self, *_: object) -> None:
+    def _count(self, *_: object) -> None:
         self.steps += 1
 
-    def train(self, steps: int = STEPS) -> torch.Tensor:
-        arguments = self.model, self.optimizer, self.data, steps, EVERY, self.folder
+    def train(self) -> torch.Tensor:
+        arguments = self.model, self.optimizer, self.data, STEPS, EVERY, self.folder
         self.bench.work.train(*arguments, self.bench.comms)
         return self.weights
 
     @property
     def weights(self) -> torch.Tensor:
-        return torch.nn.utils.parameters_to_vector(self.model.parameters()).detach().clone()
+        return flat(self.model.parameters())
 
     def step(self) -> None:
-        """A step as it should be."""
+        """Take a step as it should be."""
         self.optimizer.zero_grad()
         inputs, targets = next(self.data)
         torch.autograd.backward(cross_entropy(self.model(inputs), targets))
@@ -102,41 +105,36 @@ class Run:
 
     @property
     def files(self) -> list[str]:
-        """The names in this rank's folder."""
+        """Names of the files in this rank's folder."""
         return sorted(path.name for path in self.folder.glob("**/*"))
 
+    def forget_weights(self) -> None:
+        with torch.random.fork_rng(devices=[]):
+            self.model.load_state_dict(Run(self.bench).model.state_dict())
 
-def forget_weights(run: Run) -> None:
-    with torch.random.fork_rng(devices=[]):
-        run.model.load_state_dict(Run(run.bench).model.state_dict())
+    def forget_optimizer(self) -> None:
+        self.optimizer = self.new_optimizer()
 
+    def forget_data(self) -> None:
+        self.data = Data(self.bench)
 
-def forget_optimizer(run: Run) -> None:
-    run.optimizer = run.new_optimizer()
+    def forget_random(self) -> None:
+        torch.manual_seed(1 + self.bench.rank)
 
-
-def forget_data(run: Run) -> None:
-    run.data = Data(run.bench)
-
-
-def forget_random(run: Run) -> None:
-    torch.manual_seed(1 + run.bench.rank)
-
-
-def random_of_rank_0(run: Run) -> None:
-    torch.set_rng_state(run.bench.comms.all_gather(torch.get_rng_state())[0])
+    def take_random_of_rank_0(self) -> None:
+        torch.set_rng_state(self.bench.comms.all_gather(torch.get_rng_state())[0])
 
 
 EARLY = "It is saved before the step is taken, and counted as if it were: that step is lost."
 MISTAKES: dict[str, Callable[[Run], None] | None] = {
-    "The weights are not restored.": forget_weights,
+    "The weights are not restored.": Run.forget_weights,
     "What the optimizer keeps is not restored: for Adam, two means of each gradient.": (
-        forget_optimizer
+        Run.forget_optimizer
     ),
-    "The place in the data is not restored: the first batches come again.": forget_data,
-    "The random numbers are not restored: they begin again from the seed.": forget_random,
+    "The place in the data is not restored: the first batches come again.": Run.forget_data,
+    "The random numbers are not restored: they begin again from the seed.": Run.forget_random,
     "Every rank goes on with the random numbers of rank 0. Save the state of each.": (
-        random_of_rank_0
+        Run.take_random_of_rank_0
     ),
     EARLY: None,
 }
@@ -145,7 +143,7 @@ MISTAKES: dict[str, Callable[[Run], None] | None] = {
 def with_mistake(
     bench: Bench, mistake: Callable[[Run], None] | None, at: Sequence[int]
 ) -> torch.Tensor:
-    """What comes of a mistake after some numbers of steps; of ``None``, if these steps are lost."""
+    """Return the weights after a mistake in these steps; the mistake ``None`` loses the steps."""
     run = Run(bench)
     for step in range(STEPS):
         if mistake and step in at:
@@ -158,7 +156,7 @@ def with_mistake(
 
 
 def expect_rest(run: Run, resumed: int) -> None:
-    """Expect that only the steps after a checkpoint were taken."""
+    """Expect that only the steps after the checkpoint were taken."""
     rest = STEPS - resumed
     mistake = EARLY if run.steps < rest else "Steps that are in the checkpoint are taken again."
     if run.steps == rest + 1:
@@ -175,7 +173,7 @@ def expect_rest(run: Run, resumed: int) -> None:
 
 
 def expect_same_end(run: Run, at: Sequence[int]) -> None:
-    """Expect the weights that come without a kill."""
+    """Expect the weights of a training without a kill."""
     bench, got = run.bench, run.weights
     expected = Run(bench, "other-disk").train()
 
@@ -186,22 +184,15 @@ def expect_same_end(run: Run, at: Sequence[int]) -> None:
         mistake = "Save and restore all that the next step depends on: weights, optimizer, place "
         mistake += "in the data, random numbers of each rank, number of steps."
         for words, what in MISTAKES.items():
-            known = with_mistake(bench, what, at)
-            if everywhere(torch.allclose(got, known, rtol=1e-5, atol=1e-6)):
+            if everywhere(torch.allclose(got, with_mistake(bench, what, at), atol=1e-6)):
                 mistake = words
                 break
         off = (got - expected).abs().max().item()
-        bench.expect(
-            False, "bitwise the weights without a kill", f"weights {off:.1e} away", mistake
-        )
+        raise Wrong("bitwise the weights without a kill", f"weights {off:.1e} away", mistake)
     bench.same("the weights in the end", got)
 
 
-@LAB.check(
-    "without a fault: every step, and checkpoints",
-    read="Where it breaks: the newest checkpoint",
-    ranks=(1, 2, 3),
-)
+@LAB.check("without a fault: every step, and checkpoints", NEWEST)
 def without_fault(bench: Bench) -> None:
     plain = Run(bench)
     for _ in range(STEPS):
@@ -219,19 +210,12 @@ def without_fault(bench: Bench) -> None:
         )
     else:
         wanted = [f"checkpoint-{step}.pt" for step in (STEPS - EVERY, STEPS)]
-        got_files = ", ".join(run.files) or "none"
+        right, got_files = f"{' and '.join(wanted)}, every={EVERY}", ", ".join(run.files) or "none"
         other = "Their names are others than load() looks for." if len(run.files) > 1 else TWO
-        bench.expect(
-            set(wanted) <= set(run.files),
-            f"{' and '.join(wanted)}, every={EVERY}",
-            got_files,
-            other,
-        )
+        bench.expect(set(wanted) <= set(run.files), right, got_files, other)
 
 
-@LAB.check(
-    "the newest one, on every rank", read="Where it breaks: the newest checkpoint", ranks=(1, 2, 3)
-)
+@LAB.check("the newest one, on every rank", NEWEST)
 def newest(bench: Bench) -> None:
     folder = Run(bench).folder
     got = bench.work.load(folder, bench.comms)
@@ -242,11 +226,7 @@ def newest(bench: Bench) -> None:
     expect_loaded(bench, folder, 10, {9: "As texts, 10 is before 9: compare numbers."})
 
 
-@LAB.check(
-    "the one before, if it is broken",
-    read="Where it breaks: the newest checkpoint",
-    ranks=(1, 2, 3),
-)
+@LAB.check("the one before, if it is broken", NEWEST)
 def broken(bench: Bench) -> None:
     folder = Run(bench).folder
     if bench.rank == 0:
@@ -257,7 +237,7 @@ def broken(bench: Bench) -> None:
 
 
 def save_one(bench: Bench, folder: Path, step: int) -> Path:
-    """Let the script save a state."""
+    """Let the script save a state, and return its file."""
     bench.work.save(folder, step, {"step": step, "weights": torch.full((1000,), float(step))})
     path = folder / f"checkpoint-{step}.pt"
     names = ", ".join(sorted(each.name for each in folder.glob("*"))) or "nothing"
@@ -266,12 +246,12 @@ def save_one(bench: Bench, folder: Path, step: int) -> Path:
 
 
 def expect_loaded(bench: Bench, folder: Path, step: int, mistakes: dict[int, str]) -> None:
-    """Expect that ``load`` finds the state after so many steps, on every rank."""
+    """Expect that ``load`` finds the state after ``step`` steps, on every rank."""
     try:
         got = bench.work.load(folder, bench.comms)
     except Exception as error:
         mistake = "Where the newest file cannot be read, go back to the one before."
-        bench.expect(False, f"the state after {step} steps", _first_sentence(error), mistake)
+        raise Wrong(f"the state after {step} steps", _first_sentence(error), mistake) from error
     found = got.get("step") if isinstance(got, dict) else got
     mistake = mistakes.get(found, "") if isinstance(found, int) else ""
     if got is None and bench.rank:
@@ -281,11 +261,7 @@ def expect_loaded(bench: Bench, folder: Path, step: int, mistakes: dict[int, str
     bench.near(got["weights"], torch.full((1000,), float(step)), "the saved weights")
 
 
-@LAB.check(
-    "killed between two steps, twice",
-    read="Where it breaks: the newest checkpoint",
-    ranks=(1, 2, 3),
-)
+@LAB.check("killed between two steps, twice", NEWEST)
 def between(bench: Bench) -> None:
     run = Run(bench)
 
@@ -306,7 +282,7 @@ def between(bench: Bench) -> None:
     expect_same_end(run, at=(2, 4))
 
 
-@LAB.check("killed while it writes", read="Where it breaks: the newest checkpoint", ranks=(1, 2, 3))
+@LAB.check("killed while it writes", NEWEST)
 def midst(bench: Bench) -> None:
     run = Run(bench)
     if bench.life == 0:
@@ -315,42 +291,37 @@ def midst(bench: Bench) -> None:
         bench.expect(False, "a checkpoint after 6 steps", f"none of more than {HALF} bytes")
     for name in run.files:
         if re.fullmatch(r"checkpoint-\d+\.pt", name):
-            expect_whole(bench, run.folder / name)
+            expect_whole(run.folder / name)
     try:
         run.train()
     except Exception as error:
         if bench.rank or isinstance(error, Wrong):
             raise
-        bench.expect(
-            False,
-            "training to go on from step 4",
-            _first_sentence(error),
-            f"On rank 0's disk is what the kill left: {', '.join(run.files)}. Take only what is "
-            "named checkpoint-NUMBER.pt for a checkpoint.",
-        )
+        mistake = f"On rank 0's disk is what the kill left: {', '.join(run.files)}. Take only what "
+        mistake += "is named checkpoint-NUMBER.pt for a checkpoint."
+        raise Wrong("training to go on from step 4", _first_sentence(error), mistake) from error
     expect_rest(run, resumed=4)
     expect_same_end(run, at=(4,))
 
 
 def die_at_byte(size: int, bench: Bench) -> None:
-    """Have rank 0 killed when a file that it writes gets larger."""
+    """Have rank 0 killed when a file that it writes gets larger than ``size`` bytes."""
     if bench.rank == 0:
         signal.signal(signal.SIGXFSZ, lambda *_: bench.die())
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
 
 
-def expect_whole(bench: Bench, path: Path) -> None:
-    """Expect that a file with the name of a checkpoint is one."""
+def expect_whole(path: Path) -> None:
+    """Expect that a file with a checkpoint's name is one."""
     try:
         torch.load(path)
     except Exception as error:
-        bench.expect(
-            False,
+        raise Wrong(
             f"no {path.name} until it is whole, as rank 0 was killed while it wrote it",
             f"half of it: {_first_sentence(error)}",
             "It was written under its own name. Write beside it, then rename.",
-        )
+        ) from error
 
 
 def _first_sentence(error: Exception) -> str:

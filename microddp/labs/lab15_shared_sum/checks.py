@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from microddp.labs.engine.bench import Bench
-from microddp.labs.engine.lab import Lab
+from microddp.labs.engine.bench import Bench, Wrong
+from microddp.labs.engine.lab import SEVERAL, Lab
 from microddp.shared import memory_refused, region_of
 
 LAB = Lab(
@@ -28,6 +28,7 @@ LAB = Lab(
     ],
     hindrance=lambda stage: memory_refused() if stage.ranks > 1 else "",
 )
+BARRIERS, LEFT_OUT = "Two barriers and a sum", "Where it breaks: a meeting left out"
 MOST = 1000  # values
 NAP = 0.02  # seconds that a late rank is late
 PATIENCE = 2.0  # seconds for the others to do their part meanwhile
@@ -100,8 +101,7 @@ def expect_sums(bench: Bench, tensor: torch.Tensor, call: int, when: str) -> Non
             continue
         got = [int(value // digit % BASE) for digit in digits]
         parts = ", ".join(f"{digit} from rank {rank}" for rank, digit in enumerate(got))
-        bench.expect(
-            False,
+        raise Wrong(
             f"{right} from each rank in call {call + 1}",
             f"{parts}, in value {i}, with {when}",
             own if untouched else mistake_of(bench, got, call, value),
@@ -109,7 +109,7 @@ def expect_sums(bench: Bench, tensor: torch.Tensor, call: int, when: str) -> Non
 
 
 def mistake_of(bench: Bench, got: list[int], call: int, value: float) -> str:
-    """Why a sum may have such digits."""
+    """Return the sentence for the likely reason of a sum with such digits."""
     right, before = CALLS[call], CALLS[call - 1] if call else 0
     after = CALLS[call + 1] if call + 1 < len(CALLS) else right
     if value == right * sum(BASE**rank for rank in range(bench.n)) / bench.n:
@@ -136,32 +136,32 @@ def mistake_of(bench: Bench, got: list[int], call: int, value: float) -> str:
 SIZES = (12, 7, 3, 1, 0, MOST)
 
 
-@LAB.check("the sum, if a rank is late to write", read="Two barriers and a sum")
+@LAB.check("the sum, if a rank is late to write", read=BARRIERS)
 def late_to_write(bench: Bench) -> None:
     for late in range(bench.n):
         three_calls(bench, 12, late, place=0)
 
 
-@LAB.check("the sum, if a rank is late to add up", read="Where it breaks: a barrier left out")
+@LAB.check("the sum, if a rank is late to add up", read=LEFT_OUT)
 def late_to_add(bench: Bench) -> None:
     for late in range(bench.n):
         three_calls(bench, 12, late, place=1)
 
 
-@LAB.check("the sum, if a rank is late to copy it", read="Where it breaks: a barrier left out")
+@LAB.check("the sum, if a rank is late to copy it", read=LEFT_OUT)
 def late_to_copy(bench: Bench) -> None:
     for late in range(bench.n):
         three_calls(bench, 12, late, place=2)
 
 
-@LAB.check("any number of values", read="Two barriers and a sum")
+@LAB.check("any number of values", read=BARRIERS)
 def sizes(bench: Bench) -> None:
     for size in SIZES:
         bench.doing = f"with {size} values"
         three_calls(bench, size, late=bench.n - 1, place=1)
 
 
-@LAB.check("each rank adds up its own part", read="Two barriers and a sum", ranks=(2, 3, 4))
+@LAB.check("each rank adds up its own part", read=BARRIERS, ranks=SEVERAL)
 def parts(bench: Bench) -> None:
     size = 12  # which 2, 3 and 4 divide
     for late in range(bench.n):
@@ -193,19 +193,16 @@ def parts(bench: Bench) -> None:
         )
 
 
-@LAB.check("two barriers, and no message", read="Where it breaks: a barrier left out")
+@LAB.check("two barriers, and no message", read=LEFT_OUT)
 def barriers(bench: Bench) -> None:
     memory = Memory(bench)
     with bench.seen() as seen:
         memory.sum(bench.values(12).double(), {})
     bench.comms.barrier()  # a rank's memory goes with it, also for the others
-    names = ", ".join(sorted({call.name for call in seen.collectives}))
-    bench.expect(
-        not seen.collectives and not seen.messages,
-        "nothing to be sent",
-        f"PyTorch's own {names}" if names else f"{len(seen.messages)} messages",
-        "All that the ranks need of each other is in `inputs` and `total`.",
-    )
+    mistake = "All that the ranks need of each other is in `inputs` and `total`."
+    bench.only_messages(seen, "nothing to be sent", mistake)
+    sent = len(seen.messages)
+    bench.expect(not sent, "nothing to be sent", f"{sent} messages", mistake)
     bench.expect(
         memory.barriers == 2 or bench.n == 1,
         "two barriers",
@@ -215,15 +212,10 @@ def barriers(bench: Bench) -> None:
     )
 
 
-@LAB.check("the same bits on every rank", read="Two barriers and a sum", ranks=(2, 3, 4))
+@LAB.check("the same bits on every rank", read=BARRIERS, ranks=SEVERAL)
 def bits(bench: Bench) -> None:
-    generator = torch.Generator().manual_seed(bench.rank)
-    tensor = torch.randn(MOST, generator=generator, dtype=torch.float64) * 10 ** (bench.rank % 3)
-    memory = Memory(bench)
+    tensor, memory = bench.rounded(MOST, torch.float64), Memory(bench)
     memory.sum(tensor, {})
     bench.comms.barrier()
-    bench.same(
-        "a sum of numbers that are rounded",
-        tensor,
-        "Each part must be added up once, and copied by all.",
-    )
+    mistake = "Each part must be added up once, and copied by all."
+    bench.same("a sum of numbers that are rounded", tensor, mistake)
