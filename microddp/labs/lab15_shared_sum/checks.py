@@ -28,7 +28,7 @@ LAB = Lab(
     ],
     hindrance=lambda stage: memory_refused() if stage.ranks > 1 else "",
 )
-BARRIERS, LEFT_OUT = "Two barriers and a sum", "Where it breaks: a meeting left out"
+BARRIERS, LEFT_OUT = "Two barriers and a sum", "Where it breaks: a barrier left out"
 MOST = 1000  # values
 NAP = 0.02  # seconds that a late rank is late
 PATIENCE = 2.0  # seconds for the others to do their part meanwhile
