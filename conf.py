@@ -114,7 +114,7 @@ launcher = {
 
 # Outputs of another machine on the same pages, taken in from a folder that its build recorded.
 other_build = {
-    "core": ["microddp/*.py", *(f"microddp/{part}/*.py" for part in PARTS)],
+    "package": ["microddp/*.py", *(f"microddp/{part}/*.py" for part in PARTS)],
     "label": "builds.book_run.label",
     "record": os.environ.get("MICRODDP_OUTPUTS"),
     "there": os.environ.get("MICRODDP_THERE"),

@@ -1,6 +1,6 @@
 """The call log of this process, so that a hang can be read.
 
-The core only says what is called. :mod:`microddp.hang` keeps it.
+This folder only says what is called. :mod:`microddp.hang` keeps it.
 """
 
 from __future__ import annotations

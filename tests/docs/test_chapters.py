@@ -88,4 +88,4 @@ def test_is_written_like_a_chapter(number):
     code = [cell.source for cell in code]
     assert any(re.search(r"^ *assert ", cell, re.MULTILINE) for cell in code)
     longest = max(len([line for line in cell.splitlines() if line.strip()]) for cell in code)
-    assert longest <= 22, "a longer cell belongs into the core, or into two"
+    assert longest <= 22, "a longer cell belongs into microddp, or into two"

@@ -57,7 +57,7 @@ OTHER = """
 import os
 
 other_build = {
-    "core": ["core/*.py"],
+    "package": ["package/*.py"],
     "label": "machine.label",
     "record": os.environ.get("RECORD"),
     "there": os.environ.get("THERE"),
@@ -88,14 +88,14 @@ def book(root: Path) -> Book:
     launcher = {"facts": "machine.facts", "below_title": "machine.below", "preload": PRELOAD}
     made.configure(
         *(*LAUNCHER, "builds.other_build", "takes_out"),
-        launcher={**launcher, "depends": ["core/*.py"]},
+        launcher={**launcher, "depends": ["package/*.py"]},
     )
     conf = made.root / "conf.py"
     conf.write_text(conf.read_text() + OTHER)
     made.write("machine.py", MACHINE)
     made.write("takes_out.py", TAKES_OUT)
-    (made.root / "core").mkdir()
-    made.write("core/module.py", "one = 1")
+    (made.root / "package").mkdir()
+    made.write("package/module.py", "one = 1")
     made.write("chapters/measured.py", CHAPTER)
     return made
 
@@ -184,7 +184,7 @@ class TestBoth:
 
 
 def test_what_changes_and_what_does_not(there: tuple[Book, Path], tmp_path: Path) -> None:
-    """Words, the record and whether it is taken in need no run; code and core have to agree."""
+    """Words, the record and whether it is taken in need no run; code and package have to agree."""
     made, folder = book(tmp_path / "book"), tmp_path / "record"
     shutil.copytree(there[1], folder)
     assert made.build("-W", MACHINE="small", THERE=str(folder)).ran() == ["measured.py"]
@@ -217,13 +217,12 @@ def test_what_changes_and_what_does_not(there: tuple[Book, Path], tmp_path: Path
     page = rebuilt(THERE=str(folder))
     assert "this machine is" not in panels(page, "of-there") + panels(page, "of-here")
 
-    # The core, and then the code, are not the same any more.
-    made.write("core/module.py", "one = 2")
+    # The package, and then the code, are not the same any more.
+    made.write("package/module.py", "one = 2")
     assert made.build("-W", MACHINE="small", THERE=str(folder)).ran() == ["measured.py"]
-    assert re.fullmatch(
-        r"the core is not the same \(\w{7} there, \w{7} here\)", why(rebuilt(THERE=str(folder)))[0]
-    )
-    made.write("core/module.py", "one = 1")
+    said = why(rebuilt(THERE=str(folder)))[0]
+    assert re.fullmatch(r"the package is not the same \(\w{7} there, \w{7} here\)", said)
+    made.write("package/module.py", "one = 1")
     made.write("chapters/measured.py", text.replace("2 + 2", "3 + 1"))
     build = made.build("-W", MACHINE="small", THERE=str(folder))
     assert build.ran() == ["measured.py"]

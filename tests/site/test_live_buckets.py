@@ -27,7 +27,7 @@ MEASURED = {1: (0.3, 0.31, 0.35), 256 * KIB: (0.27, 0.28, 0.29), TOTAL: (0.33, 0
 
 
 def planned(cap, sizes=SIZES):
-    """What the core plans and predicts with."""
+    """Inputs of plans and predictions."""
     tensors = [torch.empty(size, dtype=torch.uint8) for size in sizes.values()]
     names = list(sizes)
     plan = plan_buckets(tensors, [cap])

@@ -4,7 +4,7 @@
 its examples to a folder; a build with `there` takes such a folder in. Outputs and figures that
 differ are then on the page twice, and a switch at its top shows one or the other, without a script;
 a script only keeps the choice from page to page. In print both are there, labelled. If the
-example's code or the core differs between the builds, the page says so instead. No example runs
+example's code or the package differs between the builds, the page says so instead. No example runs
 because a record changed.
 
 The extension needs `launcher` and `pages.markdown`, and `other_build.css` and `.js` in a folder of
@@ -49,7 +49,7 @@ SWITCH = """\
 class Options:
     """The options in conf.py. Paths are relative to its folder."""
 
-    core: Sequence[str] = ()  # globs of files that have to be the same in both builds
+    package: Sequence[str] = ()  # globs of files that have to be the same in both builds
     label: str = "builtins.str"  # import path of a function: facts -> a few words
     record: str | None = None  # folder to write
     there: str | None = None  # folder to take in
@@ -64,14 +64,14 @@ class Both(NamedTuple):
     why_not: str
 
 
-@cache  # as the core does not change while a build reads its pages
+@cache  # as the package does not change while a build reads its pages
 def _options(env_options: tuple[tuple[str, Any], ...], confdir: str) -> tuple[Options, str]:
     options = Options(**dict(env_options))
-    return options, digest_of(Path(confdir), options.core)
+    return options, digest_of(Path(confdir), options.package)
 
 
 def options_of(app: Sphinx) -> tuple[Options, str]:
-    """Return the options, and the digest of this build's core."""
+    """Return the options, and the digest of this build's package."""
     chosen = {k: tuple(v) if isinstance(v, list) else v for k, v in app.config.other_build.items()}
     return _options(tuple(chosen.items()), str(app.confdir))
 
@@ -84,7 +84,7 @@ def record_of(app: Sphinx) -> Record | None:
 
 def both(env: BuildEnvironment, docname: str) -> Both | None:
     """Compare the two runs of an example; return `None` unless it ran in both builds."""
-    record, core = record_of(env.app), options_of(env.app)[1]
+    record, package = record_of(env.app), options_of(env.app)[1]
     here = Kept.read(Path(env.srcdir, f"{docname}.py.job"))
     there = record and record.example(docname)
     if record is None or here is None or there is None:
@@ -93,7 +93,7 @@ def both(env: BuildEnvironment, docname: str) -> Both | None:
         f"{what} is not the same ({theirs[:7]} there, {ours[:7]} here)"
         for what, ours, theirs in (
             ("the script's code", here.code, there.code),
-            ("the core", core, record.core),
+            ("the package", package, record.package),
         )
         if ours != theirs
     ]
@@ -212,10 +212,10 @@ def load_script(
 
 def write_record(app: Sphinx, exception: Exception | None) -> None:
     """Write the outputs of all examples, if the build has ended well."""
-    options, core = options_of(app)
+    options, package = options_of(app)
     if options.record and exception is None:
         folder = Path(app.confdir, options.record)
-        records.write(folder, Path(app.srcdir), app.env.found_docs, core)
+        records.write(folder, Path(app.srcdir), app.env.found_docs, package)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

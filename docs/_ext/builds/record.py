@@ -31,7 +31,7 @@ class Record:
     """A folder that a build wrote."""
 
     folder: Path
-    core: str  # digest of the core
+    package: str  # digest of the package
     files: dict[str, str]  # digests, by name
     digest: str  # of all of it
 
@@ -46,7 +46,7 @@ class Record:
         except OSError as error:
             raise ConfigError(f"expected the outputs of another build in {folder}") from error
         told = json.loads(text)
-        return cls(folder, told["core"], told["files"], _digest(text))
+        return cls(folder, told["package"], told["files"], _digest(text))
 
     def example(self, docname: str) -> Kept | None:
         """Return the outputs of an example in that build, if it ran there."""
@@ -80,7 +80,7 @@ class Record:
         return content
 
 
-def write(folder: Path, srcdir: Path, docnames: Iterable[str], core: str) -> None:
+def write(folder: Path, srcdir: Path, docnames: Iterable[str], package: str) -> None:
     """Write the outputs of these pages' examples, and replace an earlier record.
 
     At any time, the folder holds the whole earlier record or the whole new one.
@@ -109,7 +109,7 @@ def write(folder: Path, srcdir: Path, docnames: Iterable[str], core: str) -> Non
         "machine": platform.platform(),
         "python": platform.python_version(),
         "torch": version("torch"),
-        "core": core,
+        "package": package,
         "files": files,
     }
     new.mkdir(parents=True, exist_ok=True)
