@@ -83,7 +83,7 @@ def play(layers, n, bandwidth, latency):
 # %% [markdown]
 """
 That is a whole simulator, of one strategy. microddp's
-({func}`~microddp.performance.cluster.simulate`) plays the programs of naive averaging, hooks, DDP,
+{func}`~microddp.performance.simulator.simulate` plays the programs of naive averaging, hooks, DDP,
 local SGD and the stages of sharding, and knows networks: nodes, several links of a node (*rails*),
 links that are shared. Where both can say something
 they say the same:

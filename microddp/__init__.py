@@ -1,5 +1,7 @@
-"""Data-parallel training from scratch: the core that the book's chapters import."""
+"""Data-parallel training from scratch: what the book's chapters import."""
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from microddp.comms import Comms, calls, get, init, register_mesh
@@ -13,9 +15,9 @@ calls.taken_by = "microddp.hang"  # loaded when the first group is made
 
 
 def __getattr__(name: str) -> Any:
-    """The wrapper, loaded where it is used: who only talks needs none of it."""
+    """The wrapper, and each part by its name, loaded when they are asked for."""
     if name in ("DDP", "DistributedDataParallel"):
-        from microddp.ddp import DDP
-
-        return DDP
+        return import_module("microddp.ddp").DDP
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,9 @@
 """The ways in which a step's gradients are averaged: the table ``STRATEGIES``.
 
-A strategy is a class and a name in one place. Those that stand here average gradients;
-:mod:`microddp.sharding` and :mod:`microddp.local_sgd` register theirs when they are imported.
+A strategy is a class and a name in one place. Training, benchmarks, plans and the simulator read
+the table. Those that stand here average gradients; :mod:`microddp.sharding` and
+:mod:`microddp.local_sgd` register theirs when they are imported. A strategy that sends anything but
+each gradient once says so by its own ``plan``, ``program`` and ``sent_bytes``.
 """
 
 from __future__ import annotations

@@ -98,6 +98,8 @@ class Headers:
     def agree(self, call: str) -> None:
         """Raise on every rank unless all pass the same text. A collective.
 
+        :meth:`microddp.Comms.agree` calls it with ``MICRODDP_DEBUG=1``.
+
         Raises:
             RuntimeError: names the ranks that differ from the most frequent text, or, where there
                 is none, from that of the first rank.

@@ -72,6 +72,7 @@ class Identity:
         job = dist.get_rank(), dist.get_world_size()
         self._calls = calls.current() or calls.start(*job, answers=False)
         members = dist.get_process_group_ranks(group)
+        self._name = group.group_name
         self._members = "" if group is dist.group.WORLD else name_members(members)
         self.local_rank = local_rank
         self.local_world_size = local_world_size
@@ -99,8 +100,11 @@ class Identity:
             RuntimeError: after ``close()``.
         """
         if self._group is None:
-            raise RuntimeError(f"rank {self.rank}: these Comms are closed")
+            raise self._closed()
         return self._group
+
+    def _closed(self) -> RuntimeError:
+        return RuntimeError(f"rank {self.rank}: these Comms are closed")
 
     @property
     def wire_device(self) -> torch.device:
@@ -153,7 +157,9 @@ class Identity:
         Returns:
             The context in which to wait for it.
         """
-        recorded = self._calls.begin(call, self.group.group_name, self._members, collective=True)
+        if self._group is None:  # nothing is recorded after the end
+            raise self._closed()
+        recorded = self._calls.begin(call, self._name, self._members, collective=True)
         if self.debug:
             with recorded:
                 self.headers.agree(call)
@@ -162,7 +168,9 @@ class Identity:
 
     def _message(self, call: str) -> Call:
         """Record that a message is sent or received; for what is returned see :meth:`agree`."""
-        return self._calls.begin(call, self.group.group_name, self._members)
+        if self._group is None:
+            raise self._closed()
+        return self._calls.begin(call, self._name, self._members)
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""This machine: its cores, its processor, and the scheduling of this process's threads."""
+"""This machine: its cores, its processor, how threads are scheduled, and who ends with whom."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from microddp.performance.analyzer import (
     median_step,
 )
 from microddp.performance.calibration import measure_network, measured_work
-from microddp.performance.cluster import Simulated, Variation, Way, simulate
 from microddp.performance.failures import Failures
 from microddp.performance.link_speed import LinkSpeed, probe_links
 from microddp.performance.memory import Kept, bytes_kept
@@ -25,6 +24,7 @@ from microddp.performance.profiler import ProfileSummary, profile_steps, quiet_p
 from microddp.performance.rank_times import CollectiveTimes, RankTimes
 from microddp.performance.roofline import Rates, WorkCounter, find_bottleneck, measure_rates
 from microddp.performance.scaling import Scaling, ScalingPoint, measure_scaling
+from microddp.performance.simulator import Simulated, Variation, Way, simulate
 from microddp.performance.stragglers import StragglerReport, find_stragglers, straggler_report
 from microddp.performance.worth import Outcome, StepBudget, step_budget
 from microddp.program import Layer, Work

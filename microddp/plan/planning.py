@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from microddp.performance.cluster import Simulated, Way, simulate
 from microddp.performance.failures import Failures
 from microddp.performance.memory import bytes_kept
 from microddp.performance.network import Network
 from microddp.performance.rounds import HALVED
+from microddp.performance.simulator import Simulated, Way, simulate
 from microddp.plan.library import Device, Link, named, network_of, read
 from microddp.program import Work
 from microddp.strategies import STRATEGIES

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from microddp.allreduce import bus_bandwidth
-from microddp.performance.cluster import Way
 from microddp.performance.network import Network, Port
+from microddp.performance.simulator import Way
 from microddp.plan.library import read
 from microddp.plan.planning import quickest
 from microddp.program import Work

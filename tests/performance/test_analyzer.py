@@ -137,7 +137,7 @@ def test_every_way_to_train_is_taken_apart(comms):
         assert parts <= times.total * 1.001, name
         if name == "none":
             assert times.exposed == times.hidden == 0
-        elif name == "naive":
+        elif not getattr(way, "overlaps", True):  # after backward
             assert times.exposed > 0
             assert times.hidden == 0
         else:  # the last layer's all-reduce goes on while the first layer's gradient is awaited

@@ -5,8 +5,8 @@ import torch
 from ranks import on_ranks
 
 from microddp.performance.calibration import SIZES, fit_network, measure_network, measured_work
-from microddp.performance.cluster import Way, simulate
 from microddp.performance.network import Network, Port
+from microddp.performance.simulator import Way, simulate
 from microddp.step_times import ComputeTimes
 
 

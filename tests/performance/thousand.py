@@ -35,7 +35,8 @@ watch(dist.ProcessGroup, "allreduce", "all_reduce", lambda args: args[1][0].nbyt
 watch(dist, "reduce_scatter_tensor", "reduce_scatter", lambda args: args[1].nbytes)
 watch(dist, "all_gather_into_tensor", "all_gather", lambda args: args[0].nbytes)
 found = {}
-for kind in ("naive", "hooks", "ddp", "zero1", "zero2", "zero3"):
+# PyTorch's own DDP calls from C++.
+for kind in (name for name, made in STRATEGIES.items() if made.averages and name != "torch"):
     options = {"collectives": "backend"} if kind.startswith("zero") else {}
     strategy = STRATEGIES[kind](FullMLP(256, depth=5), comms, 0.4, **options)
     optimizer = torch.optim.SGD(strategy.parameters(), lr=0.1)

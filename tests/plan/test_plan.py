@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from microddp.performance.cluster import Way, simulate
+from microddp.performance.simulator import Way, simulate
 from microddp.plan import (
     Training,
     cheapest,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from microddp.buckets import bucket_caps, plan_in_order
 from microddp.model import FullMLP
-from microddp.performance.cluster import Variation, Way, program, simulate
 from microddp.performance.network import Network, Port
+from microddp.performance.simulator import Variation, Way, program, simulate
 from microddp.program import Call, Layer, Op, Work
 from microddp.strategies import STRATEGIES
 
