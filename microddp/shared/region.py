@@ -18,6 +18,7 @@ from functools import wraps
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from microddp.comms import Comms
 from microddp.shared import semaphores
@@ -179,13 +180,13 @@ class SharedRegion:
                     if semaphores.wait(address, 1, 0):
                         return  # it had come before it ended
                     words = memory.first[LAST_WORDS].rstrip(b"\0").decode(errors="replace")
-                    raise RuntimeError(
+                    raise dist.DistError(
                         f"rank {self.rank}: expected rank {other} at a barrier in shared memory, "
                         f"got its {f'error: {words}' if words else 'end'}"
                     )
             waited = time.monotonic() - begun
             if waited > self.timeout:
-                raise RuntimeError(
+                raise dist.DistError(
                     f"rank {self.rank}: expected rank {peer} at a barrier in shared memory within "
                     f"{self.timeout:g} s, got nobody"
                 )

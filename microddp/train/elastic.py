@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from microddp.comms import is_echo
 from microddp.elastic import Generation, Members
 from microddp.step import apply_gradients, compute_gradients
 from microddp.train.checkpoint import encode_state, share_state
@@ -55,17 +55,12 @@ def train_elastically(
         if error:
             now = members.names, state and state["step"]
             failed = [*(each for each in failed if each == now), now]
-            if not is_loss(error) or len(failed) == TRIES:  # the program is wrong
+            if not is_echo(error) or len(failed) == TRIES:  # then nobody was lost
                 raise error
         # References to the group keep its connections open, and the ranks at their ends waiting.
         error = None
         gc.collect()
     return None
-
-
-def is_loss(error: Exception) -> bool:
-    """Return true if another rank is gone or hung, false if the program is wrong."""
-    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 def _train_generation(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from kills import kill
 from ranks import on_ranks, run
 
+from microddp.comms import is_echo
 from microddp.shared import (
     collectives,
     shared_all_gather,
@@ -317,9 +318,10 @@ def dies_in_the_middle(comms, when):
     began = time.monotonic()
     with pytest.raises(
         RuntimeError, match="expected rank 1 at a barrier in shared memory, got its"
-    ):
+    ) as caught:
         shared_all_reduce(tensor, comms)
     took = time.monotonic() - began
+    assert is_echo(caught.value)
     with pytest.raises(RuntimeError, match="expected no error in an earlier call, got: rank "):
         shared_all_reduce(tensor, comms)
     return took

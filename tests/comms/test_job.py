@@ -17,7 +17,7 @@ from test_machine import linux, policies
 
 import microddp
 from microddp.allreduce import ring_all_reduce
-from microddp.comms import cpu_cores
+from microddp.comms import cpu_cores, is_echo
 from microddp.comms.job import TORCHRUN_VARIABLES
 
 SECONDS_AFTER_DEATH = 10  # within which the others must know
@@ -337,9 +337,10 @@ def seconds_until_error(comms, operation, misbehave, *arguments):
         misbehave(*arguments)
         return 0.0
     start = time.monotonic()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError) as caught:
         operation(comms)
     seconds = time.monotonic() - start
+    assert is_echo(caught.value)
     for noticed in arguments:
         Path(noticed).touch()
     return seconds

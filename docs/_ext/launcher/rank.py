@@ -27,6 +27,10 @@ from typing import Any, NamedTuple
 # A rank that failed because of another one waits so long before it ends, so that the other can
 # report: when a rank ends, torchrun stops the others.
 _SECONDS_FOR_THE_CAUSE = 2
+# Errors of a communication library, or of a connection, that others cause; and words of those that
+# are about a rank's own call.
+_GONE = {"DistError", "ConnectionResetError", "BrokenPipeError"}
+_OWN = ("op.preamble", "ncclInvalidUsage", "ncclInvalidArgument")
 
 
 class Job(NamedTuple):
@@ -121,16 +125,15 @@ def _run_script(job: Job) -> None:
 
 
 def _is_secondary(error: BaseException | None) -> bool:
-    """Return whether an error came from the communication library.
+    """Return whether an error only says that another rank has gone, failed, or does not answer.
 
-    Most often it is the echo of an error on another rank, and it may come before that rank has
-    reported its own.
+    Such an error can come before that rank has come round to reporting its own.
     """
     while error is not None:
-        kinds = [kind.__name__ for kind in type(error).__mro__]
-        if "DistError" in kinds or "/gloo/" in str(error):
+        kinds, text = {kind.__name__ for kind in type(error).__mro__}, str(error)
+        if (kinds & _GONE or "/gloo/" in text) and not any(word in text for word in _OWN):
             return True
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False
 
 
