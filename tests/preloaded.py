@@ -1,13 +1,18 @@
 """What the ranks of tests begin with: each is forked from a process that has imported this."""
 
-import gc
 from importlib import import_module
 
 # What tests, optimizers and chapters would import in every rank, for seconds each.
 for name in (
     *("hypothesis", "matplotlib.pyplot", "psutil", "pytest"),
     *("torch._dynamo", "torch.profiler", "transformers.models.llama.modeling_llama"),
-    *("microddp.bench", "microddp.figures", "microddp.train", "microddp.workloads"),
+    *(
+        "microddp.doctor.checks",
+        "microddp.labs.engine.rank",
+        "microddp.bench",
+        "microddp.figures",
+        "microddp.train",
+        "microddp.workloads",
+    ),
 ):
     import_module(name)
-gc.freeze()  # else every collection would look through all of it, for half a second

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from microddp.doctor import hang
 from microddp.doctor.checks import CHECKS
-from microddp.doctor.job import JobFailed, JobStopped, run_job
+from microddp.doctor.job import run_job
 from microddp.doctor.machine import facts
+from microddp.launch import JobFailed, JobStopped
 from microddp.results import output_file, positive, whole_file
 
 CHAPTERS = ("01", "03", "06")  # a gradient by hand, the first whole step, the wrapper

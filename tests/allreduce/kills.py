@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from ranks import run
 
 from microddp.comms import Comms
+from microddp.launch import JobFailed
 from microddp.shared import (
     region_of,
     shared_all_gather,
@@ -92,7 +93,7 @@ def kill(kills: int, seed: int) -> bool:
             told += [t for rank, t in enumerate(said) if rank != victim]
             if max(told) > LIMIT:
                 raise AssertionError(f"told after {max(told):.2f} s")
-        except AssertionError as error:
+        except (AssertionError, JobFailed) as error:
             wrong += 1
             print(f"{n} ranks, rank {victim} killed after {after:.3f} s: {error}", flush=True)
     told.sort()

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from microddp.shared.region import DifferentCalls
 
 from microddp.comms import is_echo
-from microddp.shared.room import DifferentCalls
 
 sys.path.append(str(Path(__file__).parents[2] / "docs/_ext"))
 from gallery_launcher_rank import _is_secondary

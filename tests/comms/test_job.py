@@ -360,10 +360,6 @@ def hang(noticed):
         time.sleep(0.05)
 
 
-def sleep():
-    time.sleep(60)
-
-
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize(("misbehave", "code"), [(leave, 7), (be_killed, -signal.SIGKILL)])
 def test_a_dead_rank_is_an_error_on_the_others_within_seconds(operation, misbehave, code):
@@ -377,60 +373,3 @@ def test_a_hanging_rank_is_an_error_on_the_others_when_the_time_is_up(operation,
     noticed, short = str(tmp_path / "noticed"), {"MICRODDP_TIMEOUT": str(TIMEOUT)}
     results = run(seconds_until_error, 2, operation, hang, noticed, environment=short)
     assert 0.9 * TIMEOUT < results[0] < TIMEOUT + SECONDS_AFTER_TIMEOUT
-
-
-# ---- the harness of these tests
-
-
-def misbehave_on_rank_1(comms, how):
-    if comms.rank == 1:
-        how()
-    comms.barrier()
-
-
-def complain():
-    raise KeyError("the cause")
-
-
-@pytest.mark.parametrize(
-    ("how", "story"),
-    [
-        (complain, "rank 1 raised"),
-        (leave, "rank 1 ended with status 7"),
-        (be_killed, "rank 1 ended with status -9"),
-        (sleep, "rank 0 did not end in time"),
-    ],
-)
-def test_a_failing_job_ends_in_time_and_tells_the_cause_first(how, story):
-    start = time.monotonic()
-    with pytest.raises(AssertionError) as caught:
-        run(misbehave_on_rank_1, 3, how, timeout=3)
-    assert time.monotonic() - start < 8
-    told = str(caught.value).split("\nThen:")[0]
-    assert told.startswith(f"misbehave_on_rank_1 on 3 ranks: {story}")
-    assert how is not complain or "KeyError: 'the cause'" in told
-    assert how is not sleep or "in barrier" in told
-
-
-def pid(_comms):
-    return os.getpid()
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_job_leaves_no_process_behind(fails, tmp_path):
-    if fails:
-        with pytest.raises(AssertionError):
-            run(write_pid_and_hang, 2, str(tmp_path), timeout=2)
-        pids = [int(path.name) for path in Path(tmp_path).iterdir()]
-    else:
-        pids = run(pid, 2)
-    assert len(set(pids)) == 2
-    for number in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(number, 0)
-
-
-def write_pid_and_hang(_comms, folder):
-    Path(folder, str(os.getpid())).touch()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    time.sleep(60)

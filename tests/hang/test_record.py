@@ -19,6 +19,7 @@ from microddp.hang import Entry, read_record
 from microddp.hang.call_site import call_site
 from microddp.hang.entry import SLOT, SLOT_BYTES
 from microddp.hang.record import SLOTS, Record, current_record
+from microddp.launch import JobFailed
 
 HERE = os.path.relpath(__file__)
 
@@ -281,7 +282,7 @@ def be_killed_in_a_call(comms):
 
 def test_the_record_outlives_its_process(tmp_path):
     environment = {"MICRODDP_RECORD": str(tmp_path), "MICRODDP_TIMEOUT": "3"}
-    with pytest.raises(AssertionError):
+    with pytest.raises(JobFailed, match=r"^rank 1 ended by SIGKILL"):
         run(be_killed_in_a_call, 2, environment=environment)
     assert told(calls(tmp_path, 1)) == [(1, "barrier()", "done")]
     assert told(calls(tmp_path, 0))[1] == (0, "recv(float32 (3,), src=1)", "failed")

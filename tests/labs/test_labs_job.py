@@ -66,7 +66,7 @@ def said(script, folder, ranks=2):
             "rank 1: with 12 values: Traceback.*lab02_ring.py.* in ring_all_reduce.*KeyError",
         ),
         ("import sys; sys.exit()", r"rank 1: it called exit\(None\) A function returns instead"),
-        ("import os; os._exit(3)", "rank 1: its process ended with code 3, without a word"),
+        ("import os; os._exit(3)", "rank 1: its process ended with status 3, without a word"),
         ("import os; os.kill(os.getpid(), 11)", "rank 1: its process ended by SIGSEGV"),
         ("import os; os.killpg(0, 9)", "rank 1: its process ended by SIGKILL"),
         ("comms.close()", "rank 1: .*these Comms are closed"),
@@ -161,7 +161,7 @@ def test_messages_of_torchs_own_are_counted(exchange, tmp_path):
         ("def ring_all_reduce(tensor, comms:\n", "rank 0: .*SyntaxError"),
         ("import nothing_of_this_name\n", "ModuleNotFoundError"),
         ("def ring(tensor, comms): ...\n", "expected lab02_ring.py to define ring_all_reduce"),
-        ("import os\nos._exit(0)\n", "its process ended with code 0, without a word"),
+        ("import os\nos._exit(0)\n", "its process ended with status 0, without a word"),
         ("import microddp\nmicroddp.init()\n", 'was called before.*Only a cell tagged "try"'),
     ],
 )

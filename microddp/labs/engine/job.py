@@ -1,31 +1,23 @@
-"""Running a reader's script on several ranks: who starts them, listens, and ends them."""
+"""Running a reader's script on several ranks: what they have to do, and what came of it."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
-from multiprocessing import forkserver
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
+from functools import partial
 from pathlib import Path
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from microddp.doctor.diagnosis import diagnose, whereabouts
 from microddp.doctor.hang import examine
-from microddp.hosts import Cluster, Link
+from microddp.hosts import Cluster, Link, namespaces
 from microddp.labs.engine.lab import Lab, Stage
 from microddp.labs.engine.listener import Listener, Outcome
-from microddp.labs.engine.rank import Task, be_a_rank, printed_by
+from microddp.labs.engine.rank import Task, be_a_rank
+from microddp.launch import start_server, started
 
-SERVER = multiprocessing.get_context("forkserver")
 PORT = 29500  # free on every host in a box
 PRINTED = 2000  # characters of what a rank printed that are kept
 
@@ -46,9 +38,7 @@ def run_job(
     """
     began = time.monotonic()
     outcome = Outcome(stage)
-    # No rank has to import PyTorch, nor what a process's first optimizer imports, for a second.
-    SERVER.set_forkserver_preload(["microddp.labs.engine.rank", "torch._dynamo"])
-    forkserver.ensure_running()
+    start_server("microddp.labs.engine.rank")
     with tempfile.TemporaryDirectory(prefix="microddp-lab-") as kept:
         lives = -1
         while lives < len(outcome.deaths) and not (outcome.failure or outcome.refused):
@@ -63,117 +53,44 @@ def _live(
 ) -> None:
     """Start a job's processes, listen to them, up to the first death or failure, and end them."""
     stage = outcome.stage
+    if hindrance := lab.hindrance(stage):
+        outcome.refused = hindrance
+        return
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="microddp-lab-")))
-        try:
-            tasks = stack.enter_context(_tasks(lab, script, outcome, folder, kept))
-        except RuntimeError as error:
-            outcome.refused = str(error)
-            return
-        processes, pipes = stack.enter_context(_started(tasks))
-        outcome.failure = Listener(lab, outcome, progress).listen(processes, pipes)
-        outcome.printed = {
-            rank: said for rank in range(stage.ranks) if (said := _end_of(printed_by(folder, rank)))
+        environment = {
+            "MICRODDP_RECORD": str(folder),
+            "CUDA_VISIBLE_DEVICES": "",  # the same everywhere: what is counted depends on nothing
         }
-        if outcome.failure and outcome.failure.hangs:  # to ask them lets them print, too
-            outcome.failure = replace(outcome.failure, story=_story(folder, stage))
-
-
-@contextmanager
-def _tasks(
-    lab: Lab, script: Path, outcome: Outcome, folder: Path, kept: Path
-) -> Iterator[list[Task]]:
-    """What each rank has to do; while the block runs, its host and the job's store are there."""
-    stage = outcome.stage
-    if hindrance := lab.hindrance(stage):
-        raise RuntimeError(hindrance)
-    with ExitStack() as stack:
+        hosts: list[Callable[[Callable[[], int]], object]] = []
         if stage.link:
-            cluster = Cluster([Link.parse(stage.link)] * stage.ranks)
-            stack.enter_context(cluster)
-            hosts: list[tuple[int, int] | None] = [
-                cluster.processes(host) for host in range(stage.ranks)
-            ]
-            shared = {
+            try:
+                cluster = stack.enter_context(Cluster([Link.parse(stage.link)] * stage.ranks))
+            except RuntimeError as error:
+                outcome.refused = str(error)
+                return
+            hosts = [partial(_on_a_host, *cluster.processes(host)) for host in range(stage.ranks)]
+            environment |= {
                 **cluster.environment,
                 "MASTER_ADDR": cluster.address(0),
                 "MASTER_PORT": str(PORT),
                 "LOCAL_WORLD_SIZE": "1",
                 "LOCAL_RANK": "0",
+                "TORCHELASTIC_USE_AGENT_STORE": "False",
             }
-        else:
-            store = _store_of_this_machine()
-            hosts = [None] * stage.ranks
-            shared = {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(store.port),
-                "LOCAL_WORLD_SIZE": str(stage.ranks),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-            }
-        shared |= {
-            "WORLD_SIZE": str(stage.ranks),
-            "MICRODDP_RECORD": str(folder),
-            "CUDA_VISIBLE_DEVICES": "",  # the same everywhere: what is counted depends on nothing
-        }
-        yield [
-            Task(
-                lab.name,
-                script,
-                stage,
-                folder,
-                kept,
-                tuple(outcome.passed),
-                tuple(outcome.deaths),
-                {"LOCAL_RANK": str(rank), **shared, "RANK": str(rank)},
-                hosts[rank],
-            )
-            for rank in range(stage.ranks)
-        ]
-
-
-def _store_of_this_machine() -> TCPStore:
-    """A job's store, which nobody reaches from elsewhere: left to itself it listens everywhere."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        host, port = listening.getsockname()
-        return TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),
+        task = Task(lab.name, script, stage, kept, tuple(outcome.passed), tuple(outcome.deaths))
+        job = stack.enter_context(
+            started(be_a_rank, stage.ranks, (task,), folder, environment, hosts)
         )
+        outcome.failure = Listener(lab, outcome, progress).listen(job)
+        said = {rank: job.printed(rank, PRINTED) for rank in range(stage.ranks)}
+        outcome.printed = {rank: text for rank, text in said.items() if text}
+        if outcome.failure and outcome.failure.hangs:  # to ask them lets them print, too
+            outcome.failure = replace(outcome.failure, story=_story(folder, stage))
 
 
-@contextmanager
-def _started(tasks: Sequence[Task]) -> Iterator[tuple[list[ForkServerProcess], list[Connection]]]:
-    processes: list[ForkServerProcess] = []
-    pipes: list[Connection] = []
-    try:
-        for task in tasks:
-            ours, theirs = SERVER.Pipe(duplex=False)
-            pipes.append(ours)
-            process = SERVER.Process(target=be_a_rank, args=(theirs, task), daemon=True)
-            process.start()
-            processes.append(process)
-            theirs.close()
-        yield processes, pipes
-    finally:
-        for process in processes:
-            with suppress(ProcessLookupError, PermissionError):  # macOS says the latter
-                os.killpg(process.pid or 0, signal.SIGKILL)
-            process.kill()
-            process.join()
-            process.close()
-        for pipe in pipes:
-            pipe.close()
-
-
-def _end_of(file: Path) -> str:
-    if not file.exists():
-        return ""
-    with file.open("rb") as text:
-        text.seek(max(0, file.stat().st_size - PRINTED))
-        return text.read().decode(errors="replace").strip()
+def _on_a_host(keeper: int, host: int, run: Callable[[], int]) -> None:
+    namespaces.end(namespaces.enter(keeper, host, run))
 
 
 def _story(folder: Path, stage: Stage) -> str:

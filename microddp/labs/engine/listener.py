@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
 
 from microddp.comms import name_ranks, odd_ranks
 from microddp.labs.engine.lab import Lab, Stage
-from microddp.labs.engine.rank import LOADING, Begun, Claims, Died, Failed, Passed
+from microddp.labs.engine.rank import LOADING, Claims, Died, Failed, Passed
+from microddp.launch import Gone, Job, Report
 
 LOADS = 60.0  # seconds to start the ranks, to join them and to load the script
 GRACE = 1.0  # seconds for the other ranks to find out for themselves, once one has failed
@@ -70,27 +68,20 @@ class Listener:
         self.patience = lab.patience
         self.ranks = outcome.stage.ranks
         self.read = {LOADING: "", **{c.title: c.read for c in lab.checks_on(outcome.stage)}}
+        titles = [title for title in self.read if title not in outcome.passed]
+        self.after = dict(zip(titles, [*titles[1:], titles[-1]], strict=True))
         self.under_way = [LOADING] * self.ranks
         self.claims: dict[str, dict[int, Claims]] = {title: {} for title in self.read}
         self.found: dict[int, Failed] = {}  # by rank, the first first
         self.death = ""  # the title of the check that lets a process die
         self.failure: Failure | None = None
 
-    def listen(
-        self, processes: Sequence[ForkServerProcess], pipes: Sequence[Connection]
-    ) -> Failure | None:
+    def listen(self, job: Job) -> Failure | None:
         """How the job failed, if it did."""
-        self.listening = {pipe: rank for rank, pipe in enumerate(pipes)}
         self.end = time.monotonic() + LOADS
-        while not self._over() and (heard := wait(list(self.listening), self._left())):
-            for pipe in heard:
-                assert isinstance(pipe, Connection)
-                rank = self.listening[pipe]
-                try:
-                    self._hear(rank, pipe.recv())
-                except EOFError:
-                    del self.listening[pipe]
-                    self._died(rank, processes[rank])
+        while not self._over() and (heard := job.hear(0.0 if self.death else self.end)):
+            for rank, message in heard:
+                self._hear(rank, message)
         if self.death:  # errors are of ranks that were left alone
             self.outcome.deaths.append(self.death)
             self.found = {rank: failed for rank, failed in self.found.items() if failed.expected}
@@ -106,10 +97,6 @@ class Listener:
         through = len(self.outcome.passed) == len(self.read) - 1
         return bool(self.failure) or through or len(self.found) == self.ranks
 
-    def _left(self) -> float:
-        """Seconds to wait for a word."""
-        return 0.0 if self.death else max(0.0, self.end - time.monotonic())
-
     def _cause(self) -> Failure:
         """Of all that was found, what the rest may have followed from."""
         dead = {rank: found for rank, found in self.found.items() if found.dead}
@@ -119,16 +106,19 @@ class Listener:
         same = {rank: f for rank, f in causes.items() if self.under_way[rank] == title}
         return Failure(title, self.read[title], same)
 
-    def _hear(self, rank: int, message: Begun | Passed | Failed | Died) -> None:
+    def _hear(self, rank: int, message: Passed | Failed | Died | Report | Gone) -> None:
         title = self.under_way[rank]
-        if isinstance(message, Begun):
-            self.under_way[rank] = message.title
-        elif isinstance(message, Failed):
+        if isinstance(message, Failed):
             self._fails(rank, message)
         elif isinstance(message, Died):
             self.death = title
+        elif isinstance(message, Report):  # what found it went wrong itself
+            self._fails(rank, Failed("", message.error))
+        elif isinstance(message, Gone):
+            self._fails(rank, Failed("", f"its process {message}, without a word", dead=True))
         else:
             self.claims[title][rank] = message.claims
+            self.under_way[rank] = self.after[title]
             if len(self.claims[title]) == self.ranks:
                 self._all_passed(title)
         if not self.found:
@@ -148,12 +138,6 @@ class Listener:
         if not self.failure and title != LOADING:
             self.outcome.passed.append(title)
             self.progress(title)
-
-    def _died(self, rank: int, process: ForkServerProcess) -> None:
-        process.join(GRACE)
-        code = process.exitcode
-        how = f"by {signal.Signals(-code).name}" if code and code < 0 else f"with code {code}"
-        self._fails(rank, Failed("", f"its process ended {how}, without a word", dead=True))
 
     def _fails(self, rank: int, failed: Failed) -> None:
         if not self.found:  # from the first on it only counts down

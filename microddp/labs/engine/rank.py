@@ -1,6 +1,6 @@
 """A rank of a lab's job: it loads the reader's script and runs the checks, one after the other.
 
-What it finds it tells the process that started it, through a pipe, as it finds it.
+What it finds it tells the process that started it, as it finds it.
 """
 
 from __future__ import annotations
@@ -8,14 +8,11 @@ from __future__ import annotations
 import functools
 import os
 import resource
-import select
 import signal
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,22 +20,17 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 import microddp
-from microddp.hosts import namespaces
+from microddp.comms import is_echo
 from microddp.labs.engine.bench import Bench, Wrong
 from microddp.labs.engine.catalogue import LABS
 from microddp.labs.engine.lab import Check, Lab, Stage
 from microddp.labs.engine.script import load
 from microddp.labs.engine.seal import Seal
+from microddp.launch import tell
 from microddp.report import human_bytes
 
 LOADING = "the script is loaded"  # what is under way before the first check
 MEMORY = 2 << 30  # bytes that a rank may take beyond those it has when the script is loaded
-OTHERS_ARE_GONE = (
-    "closed by peer",
-    "reset by peer",
-    "Broken pipe",
-    "Socket closed",
-)  # gloo's words
 PRINTED = 64 << 20  # bytes that it may print, or write to any other file
 
 
@@ -46,15 +38,8 @@ Claims = Mapping[str, tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A rank has begun something: a check, or to load the script."""
-
-    title: str
-
-
-@dataclass(frozen=True)
 class Passed:
-    """What was begun last is over, and well.
+    """What a rank was doing is over, and well: to load the script, then each check in its order.
 
     Attributes:
         claims: what must be the same on every rank: its value and the sentence for if it is not.
@@ -65,7 +50,7 @@ class Passed:
 
 @dataclass(frozen=True)
 class Failed:
-    """What was begun last does not hold on this rank.
+    """What a rank was doing does not hold there.
 
     Attributes:
         expected: in words; empty where the script raised an error.
@@ -95,82 +80,41 @@ class Task:
         lab: its name.
         script: the reader's file.
         stage: where the ranks are.
-        folder: for this job alone: what ranks print, and their records.
         kept: a folder for all lives of this job.
         passed: the titles of the checks that all ranks have passed in lives before this one.
         deaths: of the checks that have ended these lives.
-        variables: of the environment, as torchrun would set them.
-        host: the processes by which this rank's host in a box is entered; none for this machine.
     """
 
     lab: str
     script: Path
     stage: Stage
-    folder: Path
     kept: Path
     passed: Sequence[str]
     deaths: Sequence[str]
-    variables: Mapping[str, str]
-    host: tuple[int, int] | None = None
 
 
-def be_a_rank(pipe: Connection, task: Task) -> None:
-    """Be a rank of the job, in a process of its own: outside of a host, if it is to be on one.
-
-    Does not return: whoever started it ends it, when all have told what they found.
-    """
-    # A group of processes of its own, so that what the script starts can be ended with it.
-    os.setsid()
-    if task.host is None:
-        _work(pipe, task)
-    else:
-        namespaces.end(namespaces.enter(*task.host, lambda: _work(pipe, task)))
-
-
-def _work(pipe: Connection, task: Task) -> NoReturn:
-    threading.Thread(target=_end_with_listener, args=(pipe,), daemon=True).start()
-    os.environ |= task.variables
-    rank = int(task.variables["RANK"])
-    printed = os.open(printed_by(task.folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(printed, stream.fileno())
-        stream.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]
-    for message in _findings(task, LABS[task.lab], functools.partial(_die, pipe)):
-        pipe.send(message)
+def be_a_rank(task: Task) -> NoReturn:
+    """Tell what is found; whoever started this process ends it, when all have told."""
+    for message in _findings(task, LABS[task.lab]):
+        tell(message)
     # To leave the job would let the others fail, before it is known that it is not their fault.
     while True:
         signal.pause()
 
 
-def _end_with_listener(pipe: Connection) -> None:
-    # The parent is the server that forks ranks, and lives as long as one of them does.
-    poll = select.poll()
-    poll.register(pipe, 0)
-    poll.poll()  # until nobody has the other end any more
-    os.killpg(0, signal.SIGKILL)
-
-
-def printed_by(folder: Path, rank: int) -> Path:
-    """The file with what a rank printed."""
-    return folder / f"rank{rank}.printed"
-
-
-def _die(pipe: Connection) -> NoReturn:
-    pipe.send(Died())  # first, so that it is known before the others lose their connections
+def _die() -> NoReturn:
+    tell(Died())  # first, so that it is known before the others lose their connections
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("killed")
 
 
-def _findings(
-    task: Task, lab: Lab, die: Callable[[], NoReturn]
-) -> Iterator[Begun | Passed | Failed]:
-    yield Begun(LOADING)
+def _findings(task: Task, lab: Lab) -> Iterator[Passed | Failed]:
     try:
         comms = microddp.init("gloo")
         _count_torchs_messages(comms)
         seal = Seal()
         _set_limits()
-        bench = Bench(comms, load(task.script, lab.functions), task.kept, die)
+        bench = Bench(comms, load(task.script, lab.functions), task.kept, _die)
     except BaseException as error:
         yield _failure(error, task.script)
         return
@@ -181,7 +125,6 @@ def _findings(
         bench.life = task.deaths.count(check.title)
         bench.folder = task.kept / f"check{lab.checks.index(check)}"
         bench.folder.mkdir(exist_ok=True)
-        yield Begun(check.title)
         result = _run(check, bench, task.script)
         if broken := seal.broken():
             result = Failed(
@@ -220,8 +163,8 @@ def _failure(error: BaseException, script: Path, doing: str = "") -> Failed:
     ours = len(story.stack) if isinstance(error, SyntaxError) else 0  # which has its own line
     story.stack = traceback.StackSummary.from_list(story.stack[theirs[0] if theirs else ours :])
     told = "".join(story.format()).rstrip()
-    follows = any(words in str(error) for words in OTHERS_ARE_GONE)
-    return Failed("", f"{doing}:\n{told}" if doing else told, mistake, follows=follows)
+    told = f"{doing}:\n{told}" if doing else told
+    return Failed("", told, mistake, follows=is_echo(error))
 
 
 def _set_limits() -> None:

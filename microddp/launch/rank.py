@@ -1,0 +1,106 @@
+"""A rank's process: what it sets up, what it tells, and when it ends."""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import gc
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from microddp.comms import is_echo
+
+_line: Connection  # to the process that started this rank
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a rank's function ended: with a result, or with an exception.
+
+    Attributes:
+        result: what it returned.
+        error: the exception's traceback; empty if there was none.
+        echo: whether the exception only says that another rank has gone.
+        moment: seconds of the monotonic clock, which all processes of a machine share.
+    """
+
+    result: Any = None
+    error: str = ""
+    echo: bool = False
+    moment: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a rank's process has to do.
+
+    Attributes:
+        work: the function and its arguments, pickled: what cannot be imported is a rank's failure.
+        variables: the whole environment.
+        printed: the file for what the rank prints, and for where it is if it crashes or is asked.
+        within: called with what the rank runs, if that is elsewhere, as on a host in a box.
+        values: whether a traceback shows the values of variables.
+    """
+
+    work: bytes
+    variables: Mapping[str, str]
+    printed: Path
+    within: Callable[[Callable[[], int]], object] | None
+    values: bool
+
+
+def tell(message: object) -> None:
+    """Send something from a rank to the process that started it, where ``Job.hear`` returns it."""
+    _line.send_bytes(pickle.dumps(message))
+
+
+def be_a_rank(line: Connection, order: Order) -> None:
+    """Be a rank, in a process of its own."""
+    # A group of processes of its own, so that what the rank starts can be ended with it.
+    os.setsid()
+    gc.freeze()  # else every collection would look through all that the server has imported
+    work = functools.partial(_work, line, order)
+    order.within(work) if order.within else work()
+
+
+def _work(line: Connection, order: Order) -> int:
+    global _line
+    _line = line
+    threading.Thread(target=_end_with_parent, args=(line,), daemon=True).start()
+    os.environ.clear()
+    os.environ.update(order.variables)
+    printed = os.open(order.printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(printed, stream.fileno())
+        stream.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2)
+    try:
+        function, arguments = pickle.loads(order.work)
+        tell(Report(function(*arguments)))
+        return 0
+    except BaseException as error:
+        story = traceback.TracebackException.from_exception(error, capture_locals=order.values)
+        del story.stack[0]  # this function
+        tell(Report(error="".join(story.format()), echo=is_echo(error)))
+        sys.stdout.flush()
+        os._exit(1)  # at once: to leave the group first would wait for the others
+
+
+def _end_with_parent(line: Connection) -> None:
+    # Of the process that started the rank: its parent is the server, which lives while a rank does.
+    poll = select.poll()
+    poll.register(line, 0)
+    poll.poll()  # until nobody has the other end any more
+    os.killpg(0, signal.SIGKILL)
