@@ -1,17 +1,13 @@
 """Which errors only say that another rank is gone: words as they came, and errors made here."""
 
-import sys
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from microddp.shared.region import DifferentCalls
 
+from launcher.rank import _is_secondary
 from microddp.comms import is_echo
-
-sys.path.append(str(Path(__file__).parents[2] / "docs/_ext"))
-from gallery_launcher_rank import _is_secondary
+from microddp.shared.region import DifferentCalls
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp"
 NCCL = "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:94, "
