@@ -178,7 +178,7 @@ class LocalSteps:
 
     @property
     def warming_up(self) -> bool:
-        """Whether the gradients of the next step must be averaged."""
+        """True if the gradients of the next step must be averaged."""
         return self.steps < self.warm_up
 
     @torch.no_grad()  # type: ignore[untyped-decorator,unused-ignore]

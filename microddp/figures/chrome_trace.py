@@ -12,7 +12,7 @@ from microddp.timing import Span
 
 
 def nanoseconds(seconds: float) -> int:
-    """What a time is in a file, or a picture that writes one: no clock here is finer."""
+    """A time in whole nanoseconds, as files and pictures have it: no clock here is finer."""
     return round(seconds * 1e9)
 
 

@@ -162,7 +162,7 @@ def _stand_in(cluster: Cluster, host: int, ranks_per_host: int, job: Sequence[st
 
 
 def _be_torchrun(arguments: Sequence[str]) -> int:
-    """What ``python -m torch.distributed.run`` does; returns its exit status."""
+    """Run ``python -m torch.distributed.run``; return its exit status."""
     status = 0
     try:
         torchrun.main(arguments)

@@ -33,7 +33,7 @@ def start_server(*modules: str) -> None:
 
 @dataclass(frozen=True)
 class Gone:
-    """What is heard of a rank last: its process has ended.
+    """The last news of a rank: its process has ended.
 
     Attributes:
         status: its exit status; negative: the signal that ended it.

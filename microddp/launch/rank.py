@@ -26,7 +26,7 @@ _line: Connection  # to the process that started this rank
 
 @dataclass(frozen=True)
 class Report:
-    """How a rank's function ended: with a result, or with an exception.
+    """The end of a rank's function: with a result, or with an exception.
 
     Attributes:
         result: what it returned.
@@ -43,7 +43,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Order:
-    """What a rank's process has to do.
+    """Orders for a rank's process.
 
     Attributes:
         work: the function and its arguments, pickled: what cannot be imported is a rank's failure.

@@ -77,7 +77,7 @@ def run(
 def _problem(
     job: Job, rank: int, report: Report | None, end: Gone | None, dies: bool
 ) -> tuple[int, float, str] | None:
-    """What went wrong on a rank; causes sort before what may only follow from them.
+    """A problem of a rank; causes sort before what may only follow from them.
 
     A death without a word comes first, then exceptions, then what hangs, and last what only
     noticed that another rank was gone.

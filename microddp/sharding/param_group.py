@@ -148,7 +148,7 @@ class FlatParamGroup:
 
     @property
     def is_unsharding(self) -> bool:
-        """Whether an all-gather was started and not waited for."""
+        """True if an all-gather was started and not waited for."""
         return self._all_gather is not None
 
     @torch.no_grad()

@@ -34,7 +34,7 @@ def all_reduce_hook(
 def on_thread(
     reduce: Callable[[torch.Tensor], object], buffer: torch.Tensor
 ) -> torch.futures.Future[torch.Tensor]:
-    """What a communication hook returns: a buffer, once a thread has reduced it in place.
+    """Reduce a buffer in place on a thread; return its future, as a communication hook does.
 
     One thread for all, so that buckets travel in the order in which they were sent. On a GPU it has
     a stream of its own, which waits for what was computed before this call.
@@ -62,7 +62,7 @@ def on_thread(
 
 
 class AtWait(torch.futures.Future[torch.Tensor]):
-    """The same, of a buffer that is reduced by whoever waits for it, in ``wait()``.
+    """A future of a buffer that is reduced by its waiter, in ``wait()``.
 
     For the last bucket, after which backward has nothing left to go on with: to wake up a thread
     would cost more than it hides.

@@ -24,7 +24,7 @@ AHEAD = 2
 
 
 def parts_by_speed(count: int, speeds: Sequence[float]) -> list[int]:
-    """How many elements, or bytes, each rank adds up, so that no link takes longer than it must.
+    """Elements or bytes for each rank to add up, so that no link takes longer than it must.
 
     A rank sends every other one's part of its tensor, and the sum of its own part to everyone: if
     that part has c of S bytes, S + (n-2) c, and it receives as many. So a link of B bytes a second

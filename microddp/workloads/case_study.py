@@ -63,7 +63,7 @@ class Source:
 
     @property
     def local(self) -> bool:
-        """Whether the model is on this machine's disk."""
+        """True if the model is on this machine's disk."""
         return Path(self.model).is_dir()
 
 

@@ -17,7 +17,7 @@ GRACE = 1.0  # seconds for the other ranks to find out for themselves, once one 
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong in a job.
+    """The failure of a job, and of which ranks.
 
     Attributes:
         title: of the check.
@@ -33,13 +33,13 @@ class Failure:
 
     @property
     def hangs(self) -> bool:
-        """Whether no rank said anything any more."""
+        """True if no rank said anything any more."""
         return not self.found
 
 
 @dataclass
 class Outcome:
-    """How a job went.
+    """The outcome of a job.
 
     Attributes:
         stage: where.
@@ -77,7 +77,7 @@ class Listener:
         self.failure: Failure | None = None
 
     def listen(self, job: Job) -> Failure | None:
-        """How the job failed, if it did."""
+        """Listen until the job is over; return its failure, if it has one."""
         self.end = time.monotonic() + LOADS
         while not self._over() and (heard := job.hear(0.0 if self.death else self.end)):
             for rank, message in heard:
@@ -93,12 +93,12 @@ class Listener:
         return self.failure
 
     def _over(self) -> bool:
-        """Whether nothing more is to be heard."""
+        """True if nothing more is to be heard."""
         through = len(self.outcome.passed) == len(self.read) - 1
         return bool(self.failure) or through or len(self.found) == self.ranks
 
     def _cause(self) -> Failure:
-        """Of all that was found, what the rest may have followed from."""
+        """The failure from which all others may have followed."""
         dead = {rank: found for rank, found in self.found.items() if found.dead}
         causes = {rank: found for rank, found in self.found.items() if not found.follows}
         causes = dead or causes or self.found
