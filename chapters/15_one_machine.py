@@ -548,8 +548,7 @@ else:
 # %% tags=["plumbing"]
 rows = []
 for name, timing in found.items():
-    call, expected = WAYS[name]
-    carried = wire = None
+    (call, expected), carried, wire = WAYS[name], None, None
     if senders.box:
         carried = counted(call) / LARGEST
         wire = expected * LARGEST * senders.box.seconds_per_byte
@@ -567,8 +566,8 @@ headers = ["", "over the link / S", "counted", "wire's time", "measured", "/ wir
 if rows:
     senders.print(f"{M} machines of {n} ranks, {human_bytes(LARGEST)}")
     senders.print(table(rows, headers, floats=".3f"))
-    ratio = found["microddp"].ratio(found["by machine"])
-    senders.print(f"microddp / by machine: {with_quartiles(ratio)}")
+    ratio = with_quartiles(found["microddp"].ratio(found["by machine"]))
+    senders.print(f"microddp / by machine: {ratio}")
 
 # %% tags=["plumbing"]
 if found and senders.box:

@@ -600,18 +600,16 @@ if off:
 comms.print(fill(how_far, 90))
 some = [devices()[key] for key in ("h100", "a100", "h200", "b200")]
 between = [links()[key] for key in ("8x400gbit", "8x200gbit", "400gbit", "100gbit")]
+start = {"parameters": 8e9, "tokens": 8192, "ranks": 64, "gradient_bytes": 2}
 figures.explore_plan(
     {
         each.name: {"peak": each.peak, "utilisation": each.utilisation, "latency": 14e-6}
         for each in some
     },
     {each.name: min(each.bandwidth * each.rails, some[0].inside) for each in between},
-    parameters=8e9,
-    tokens=8192,
-    ranks=64,
     budget=step_budget,
-    gradient_bytes=2,
     checked=how_far,
+    **start,
 )
 
 # %% [markdown]

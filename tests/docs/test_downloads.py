@@ -16,6 +16,8 @@ import torch.distributed as dist
 from ranks import run
 from torch.utils.data import DistributedSampler
 
+from microddp.launch import JobFailed
+
 FOLDER = Path(__file__).parents[2] / "docs/_downloads"
 SCRIPT = FOLDER / "train_ddp.py"
 EPOCHS = 4
@@ -126,7 +128,7 @@ def test_options(options):
 
 def test_other_settings_do_not_go_on(tmp_path):
     train(1, "--epochs", 1, "--checkpoint", tmp_path / "kept.pt")
-    with pytest.raises(AssertionError, match=r"was trained with .*'lr': 0.05.* not with .*0.01"):
+    with pytest.raises(JobFailed, match=r"was trained with .*'lr': 0.05.* not with .*0.01"):
         train(1, "--epochs", 2, "--checkpoint", tmp_path / "kept.pt", "--lr", 0.01)
 
 
@@ -155,7 +157,7 @@ def compile_by_tracing(checkpoint):
 
 
 def test_a_batch_that_cannot_be_shared():
-    with pytest.raises(AssertionError, match="rank 2: a batch of 32 cannot be shared by 3 ranks"):
+    with pytest.raises(JobFailed, match="rank 2: a batch of 32 cannot be shared by 3 ranks"):
         train(3)
 
 
