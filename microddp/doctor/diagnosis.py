@@ -40,7 +40,7 @@ class Rank:
 
     @property
     def end(self) -> Entry | None:
-        """The entry that says how it left: by an exception, if one ended it."""
+        """The entry that says how it left, by an exception if one ended it."""
         ends = [entry for entry in self.calls if entry.is_end]
         errors = [entry for entry in ends if entry.state == "failed"]
         return next(reversed(errors or ends), None)

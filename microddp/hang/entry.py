@@ -61,7 +61,7 @@ class Entry:
 
     @property
     def at_place(self) -> str:
-        """Words that follow the call: ``" at train.py:88"``; empty if the place is not known."""
+        """Words that follow the call, as ``" at train.py:88"``; empty if the place is not known."""
         return f" at {self.place}" if self.place else ""
 
     @property

@@ -42,7 +42,7 @@ class Gone:
     status: int
 
     def __str__(self) -> str:
-        """In words: ``"ended by SIGKILL"``."""
+        """Say it in words, as ``"ended by SIGKILL"``."""
         if self.status < 0:
             return f"ended by {signal.Signals(-self.status).name}"
         return f"ended with status {self.status}"

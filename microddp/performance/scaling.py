@@ -101,7 +101,7 @@ def measure_scaling(
         repeat: number of measurements of each step.
 
     Returns:
-        The same scaling on every rank: of the powers of two, and of all ranks.
+        The same scaling on every rank, of the powers of two, and of all ranks.
 
     Raises:
         ValueError: on every rank, if a batch does not divide by a number of ranks.
