@@ -38,7 +38,7 @@ def run(
     When this returns or raises, no process of the job is left.
 
     Args:
-        function, ranks, arguments, environment, values: as for :func:`~microddp.launch.job.started`.
+        function, ranks, arguments, environment, values: as :func:`~microddp.launch.job.started`'s.
         limit: seconds for the job.
         dies: ranks that must die without a word; the result of each is its exit status.
 
