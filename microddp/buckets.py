@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from microddp.report import MIB
-
 BUCKET_CAP_MB = 25.0
 # A small first bucket, so that communication begins early in backward. PyTorch's own default; its
 # developers disagree on what it gains (PyTorch issue 118421), and chapter 05 measures it.
@@ -29,9 +27,8 @@ def bucket_caps(bucket_cap_mb: float | None) -> list[int]:
     Who sets a cap sets that of the first bucket, too, as with PyTorch's DDP; ``None`` stands for
     25 MiB after a first bucket of 1.
     """
-    if bucket_cap_mb is None:
-        return [int(FIRST_BUCKET_CAP_MB * MIB), int(BUCKET_CAP_MB * MIB)]
-    return [int(bucket_cap_mb * MIB)]
+    caps = (FIRST_BUCKET_CAP_MB, BUCKET_CAP_MB) if bucket_cap_mb is None else (bucket_cap_mb,)
+    return [int(cap * 2**20) for cap in caps]
 
 
 def plan_buckets(

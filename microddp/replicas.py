@@ -15,6 +15,7 @@ from torch import nn
 from microddp.comms import Comms, Pending, describe, name_ranks, name_usual, odd_ranks
 
 BROADCAST_BYTES = 64 << 20  # bounds the copy that a broadcast of many tensors needs
+_copy: Callable[..., object] = torch.no_grad()(torch._foreach_copy_)
 
 
 def broadcast_parameters(module: nn.Module, comms: Comms, src: int = 0) -> None:
@@ -80,11 +81,6 @@ class Packed:
             _copy(self.parts, self.tensors)
             return send(self.wire, src)
         return Pending(send(self.wire, src).wait, partial(_copy, self.tensors, self.parts))
-
-
-@torch.no_grad()
-def _copy(to: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    torch._foreach_copy_(to, values)
 
 
 def check_structure(

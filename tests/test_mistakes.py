@@ -12,7 +12,8 @@ from ranks import on_ranks
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from microddp.bucketing import BucketedDDPHooks, Buckets
+from microddp.backward import Buckets
+from microddp.bucketing import BucketedDDPHooks
 from microddp.ddp import DDP
 from microddp.replicas import broadcast_parameters, check_replicas
 

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from microddp.comms import calls
 from microddp.comms.agreement import Headers, name_members
 from microddp.comms.calls import Call
-from microddp.comms.links import known_links
-from microddp.comms.machine import cpu_cores, cpu_name
+from microddp.comms.machine import cpu_cores, cpu_name, known_links
 
 
 def most_rounds() -> int | None:

@@ -1,16 +1,19 @@
-"""This machine: its cores, its processor, how threads are scheduled, and who ends with whom."""
+"""This machine: its cores, processor and links, how threads are scheduled, who ends with whom."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import os
 import resource
 import signal
 import sys
+from typing import Protocol
 
 import torch
 
+LINKS_VARIABLE = "MICRODDP_LINKS"  # a module, with a function links_of_this_job()
 PR_SET_PDEATHSIG = 1
 
 
@@ -67,3 +70,25 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+class Links(Protocol):
+    """Links of known speed between hosts that are one machine; in words, by ``str``."""
+
+    @property
+    def cores(self) -> int:
+        """Processor cores of all hosts together."""
+        ...
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """Seconds a byte takes on the slowest link, which a ring waits for."""
+        ...
+
+
+def known_links() -> Links | None:
+    """The links of this job, as told by the module that ``MICRODDP_LINKS`` names."""
+    if LINKS_VARIABLE not in os.environ:
+        return None
+    links: Links | None = importlib.import_module(os.environ[LINKS_VARIABLE]).links_of_this_job()
+    return links

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from microddp.backward import tensors_in
-from microddp.bucketing import Backward, Buckets
+from microddp.backward import Backward, Buckets, tensors_in
 from microddp.buckets import GradientBucket, bucket_caps, plan_in_order
 from microddp.carrier import Carrier
 from microddp.comms import Comms

@@ -24,7 +24,8 @@ class _Shadow(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Make all replicas those of a rank that trained to the end."""
         wrapper = self.wrapper
-        wrapper.copy_module(wrapper._highest(wrapper.comms.rank if is_last_joiner else -1))
+        src = wrapper._highest(wrapper.comms.rank if is_last_joiner else -1)
+        wrapper.copy_module(src, with_buffers=wrapper.forward_sync_buffers)
         wrapper._join_config = _JoinConfig(
             enable=False, throw_on_early_termination=False, is_first_joinable=False
         )
@@ -35,9 +36,11 @@ class UnevenInputs(Joinable):
 
     Attributes:
         comms: the ranks that train together.
+        forward_sync_buffers: True if all ranks' buffers are kept alike.
     """
 
     comms: Comms
+    forward_sync_buffers: bool
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,8 +50,8 @@ class UnevenInputs(Joinable):
         """Make the collectives of an iteration of the others: of forward, then of backward."""
         raise NotImplementedError
 
-    def copy_module(self, src: int) -> None:
-        """Make all replicas that of rank ``src``. A collective."""
+    def copy_module(self, src: int, with_buffers: bool) -> None:
+        """Make all replicas rank ``src``'s, with their buffers or without. A collective."""
         raise NotImplementedError
 
     def join(

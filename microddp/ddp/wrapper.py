@@ -156,10 +156,11 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
         if verify_replicas:
             check_replicas(module, self.comms)
         else:
-            self._broadcast_module(src=0, with_buffers=at_first)
+            self.copy_module(src=0, with_buffers=at_first)
         self._make_reducer()
 
-    def _broadcast_module(self, src: int, with_buffers: bool) -> None:
+    def copy_module(self, src: int, with_buffers: bool) -> None:
+        """Make all replicas rank ``src``'s, with their buffers or without. A collective."""
         buffers = self.module.buffers() if with_buffers else ()
         broadcast_tensors([*self.module.parameters(), *buffers], self.comms, src)
 
@@ -254,10 +255,6 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
         self._sync_buffers_next = bool(self._highest(0))
         if self._sync_buffers_next:
             self.reducer.shadow()
-
-    def copy_module(self, src: int) -> None:
-        """Make the replicas of all ranks, with the buffers that are kept alike, rank ``src``'s."""
-        self._broadcast_module(src, with_buffers=self.forward_sync_buffers)
 
     # ---- copies: as PyTorch's, only of a wrapper over all ranks
 

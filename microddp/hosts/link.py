@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from microddp.comms import Comms
-from microddp.comms import links as comms_links
+from microddp.comms.machine import LINKS_VARIABLE
 from microddp.hosts import namespaces
 
 VARIABLE = "MICRODDP_BOX"  # set for all that runs on a host in a box
@@ -200,7 +200,7 @@ class Box:
 
     def as_environment(self) -> dict[str, str]:
         """Return the variables by which ``microddp.comms`` knows these links in a job's ranks."""
-        return {VARIABLE: json.dumps(asdict(self)), comms_links.VARIABLE: __name__}
+        return {VARIABLE: json.dumps(asdict(self)), LINKS_VARIABLE: __name__}
 
     def check(self, *hosts: int) -> None:
         """Raise ``ValueError`` if there is no such host."""
