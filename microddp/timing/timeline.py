@@ -60,13 +60,7 @@ class Recorder:
     def mark(self, name: str, lane: str = "gradients") -> None:
         """Do nothing, as the other methods."""
 
-    def launched(
-        self,
-        name: str,
-        work: Launched,
-        lane: str = "communication",
-        nbytes: int | None = None,
-    ) -> None:
+    def launched(self, name: str, work: Launched, nbytes: int | None = None) -> None:
         """Do nothing."""
 
     def between(self, name: str, lane: str, start: Instant, end: Instant) -> None:
@@ -115,13 +109,7 @@ class Timeline(Recorder):
         now = Instant(self.comms.device)
         self._spans.append((lane, name, now, now, None))
 
-    def launched(
-        self,
-        name: str,
-        work: Launched,
-        lane: str = "communication",
-        nbytes: int | None = None,
-    ) -> None:
+    def launched(self, name: str, work: Launched, nbytes: int | None = None) -> None:
         """Record from now until an asynchronous collective is complete, without waiting for it.
 
         Most of the span may be spent in a queue, behind collectives that were launched earlier.
@@ -129,7 +117,6 @@ class Timeline(Recorder):
         Args:
             name: what is on its way.
             work: what the call with ``async_op=True`` returned, or a communication hook's future.
-            lane: the row of the picture.
             nbytes: as :attr:`Span.nbytes`.
         """
         start = Instant(self.comms.device)
@@ -137,7 +124,7 @@ class Timeline(Recorder):
         clock = self.comms.device if self.comms.backend == "nccl" else torch.device("cpu")
 
         def complete(_: torch.futures.Future[Any]) -> None:
-            self._spans.append((lane, name, start, Instant(clock), nbytes))
+            self._spans.append(("communication", name, start, Instant(clock), nbytes))
 
         future = work.get_future() if isinstance(work, dist.Work) else work
         self._under_way.append(future.then(complete))
