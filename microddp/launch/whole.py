@@ -13,7 +13,7 @@ from microddp.launch.job import Gone, Job, started
 from microddp.launch.rank import Report
 
 GRACE = 2.0  # seconds for the other ranks to find out for themselves, once one has failed
-PRINTED = 4000  # bytes of what a rank printed that are shown if it told nothing
+PRINTED = 1 << 14  # bytes shown of what a rank printed that told nothing; a crash lists modules
 
 
 class JobFailed(Exception):

@@ -178,7 +178,7 @@ def test_a_slow_rank_is_named_although_the_other_one_waits(comms):
     def batches():
         for _ in range(3):
             if comms.rank == 1:
-                time.sleep(0.05)
+                time.sleep(0.25)
             yield torch.randn(8, 16), torch.randn(8, 16)
 
     model = DDP(FullMLP(16, 2), comms)
@@ -188,8 +188,8 @@ def test_a_slow_rank_is_named_although_the_other_one_waits(comms):
         analyzer.time_step(model, x, y, optimizer, loss_fn=mse_loss)
     summary = analyzer.summary()
     assert summary.slowest == 1
-    assert summary.ranks[1].data > 0.05
-    assert summary.ranks[0].exposed > 0.03
+    assert summary.ranks[1].data > 0.25
+    assert summary.ranks[0].exposed > 0.15
     assert summary.spread > 2
 
 
