@@ -288,9 +288,9 @@ makes of a last bit. Two ranks are always safe, since a + b = b + a; with three 
 must be the same everywhere. In the chunked ring each chunk is added up along one path and then
 copied.
 
-## From a chapter to a core
+## From a chapter to the package
 
-The ring of the *core*, the package `microddp`, is {func}`~microddp.allreduce.ring.ring_all_reduce`:
+The ring of the package, `microddp`, is {func}`~microddp.allreduce.ring.ring_all_reduce`:
 the one above for any operation, any dtype and tensors that are not contiguous. It cuts large chunks
 into pieces, as exercise 3 shows. microddp also has a fourth way, *recursive doubling*: exchange
 whole tensors with the rank 1 away, then 2 away, then 4, so that $\log_2 n$ rounds are enough if n

@@ -270,17 +270,18 @@ them. (Parts of a batch, `no_sync`, `autocast` and the scaler are for later chap
 :pyobject: compute_gradients
 ```
 
-It must leave the weights that the version above leaves. It calls the same all-reduces in the same
+`naive_data_parallel_step` calls `take_step` with the naive strategy. It must leave the weights that
+the version above leaves. It calls the same all-reduces in the same
 order, so even their rounding is the same:
 """
 
 # %%
-ours, core = new_model(seed=0), new_model(seed=0)
-ours_sgd, core_sgd = sgd(ours), sgd(core)
+ours, theirs = new_model(seed=0), new_model(seed=0)
+ours_sgd, theirs_sgd = sgd(ours), sgd(theirs)
 for x, y in batches(rank, n).epoch(0):
     train_step(ours, ours_sgd, x.double(), y)
-    naive_data_parallel_step(core, cross_entropy, core_sgd, (x.double(), y), comms)
-assert distance(core, ours) == 0.0
+    naive_data_parallel_step(theirs, cross_entropy, theirs_sgd, (x.double(), y), comms)
+assert distance(theirs, ours) == 0.0
 
 # %% [markdown]
 """

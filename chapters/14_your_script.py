@@ -766,7 +766,7 @@ r"""
 ## The file
 
 All changes together: {download}`train_ddp.py <../_downloads/train_ddp.py>`. It was
-{download}`train_single.py <../_downloads/train_single.py>`. Neither needs this book's core.
+{download}`train_single.py <../_downloads/train_single.py>`. Neither needs microddp.
 
 ```console
 $ diff train_single.py train_ddp.py

@@ -132,11 +132,11 @@ and writes $S$. To add to a tensor in place reads two and writes one.
 
 That makes $(7 - 1/n)\,S$, as much as $\frac{7 - 1/n}{2}$ copies: 3.25 for two ranks.
 
-And the ranks must wait for each other, twice. Nobody may add up before all have written, and nobody
-may read the result before all have added up their part. Let such a *barrier*, in memory, take $m$
-seconds. And let the calls of PyTorch alone, with next to nothing to add up, take $p$. Then
+And the ranks must wait for each other, twice, at a *barrier*. Nobody may add up before all have
+written, and nobody may read the result before all have added up their part. Let one, in memory,
+take $b$ seconds. And let the calls of PyTorch alone, with next to nothing to add up, take $p$. Then
 
-$$ t(S) = 2m + p + \frac{7 - 1/n}{2}\,c(S) . $$
+$$ t(S) = 2b + p + \frac{7 - 1/n}{2}\,c(S) . $$
 
 **Build.** A {class}`~microddp.shared.region.SharedRegion` has the memory of all ranks of a machine,
 and the barrier. Each rank allocates a block of its own file and tells the others at which byte of
@@ -228,7 +228,7 @@ waits = {
     "a barrier in memory": region.barrier,
     "the backend's barrier": inside.barrier,
     "the calls of a sum": partial(shared_sum, values, nothing, nothing),
-    "microddp's, in a group of one": partial(shared_all_reduce, values, alone),
+    "microddp's sum, in a group of one": partial(shared_all_reduce, values, alone),
 }
 times = on_one_machine({name: partial(repeated, 50, call) for name, call in waits.items()})
 
@@ -293,7 +293,7 @@ senders.print(table(rows, [f"wrong, of {n * CALLS} sums", "as they come", "one i
 
 # %% [markdown]
 r"""
-**Explain.** The column on the left counts what happened to happen, on all machines at once.
+**Explain.** The column on the left counts what happened to happen, on the first machine.
 Another machine, or another load, has another number, and it may be 0: so such a mistake can live
 long. The column on the right was arranged, and is the one to test with. (No call follows the last
 one, so there the late rank itself may be right without the second barrier.)
@@ -443,7 +443,7 @@ senders.print(f"microddp clearly takes more time than two barriers at {above}; l
 
 # %% tags=["plumbing"]
 below = [s for s in SIZES if over_backend[s].spread[1] < 1]
-title = f"microddp's takes less time than the backend's at {len(below)} of {len(SIZES)} sizes"
+title = f"microddp takes less time than the backend at {len(below)} of {len(SIZES)} sizes"
 if len(below) == len(SIZES):
     least, *_, most = sorted(timing.median for timing in over_backend.values())
     title = f"microddp, through memory: {least:.2f} to {most:.2f} of the backend's time"
@@ -459,8 +459,8 @@ r"""
 the measured time is below, a part of what one rank wrote may still have been in the cache when it
 was read. Where it is above, the ranks may have waited for the slower of them in each call, or for
 values that another core had written last: no row of this table separates the two. `one_barrier`
-saves what the second one and its calls take. In microddp that is spent again, on what it does in a
-group of one, above.
+saves the second barrier and some of the calls. microddp spends that again: a part of it on what it
+does in a group of one, above. This run does not separate the rest.
 
 The column "microddp / copy" says how far it is from the limit of memory. It tells little where
 the tensor fits into the cache, and the copy never leaves it. In place it may be below 1, since a
@@ -690,22 +690,26 @@ headers = ["model", "gradients", "alone", *CARRIERS, "auto / backend", "to be sa
 senders.print(f"a step of {n} ranks on one machine, without an optimizer")
 senders.print(table(rows, headers[: len(rows[0])]))
 if comms.device.type == "cpu":
-    choice = [f"{name} up to {human_bytes(size)}" for size, name in fastest(inside).items()]
-    senders.print(f"auto takes {', '.join(choice)}, and the last beyond that")
+    chosen = fastest(inside)
+    choice = [f"{name} up to {human_bytes(size)}" for size, name in chosen.items()]
+    told = f"{', '.join(choice)}, and the last beyond that"
+    (first, *others) = dict.fromkeys(chosen.values())
+    senders.print("auto takes", told if others else f"{first} at every size")
 if comms.device.type != "cpu":
     senders.print(f"On GPUs DDP keeps {comms.backend}: gradients are not in memory ranks share.")
 
 # %% [markdown]
 r"""
 **Explain.** `"auto"` does not change what is computed, only who carries it. Where more was saved
-than the two all-reduces differ, the backend's also held up backward, whose core its threads want
+than the two all-reduces differ, the backend's may also have held up backward, whose core its
+threads want
 (chapter 05). What is left above the step of one rank alone is the sum itself, the wait for the
 slowest rank, and what the wrapper does.
 
 ## What to take along
 
-- Inside a machine an all-reduce of a large tensor is limited by memory: about one copy is the least
-  that it takes. That of a small one is limited by barriers and calls.
+- Inside a machine an all-reduce of a large tensor is limited by memory: the bytes of about one copy
+  are the least that it moves. That of a small one is limited by barriers and calls.
 - Two barriers make it right, and buffers in turn save one. A barrier left out is a wrong sum:
   often, seldom or never, until a rank is late.
 - Between machines send each machine's sum, not each rank's: over a link go $2(M-1)/M$ times the

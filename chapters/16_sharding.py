@@ -95,8 +95,8 @@ and 280 GB for 70B. Stage 3 has no such floor.
 **Build.** A `FlatParamGroup` lays the parameters of a module side by side in one flat tensor, as a
 bucket does with gradients. An n-th of that is this rank's `shard`, in the same memory: what an
 optimizer writes there, `unshard` sends to all. (Where n does not divide the number of values, the
-tensor is padded with zeros.) The chapter's classes and methods are named as in microddp, which has
-the names of PyTorch's `fully_shard`:
+tensor is padded with zeros.) The methods `unshard`, `reshard` and `post_backward` are named as in
+microddp and in PyTorch's `fully_shard`:
 """
 
 
@@ -241,7 +241,8 @@ check("stage 1")
 In stage 1 all gradients are there when backward ends. But a rank has no use for the means of the
 others' shards. **Build.** Make the groups smaller, one for each layer, and reduce-scatter a group
 as soon as backward has all of its gradients. Then they are freed. (A parameter that gets no
-gradient keeps its group waiting here for ever; microddp takes it for zero when backward ends.)
+gradient keeps its group waiting here for ever; microddp takes a missing gradient for
+zero when backward ends.)
 """
 
 
@@ -401,7 +402,7 @@ backward:
 
 
 # %%
-def by_core(model):
+def by_microddp(model):
     for layer in model.layers:
         fully_shard(layer, timed)
     sharded = fully_shard(model, timed)
@@ -413,10 +414,10 @@ def by_core(model):
     return sharded
 
 
-core = build()
-by_core(core).remove()  # whole again
-tried["core"] = (parameters_to_vector(core.parameters()).detach(),)
-check("core")
+sharded_model = build()
+by_microddp(sharded_model).remove()  # whole again
+tried["microddp"] = (parameters_to_vector(sharded_model.parameters()).detach(),)
+check("microddp")
 
 # %% [markdown] index=["sharding, time of"]
 r"""
@@ -577,10 +578,10 @@ assert rank or whole == count
 """
 **A module used twice.** When is a layer's gradient complete? A hook on the *module* is called after
 each use, and one on the *parameter* after the last, here before the second of the module's, which
-waits for the gradient of the input. A step that reduces in the first reduces half a gradient, and
-frees what the other use still needs. (microddp reduces a block when backward has come past its
-first use, to what forward used before. Which of its parameters a rank has used makes no difference:
-all ranks reduce in one order.)
+waits for the gradient of the input. A step that reduces when the first is called reduces half a
+gradient, and frees what the other use still needs. (microddp reduces a block when backward has come
+past its first use, to what forward used before. Which of its parameters a rank has used makes no
+difference: all ranks reduce in one order.)
 """
 
 # %%
@@ -722,16 +723,16 @@ $ python -m microddp.labs start 16
    <details class="solution"><summary>Solution</summary>
 
    Do not register `post_forward` for `model.layers[-1]`. That hook reshards the layer, and it also
-   arranges the second unshard. So it is all-gathered once and reduced once, $2\,\frac{n-1}{n}$
-   times its bytes instead of 3: a twenty-fourth less for eight equal layers. What is kept at most
-   stays the same: it is whole at the end of forward and when backward begins, while no other layer
+   arranges the second unshard. So the layer is all-gathered once and reduced once,
+   $2\,\frac{n-1}{n}$ times its bytes instead of 3: a twenty-fourth less for eight equal layers.
+   What is kept at most stays the same: it is whole at the end of forward and when backward begins, while no other layer
    is.
    PyTorch leaves the outermost module's own parameters whole, for that reason.
 
    </details>
 
 3. In the table of stages, what if gradients are accumulated over four micro-batches? Think of stage
-   2 with averaging after each, and after the last one only.
+   2 with a reduce-scatter after each, or after the last one only.
 
    <details class="solution"><summary>Solution</summary>
 

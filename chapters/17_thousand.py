@@ -94,7 +94,7 @@ layers = [(0.010, 0.020, 4 << 20)] * 6
 work = Work(tuple(Layer(f, b, (nbytes // 4,)) for f, b, nbytes in layers))
 found = simulate(work, Network(64, Port(1e9, 1e-5)), Way("hooks")).step
 right = play(layers, 64, 1e9, 1e-5)
-comms.print(f"64 devices: {human_seconds(right)}, microddp's: {human_seconds(found)}")
+comms.print(f"64 devices: {human_seconds(right)}, by microddp: {human_seconds(found)}")
 assert abs(found / right - 1) < 1e-9
 
 # %% [markdown]

@@ -66,7 +66,7 @@ def explore_buckets(
 
 
 def _plan(gradients: Mapping[str, int], cap: int) -> list[Bucket]:
-    """Plan the buckets of a cap with the core's own planner, which asks tensors for sizes only."""
+    """Plan the buckets of a cap with microddp's own planner, which asks tensors for sizes only."""
     names, sizes = list(gradients), list(gradients.values())
     tensors = [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
     return [

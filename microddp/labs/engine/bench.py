@@ -81,7 +81,7 @@ class Bench:
         folder: a folder of the check under way, kept when its job is started again.
         die: kills this process. All processes of the job are ended then, and new ones begin the
             check again; errors that other ranks raise meanwhile count only if they are
-            :class:`Wrong`. All ranks must have begun the check, so let them meet first.
+            :class:`Wrong`. All ranks must have begun the check, so let them pass a barrier first.
 
     Attributes:
         doing: the next thing the check does, in words; shown with an error of the script's.

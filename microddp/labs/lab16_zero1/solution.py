@@ -7,7 +7,7 @@ others do. Let each rank do that for an n-th of them, its *shard*: stage 1 of Ze
 one prepares, and one takes the place of `optimizer.step()`.
 
 **Given:** `comms`, with `ring_reduce_scatter` and `ring_all_gather`, the two halves of an
-all-reduce: the first leaves in `chunk rank` of a flat tensor the mean of all ranks', the second
+all-reduce: the first leaves in chunk `rank` of a flat tensor the mean of all ranks', the second
 brings every rank's chunk to all. Both cut by `torch.tensor_split`, so a length that n divides is
 cut into equal parts.
 
