@@ -693,7 +693,7 @@ if comms.device.type == "cpu":
     chosen = fastest(inside)
     choice = [f"{name} up to {human_bytes(size)}" for size, name in chosen.items()]
     told = f"{', '.join(choice)}, and the last beyond that"
-    (first, *others) = dict.fromkeys(chosen.values())
+    first, *others = dict.fromkeys(chosen.values())
     senders.print("auto takes", told if others else f"{first} at every size")
 if comms.device.type != "cpu":
     senders.print(f"On GPUs DDP keeps {comms.backend}: gradients are not in memory ranks share.")

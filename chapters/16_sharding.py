@@ -725,8 +725,8 @@ $ python -m microddp.labs start 16
    Do not register `post_forward` for `model.layers[-1]`. That hook reshards the layer, and it also
    arranges the second unshard. So the layer is all-gathered once and reduced once,
    $2\,\frac{n-1}{n}$ times its bytes instead of 3: a twenty-fourth less for eight equal layers.
-   What is kept at most stays the same: it is whole at the end of forward and when backward begins, while no other layer
-   is.
+   What is kept at most stays the same: it is whole at the end of forward and when backward begins,
+   while no other layer is.
    PyTorch leaves the outermost module's own parameters whole, for that reason.
 
    </details>
