@@ -1,7 +1,7 @@
 """The reducer: one backward pass, from a gradient that is ready to the average handed back.
 
 The file follows a gradient's way: what a forward pass expects, the hook that is called when the
-gradient is ready, its bucket (:class:`~microddp.bucketing.Backward` fills and sends it), the end of
+gradient is ready, its bucket (:class:`~microddp.backward.Backward` fills and sends it), the end of
 backward, the wait, and the average in ``.grad``. What only some models need comes after that.
 """
 

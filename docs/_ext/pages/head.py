@@ -53,6 +53,8 @@ SPOKEN = {
     '<aside class="toc-drawer">': '<aside class="toc-drawer" aria-label="This page">',
     '<p class="caption" role="heading">': '<p class="caption" role="heading" aria-level="2">',
     '<div id="search-results">': '<h1>Search</h1>\n<div id="search-results">',
+    # Of the module index, whose template gives no size.
+    '<img src="_static/minus.png"': '<img width="11" height="11" src="_static/minus.png"',
 }
 
 
