@@ -83,8 +83,8 @@ def book(folder: Path) -> Book:
 
 @pytest.fixture(scope="module")
 def timeout(beginnings: tuple[float, float]) -> int:
-    """Three times as many seconds as a first job takes to begin; more run at once than there."""
-    return math.ceil(3 * beginnings[0])
+    """Five times as many seconds as a first job takes to begin; more run at once than there."""
+    return math.ceil(5 * beginnings[0])
 
 
 @pytest.fixture(scope="module", params=["box", "prefixes"])
