@@ -32,6 +32,7 @@ from launcher.digests import digest_of
 from launcher.kept import Kept
 from launcher.rank import import_object, write_below_title
 from pages.markdown import BELOW_TITLE, OfRun, eval_rst
+from pages.scripts import load_where
 
 HERE, THERE = "of-here", "of-there"  # classes of the two containers that the switch shows
 SWITCH = """\
@@ -201,15 +202,6 @@ def read_again(app: Sphinx, env: BuildEnvironment, *_: set[str]) -> set[str]:
     return set(env.found_docs)
 
 
-def load_script(
-    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: nodes.document
-) -> None:
-    """Add the script to pages with a switch."""
-    del pagename, templatename, doctree
-    if '<fieldset class="outputs-of">' in context.get("body", ""):
-        app.add_js_file("other_build.js", loading_method="defer")
-
-
 def write_record(app: Sphinx, exception: Exception | None) -> None:
     """Write the outputs of all examples, if the build has ended well."""
     options, package = options_of(app)
@@ -227,6 +219,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_transform(DropEmpty)
     app.connect("builder-inited", check, priority=300)  # before the examples run
     app.connect("env-get-outdated", read_again)
-    app.connect("html-page-context", load_script, priority=400)  # before pages.head removes files
+    load_where('<fieldset class="outputs-of">', "other_build.js", app)
     app.connect("build-finished", write_record)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -15,6 +15,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from microddp.report import human_seconds
+from pages.scripts import load_where
 
 SECONDS = 4.5  # of the animation; one of more than 5 needs a way to stop it
 KINDS = ("forward", "backward", "optimizer", "communication", "wait")
@@ -94,17 +95,8 @@ def _lane(bars: list[Bar], kinds: Iterable[str], longest: float) -> str:
     )
 
 
-def load_script(
-    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: nodes.document
-) -> None:
-    """Add the script of the figure's button to a page that has the figure."""
-    del pagename, templatename, doctree
-    if '<figure class="race">' in context.get("body", ""):
-        app.add_js_file("race.js", loading_method="defer")
-
-
 def setup(app: Sphinx) -> dict[str, Any]:
     """Add the directive."""
     app.add_directive("step-race", StepRace)
-    app.connect("html-page-context", load_script, priority=400)  # as in figures.live
+    load_where('<figure class="race">', "race.js", app)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

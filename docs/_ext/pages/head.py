@@ -47,13 +47,13 @@ def set_number_apart(
         context["body"] = re.sub(r"<h1>(\d\d\.) ", number, context["body"], count=1)
 
 
-# Elements of the theme, and the same with what screen readers need.
-SPOKEN = {
+# Elements of the theme's templates, and the same with what the site needs: names for screen
+# readers, and a size, so that nothing moves when the image has loaded.
+MENDED = {
     '<aside class="sidebar-drawer">': '<aside class="sidebar-drawer" aria-label="All pages">',
     '<aside class="toc-drawer">': '<aside class="toc-drawer" aria-label="This page">',
     '<p class="caption" role="heading">': '<p class="caption" role="heading" aria-level="2">',
     '<div id="search-results">': '<h1>Search</h1>\n<div id="search-results">',
-    # Of the module index, whose template gives no size.
     '<img src="_static/minus.png"': '<img width="11" height="11" src="_static/minus.png"',
 }
 
@@ -89,14 +89,14 @@ def lead_to_the_script(
 
 
 def finish_pages(app: Sphinx, exception: Exception | None) -> None:
-    """Label the parts of every page that was written."""
+    """Mend the theme's elements on every page that was written."""
     if exception or app.builder.format != "html":
         return
     for page in Path(app.outdir).rglob("*.html"):
         text = before = page.read_text(encoding="utf-8")
-        for silent, spoken in SPOKEN.items():
-            if spoken not in text:
-                text = text.replace(silent, spoken)
+        for element, mended in MENDED.items():
+            if mended not in text:
+                text = text.replace(element, mended)
         if text != before:
             page.write_text(text, encoding="utf-8")
 

@@ -15,6 +15,8 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
+from pages.scripts import load_where
+
 PRINTED = "sphx-glr-script-out"  # sphinx-gallery's class
 
 # Below the headers; torch.profiler also frames its tables with it. One column would be an
@@ -230,17 +232,8 @@ class ShowOutput(SphinxPostTransform):
         return nodes.literal_block(piece, piece, **block.attributes)
 
 
-def load_script(
-    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: nodes.document
-) -> None:
-    """Load the script that sorts tables, on pages that have some."""
-    del pagename, templatename, doctree
-    if 'class="printed"' in context.get("body", ""):
-        app.add_js_file("tables.js", loading_method="defer")
-
-
 def setup(app: Sphinx) -> dict[str, Any]:
     """Connect the handlers."""
     app.add_post_transform(ShowOutput)
-    app.connect("html-page-context", load_script, priority=400)  # before pages.head removes files
+    load_where('class="printed"', "tables.js", app)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
