@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
-from microddp.comms import Comms, cpu_cores
+from microddp.comms import Comms
 from microddp.report import table
 from microddp.timing import Timing, measure
 
@@ -125,15 +123,13 @@ def measure_scaling(
         step, alone = steps.get(count, (lambda: None, lambda: None))
         calls |= {f"step of {count}": step, f"computing of {count}": alone}
     times = measure(calls, comms, repeat=repeat)
-    devices = torch.cuda.device_count() if comms.device.type == "cuda" else cpu_cores()
-    here = comms.local_world_size
     points = [
         ScalingPoint(
             ranks=count,
             samples=samples * count if weak else samples,
             step=times[f"step of {count}"],
             compute=times[f"computing of {count}"],
-            crowded=min(count, here) > devices,
+            crowded=min(count, comms.ranks_here) > comms.devices,
         )
         for count in counts
     ]
