@@ -55,10 +55,11 @@ class Live:
         )
 
 
-def html_table(rows: Iterable[Iterable[object]], headers: Sequence[str]) -> str:
-    """A table for what stands still: the first cell of each row names it."""
+def html_table(rows: Iterable[Iterable[object]], headers: Sequence[str], caption: str = "") -> str:
+    """Write a table for what stands still: the first cell of each row names it."""
     head = "".join(f'<th scope="col">{escape(text)}</th>' for text in headers)
-    lines = [f"<tr>{head}</tr>"]
+    lines = [f"<caption>{escape(caption)}</caption>"] if caption else []
+    lines.append(f"<tr>{head}</tr>")
     for name, *cells in rows:
         row = "".join(f"<td>{escape(str(cell))}</td>" for cell in cells)
         lines.append(f'<tr><th scope="row">{escape(str(name))}</th>{row}</tr>')

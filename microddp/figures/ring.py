@@ -10,7 +10,7 @@ from matplotlib.patches import Rectangle
 
 from microddp.comms import Message
 from microddp.figures.drawing import Drawing, drawing, is_narrow, new_panels
-from microddp.figures.live import Live
+from microddp.figures.live import Live, html_table
 from microddp.figures.style import COLORS
 
 HEADS = {
@@ -106,18 +106,16 @@ def _on_circle(rank: int, n: int) -> tuple[float, float]:
 
 def _table_of_rounds(rounds: Mapping[str, Sequence[Sequence[Message]]], nbytes: int) -> str:
     """Write an HTML table with the column of ``HEADS`` for every round."""
-    lines = []
-    for k in range(max(map(len, rounds.values()))):
-        cells = [
+    rows = [
+        [k + 1]
+        + [
             _in_words(name, each[k], nbytes) if k < len(each) else "done"
             for name, each in rounds.items()
         ]
-        columns = "".join(f"<td>{cell}</td>" for cell in cells)
-        lines.append(f'<tr><th scope="row">{k + 1}</th>{columns}</tr>')
-    names = "".join(f'<th scope="col">{name}: {HEADS[name]}</th>' for name in rounds)
-    heads = f'<thead><tr><th scope="col">round</th>{names}</tr></thead>'
-    caption = "<caption>The messages of this run, round by round</caption>"
-    return "\n".join(["<table>", caption, heads, "<tbody>", *lines, "</tbody></table>"])
+        for k in range(max(map(len, rounds.values())))
+    ]
+    headers = ["round", *(f"{name}: {HEADS[name]}" for name in rounds)]
+    return html_table(rows, headers, "The messages of this run, round by round")
 
 
 def _in_words(name: str, together: Sequence[Message], nbytes: int) -> str:
