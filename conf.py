@@ -32,6 +32,7 @@ extensions = [
     "links.used_in",
     "lists.chapter_cards",
     "lists.labs",
+    "pages.findings",
     "pages.head",
     "pages.machine_line",
     "pages.markdown",

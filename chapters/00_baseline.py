@@ -17,6 +17,7 @@ import microddp
 from microddp import figures
 from microddp.comms import peak_memory
 from microddp.data import ShardedBatches, SyntheticDataset, load_digits
+from microddp.findings import find
 from microddp.model import FullMLP, gradient_bytes, parameter_count
 from microddp.report import human_bytes, human_seconds, table
 from microddp.timing import Timeline, measure
@@ -28,8 +29,9 @@ comms.print(comms.describe())
 # %% [markdown]
 """
 `comms` stands for the processes that train together, the *ranks*. Until chapter 02 there is only
-one, number 0. The line that it printed names the machine and the *backend*, the library that
-carries messages between ranks. With a single rank it has nothing to do.
+one, number 0. The line that it prints, below the title on the website, names the machine and the
+*backend*, the library that carries messages between ranks. With a single rank it has nothing to do,
+and its device is the GPU or all cores that the process may use.
 
 ## A network that learns
 
@@ -161,13 +163,32 @@ figures.stacked_bars(
     split, title="A larger batch spends its time in forward and backward", xlabel="time of one step"
 )
 
+# %%
+twice = {name: parts["backward"] / parts["forward"] for name, parts in split.items()}
+largest = twice["batch 1024"]
+said = ", ".join(f"{ratio:.2f} at {name}" for name, ratio in twice.items())
+said = f"Backward takes so many times as long as forward: {said}. "
+find(
+    comms,
+    "backward",
+    two=(1.8 <= largest <= 2.2, f"{said}At the largest that is the two of the prediction."),
+    more=(
+        largest > 2.2,
+        f"{said}At the largest that is {largest / 2 - 1:.0%} more than predicted.",
+    ),
+    less=(
+        largest < 1.8,
+        f"{said}At the largest that is {1 - largest / 2:.0%} less than predicted.",
+    ),
+)
+said = f"The optimizer's share falls from {shares[0]:.0%} of a step to {shares[-1]:.0%}."
+find(comms, "optimizer", falls=(shares[-1] < shares[0], said))
+
 # %% [markdown] index=["throughput"]
 """
-**Explain.** For the larger batches the ratio is about the two that was predicted. At the smallest,
-each layer's fixed cost sets the time: the call itself, and reading its weights. Both are the same
-for one sample and for many. The optimizer does the same work at every batch, though not always in
-the same time: after a large batch, what it needs has left the caches. At the largest batch its
-share is below that at the smallest.
+**Explain.** At a small batch each layer's fixed cost sets the time: the call itself, and reading
+its weights. Both are the same for one sample and for many. The optimizer does the same work at
+every batch.
 
 ## Throughput
 
@@ -177,9 +198,9 @@ share is below that at the smallest.
 rises with the batch as long as most of a step is start-up, and levels off when most of it is
 arithmetic.
 
-**Measure.** The batch sizes take turns, so that a disturbance of the machine meets all of them.
-Each step therefore finds another step's data in the caches, and takes longer than it did above.
-Beside the median stand the *quartiles*, between which half of all steps lie:
+**Measure.** The batch sizes take turns, so that a disturbance of the machine meets all of them. (A
+step here also forgets its old gradients, which the parts above do not count.) Beside the median
+stand the *quartiles*, between which half of all steps lie:
 """
 
 # %%
@@ -207,12 +228,23 @@ figures.lines(
     log="xy",
 )
 
+# %%
+left, right = rates[1] / rates[0], rates[-1] / rates[-2]
+said = (
+    f"Four samples take {4 / left:.2f} times as long as one; from {SIZES[-2]} to {SIZES[-1]} the "
+    f"throughput grows by {right - 1:.0%}"
+)
+find(
+    comms,
+    "throughput",
+    flat=(right < 1.1, f"{said}: the device is as busy as this code can keep it."),
+    rises=(right >= 1.1, f"{said}: the network is too small to fill the device."),
+)
+
 # %% [markdown] index=["memory"]
 r"""
-**Explain.** The left end rises almost in proportion to the batch: a step takes nearly the same
-time for one sample as for four. Where the curve is flat, the device is as busy as this code can
-keep it, and a larger batch no longer helps. If it still rises at its right end, as it may on a
-GPU, the network is too small to fill the device.
+**Explain.** Start-up and arithmetic add up: $t_0 + c\,b$ for a batch of $b$. Where $t_0$ is most of
+it, more samples cost next to nothing; where $c\,b$ is, a larger batch no longer helps.
 
 ## Memory
 
@@ -304,7 +336,7 @@ comms.print(table(rows, headers))
 """
 The first row is the measured rate, multiplied out. The other rows are a hope: they assume that n
 devices are n times as fast. The rest of this book finds out when that holds. And the network is
-small. The operations of a step grow in proportion to the parameters, and so, about, does its time:
+small. The operations of a step grow in proportion to the parameters. If its time does, too:
 """
 
 # %%
@@ -319,7 +351,7 @@ That is the wall this book is about.
 
 The first call of anything also allocates memory and loads code. On a GPU it also compiles or picks
 *kernels*, the programs that run there. Most of that has happened by now. Even so, the first step
-of a fresh network differs from the median of the steps that follow:
+of a fresh network can differ from the median of the steps that follow:
 """
 
 # %%
@@ -330,19 +362,25 @@ call = {"step": lambda: step(fresh, mse_loss, fresh_sgd, x, y)}
 first = measure(call, comms, warmup=0, repeat=1)["step"]
 later = measure(call, comms, warmup=3, repeat=15)["step"]
 comms.print(f"first step {human_seconds(first.median)}, later steps {later}")
-comms.print(f"the first took {first.median / later.median:.1f} times as long")
+times = first.median / later.median
+find(
+    comms,
+    "first-step",
+    longer=(times > 1, f"The first step took {times:.1f} times as long as the later ones."),
+    not_longer=(times <= 1, f"The first step took only {times:.2f} of the later ones' time."),
+)
 
 # %% [markdown]
 r"""
-A benchmark of one call would have reported the first number. On a GPU there is a second trap. A
+A benchmark of one call reports the first number. On a GPU there is a second trap. A
 call returns as soon as the work is queued, so a benchmark must wait for the device before it reads
 the clock. {func}`microddp.timing.clock.measure` avoids both traps: it warms up, and it waits. With
 several ranks, it also lets all of them begin each call together.
 
 ## What to take along
 
-- The backward pass costs about twice the forward pass; the optimizer's work does not depend on the
-  batch.
+- The backward pass does twice the operations of the forward pass; the optimizer's work does not
+  depend on the batch.
 - Throughput rises with the batch until the device is as busy as this code can keep it. From there
   on only faster code or more devices help.
 - Weights, gradients and optimizer state are held whole on every device; activations follow the

@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 import microddp
 from microddp import figures
 from microddp.data import ShardedBatches, load_digits, shard
+from microddp.findings import find
 from microddp.model import FullMLP
 from microddp.report import table
 
@@ -80,11 +81,13 @@ for dtype in (torch.float32, torch.float64):
         assert error < 10 * torch.finfo(dtype).eps
 
 comms.print(table(rows, ["dtype", "shards", "distance", "rounding unit"], floats=".1e"))
+most = max(error / eps for *_, error, eps in rows)
+said = f"No mean of shards is more than {most:.1f} rounding units from the gradient of the whole."
+find(comms, "rounding", rounding=(most < 10, said))
 
 # %% [markdown]
 """
-**Explain.** The distance is a few rounding units in either precision, so it is rounding and
-nothing else. The gradients are the same.
+**Explain.** What is left is the order of the sums: it decides where each of them is rounded.
 
 ## Two replicas that stay together
 
@@ -126,64 +129,37 @@ def weights(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-# %% [markdown]
-"""
-If a replica and the single model part, where do they? A ReLU either passes its input on or does
-not. So the run also counts the ReLUs, over all samples, that are on in a replica and off in the
-single model, or the other way round:
-"""
-
-
-# %%
-def switched_on(model, x):
-    """Which ReLUs pass their input on, for every sample."""
-    masks = []
-    with torch.no_grad():
-        for layer in model.layers[:-1]:
-            x = torch.relu(layer(x))
-            masks.append(x > 0)
-    return torch.cat(masks, dim=1)
-
-
 # %%
 def train(average, dtype=torch.float64):
-    """After each step: distance between the replicas, to one model, and ReLUs that differ."""
+    """After each step: the distance between the replicas, and to a model on whole batches."""
     replicas = [copy.deepcopy(original).to(dtype) for _ in range(2)]
     single = copy.deepcopy(original).to(dtype)
     optimizers, alone = [sgd(r) for r in replicas], sgd(single)
-    apart, from_single, flipped = [], [], []
+    apart, from_single = [], []
     for x, y in ShardedBatches(digits.train, 96, rank=0, world_size=1).epoch(0):
-        masks = [switched_on(model, x.to(dtype)) for model in (replicas[0], single)]
-        flipped.append(int((masks[0] != masks[1]).sum()))
         split_step(replicas, optimizers, x.to(dtype), y, average)
         gradient(single, x.to(dtype), y)
         alone.step()
         apart.append(distance(weights(replicas[0]), weights(replicas[1])))
         from_single.append(distance(weights(replicas[0]), weights(single)))
-    return apart, from_single, flipped
+    return apart, from_single
 
 
 # %%
-apart, from_single, flipped = train(average=True)
-apart32, from_single32, flipped32 = train(average=True, dtype=torch.float32)
-drift, drift_from_single, drift_flipped = train(average=False)
+apart, from_single = train(average=True)
+apart32, from_single32 = train(average=True, dtype=torch.float32)
+drift, drift_from_single = train(average=False)
 assert max(apart) == max(apart32) == 0.0
 assert from_single[-1] < 1e-9 < 1e-3 < drift[-1]
 
 # %% tags=["plumbing"]
 rows = [
-    ("averaged, float64", apart[-1], from_single[-1], flipped[-1]),
-    ("averaged, float32", apart32[-1], from_single32[-1], flipped32[-1]),
-    ("on their own, float64", drift[-1], drift_from_single[-1], drift_flipped[-1]),
+    ("averaged, float64", apart[-1], from_single[-1]),
+    ("averaged, float32", apart32[-1], from_single32[-1]),
+    ("on their own, float64", drift[-1], drift_from_single[-1]),
 ]
-headers = [
-    f"after {len(drift)} steps",
-    "between replicas",
-    "to a single model",
-    "ReLUs that differ",
-]
+headers = [f"after {len(drift)} steps", "between replicas", "to a single model"]
 comms.print(table(rows, headers, floats=".1e"))
-comms.print(f"ReLUs, of {96 * 15 * 128:,}, in float32 before steps 1 to 6: {flipped32[:6]}")
 
 # %% tags=["plumbing"]
 steps = range(1, len(drift) + 1)
@@ -199,26 +175,40 @@ figures.lines(
     log="y",
 )
 
-# %% [markdown] index=["unequal shards"]
+# %% [markdown]
 r"""
 **Explain.** The upper curve is the distance between two replicas that never exchange gradients.
 The other two are the distance between an averaged replica and a single model. The averaged replicas
 themselves are bitwise equal, and a distance of zero has no place on a logarithmic axis.
 
-The two lower curves rise, although every average is right to rounding. In `float64` rounding only
-adds up. (The distances are below one rounding unit, because a step changes few weights in their
-last bit.) In `float32` the curve jumps when the first ReLU differs. Its input was so close to zero
-that it came out positive in one model and not in the other. From then on one sample takes another
-path, and training amplifies the difference.
+The two lower curves rise, although every average is right to rounding: roundings add up, and
+training may amplify them. (A distance can be below one rounding unit, because a step changes few
+weights in their last bit.)
+"""
 
-So tests in this book that compare whole training runs use `float64`. There an input that close to
-zero is hundreds of millions of times rarer, which is the ratio of the rounding units, and a real
-mistake stands out.
+# %%
+times = from_single32[-1] / from_single[-1]
+find(
+    comms,
+    "float64",
+    said=(
+        times > 1,
+        f"After {len(drift)} steps the averaged replicas are {from_single32[-1]:.1e} from the "
+        f"single model in float32, and {from_single[-1]:.1e} in float64, {times:.0e} times as "
+        f"near; on their own they are {drift[-1]:.1e} apart.",
+    ),
+)
+
+# %% [markdown] index=["unequal shards"]
+r"""
+A rounding of `float64` is $2^{29}$ times smaller than one of `float32`. So tests in this book that
+compare whole training runs use `float64`: a real mistake, however small, stands out.
 
 ## Where it breaks: unequal shards
 
 The formula needed shards of equal size. The last batch of an epoch may not divide evenly. With
-text, the loss is a mean over tokens, and shards of as many sentences differ in their tokens.
+text, the loss is a mean over tokens, and shards with equally many sentences have different numbers
+of tokens.
 So suppose a batch of 96 is cut into parts of $a$ and $96-a$ samples. Each part's loss is the mean
 over its own samples. The mean of the two means gives the samples in the small part too much weight:
 """
@@ -246,6 +236,16 @@ figures.lines(
 )
 
 # %%
+said = (
+    f"Cut into {cuts[0]} and {96 - cuts[0]}, the mean of means misses by {wrong[0]:.0%} of the "
+    "gradient"
+)
+find(
+    comms,
+    "mean-of-means",
+    more=(wrong[0] > 1, f"{said}: the error is larger than the gradient."),
+    less=(wrong[0] <= 1, f"{said}."),
+)
 assert wrong[0] > 0.1
 assert max(right) < 1e-5
 assert wrong[-1] < 1e-5
@@ -302,6 +302,16 @@ rows = [
 headers = ["optimizer", "gradients summed", "weights averaged"]
 comms.print("distance from the right step, as a share of that step")
 comms.print(table(rows, headers, floats=".1e"))
+(_, sgd_sum, sgd_mean), (_, adam_sum, adam_mean) = rows
+find(
+    comms,
+    "hidden-by-optimizer",
+    each=(
+        sgd_sum > adam_sum and adam_mean > sgd_mean,
+        f"Adam hides the sum ({adam_sum:.1e} of a step, where SGD misses by {sgd_sum:.2f}), and "
+        f"SGD the averaged weights ({sgd_mean:.1e}, where Adam misses by {adam_mean:.2f}).",
+    ),
+)
 assert abs(rows[0][1] - 1) < 0.01
 assert rows[0][2] < 1e-3 < rows[1][2]
 
@@ -309,17 +319,17 @@ assert rows[0][2] < 1e-3 < rows[1][2]
 r"""
 Summed gradients make SGD's step twice as long, so it misses by the whole length of a step. Adam
 divides by the size of the gradient and hides the mistake, until something that depends on that
-size, such as gradient clipping, brings it out. Averaged weights are the mirror image. For plain SGD
-the step is linear in the gradient, and what is left is rounding. (It is the rounding of the
-weights, which are far larger than a step, so it is a larger share of the step.) Adam's step is not
-linear, and the result is another algorithm. A mistake that one optimizer hides is found by testing
-with another.
+size, such as gradient clipping, brings it out. Averaging weights is harmless with SGD and wrong
+with Adam. For plain SGD the step is linear in the gradient, and what is left is rounding. (It is
+the rounding of the weights, which are far larger than a step, so it is a larger share of the step.)
+Adam's step is not linear, and the result is another algorithm. A mistake that one optimizer hides
+is found by testing with another.
 
 ## What to take along
 
 - With equal starting weights, shards of equal size, a mean loss and averaged gradients, n replicas
   take the step of one device on the whole batch. The model must treat each sample by itself (no
-  batch normalisation) and without chance (no dropout).
+  batch normalisation) and without randomness (no dropout).
 - They take it up to rounding, because the sums are formed in another order. The replicas among
   themselves stay bitwise equal.
 - The average had to bring all gradients to one place. In one process that was a line of code.

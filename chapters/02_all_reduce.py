@@ -283,8 +283,8 @@ for name, all_reduce in three.items():
 # %% [markdown]
 r"""
 The differences are in the last bits, and the usual tolerances let them pass. But replicas that
-start equal and add different averages are no longer replicas, and chapter 01 showed what training
-makes of a last bit. Two ranks are always safe, since a + b = b + a; with three or more, the order
+start equal and add different averages are no longer replicas, and the distance only grows. Two
+ranks are always safe, since a + b = b + a; with three or more, the order
 must be the same everywhere. In the chunked ring each chunk is added up along one path and then
 copied.
 

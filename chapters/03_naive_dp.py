@@ -10,24 +10,24 @@ averaging costs.
 """
 
 # %% tags=["imports"]
-from functools import partial
-
 import torch
 from torch.nn.functional import cross_entropy
 
 import microddp
 from microddp import figures
-from microddp.allreduce import all_reduce_cost, estimate_communication_time
+from microddp.allreduce import all_reduce_cost
 from microddp.data import ShardedBatches, epoch_order, load_digits, shard
+from microddp.findings import Prediction, find
 from microddp.model import FullMLP, gradient_bytes
 from microddp.replicas import broadcast_parameters, check_replicas
 from microddp.report import human_bytes, table
 from microddp.schedule import naive_data_parallel_step
+from microddp.stage import cluster, known_clusters, set_stage
 from microddp.timing import Timeline, measure
 
 # %%
 # sphinx_gallery_builds = "data-parallel training in a dozen lines"
-# sphinx_gallery_hosts = "4 x 1gbit"
+# sphinx_gallery_hosts = "8 x 1gbit"
 comms = microddp.init()
 rank, n = comms.rank, comms.world_size
 comms.print(comms.describe())
@@ -175,15 +175,30 @@ figures.lines(
 
 # %% [markdown]
 r"""
-**Explain.** In `float64` the losses agree to $10^{-9}$ and better, and so do the weights. Both are
-asserted above: where they do not hold, this page cannot be built. In `float32` each rounding is
-$2^{29}$ times as large, and so, about, is the distance, unless training amplifies it: an input of a
-ReLU that is next to 0 can be above it in one model and below it in the other. Then it is far more:
+**Explain.** The sums are formed in another order than on one device, so they are rounded otherwise.
+A rounding of `float32` is $2^{29}$ times as large as one of `float64`. Where training amplifies a
+difference, the factor is larger: an input of a ReLU that is next to 0 can be above it in one model
+and below it in the other. Among the ranks no bit differs, since all get the same sums:
 """
 
 # %%
-comms.print(f"{len(apart32)} steps: weights {apart32[-1]:.1e} apart ({apart[-1]:.1e} in float64),")
-comms.print(f"losses {abs(shared32[-1] - single32[-1]):.1e} apart; among the ranks, bitwise equal")
+worst = max(abs(a - b) for a, b in zip(shared, single, strict=True))
+times = apart32[-1] / apart[-1] if apart[-1] else 0.0
+rounding = (
+    f"After {len(apart)} steps the weights are {apart[-1]:.1e} apart in float64, and the losses "
+    f"were never more than {worst:.1e} apart; in float32 the weights are {apart32[-1]:.1e} apart"
+)
+find(
+    comms,
+    "rounding",
+    equal=(apart32[-1] == 0, "No rounding differs: one rank is one device."),
+    amplified=(
+        times > 2**32,
+        f"{rounding}, {times / 2**29:.1f} times what the roundings alone explain.",
+    ),
+    alone=(0 < times <= 2**32, f"{rounding}: {times / 2**29:.1f} x 2^29 times as far."),
+    exact=(apart[-1] == 0 < apart32[-1], f"{rounding}."),
+)
 
 # %% [markdown]
 """
@@ -261,18 +276,10 @@ assert not torch.equal(first, second)
 """
 ## What it costs
 
-In `microddp`, the book's package, `take_step` forgets the gradients, calls `compute_gradients`,
-and then the optimizer. How gradients are averaged is an object, the *strategy*; the naive one does
-nothing until its `finish`, which averages one by one. `compute_gradients` is the same for all of
-them. (Parts of a batch, `no_sync`, `autocast` and the scaler are for later chapters.)
-
-```{literalinclude} ../../microddp/step.py
-:pyobject: compute_gradients
-```
-
-`naive_data_parallel_step` calls `take_step` with the naive strategy. It must leave the weights that
-the version above leaves. It calls the same all-reduces in the same
-order, so even their rounding is the same:
+In `microddp`, the book's package, one function takes every step, and how gradients are averaged is
+an object, the *strategy*. {func}`~microddp.schedule.naive_data_parallel_step` takes it with the
+naive one. It must leave the weights that the version above leaves. It calls the same all-reduces in
+the same order, so even their rounding is the same:
 """
 
 # %%
@@ -283,24 +290,48 @@ for x, y in batches(rank, n).epoch(0):
     naive_data_parallel_step(theirs, cross_entropy, theirs_sgd, (x.double(), y), comms)
 assert distance(theirs, ours) == 0.0
 
-# %% [markdown]
+# %% [markdown] index=["scale model", "devices of known speed"]
 """
-**Predict.** The first all-reduce starts when the last gradient is there. So a step should have
-three parts: computation, then communication, in which nothing is computed, then the optimizer. From
-here on computing is timed, which takes a core or a GPU for each rank. Ranks without one leave, on
-hosts in a box as well. The model is wider, and in `float32`. Of eleven steps, the one of median
-length is drawn:
+**A cluster to scale.** What does averaging cost on devices that are worth having? Here are few
+cores, and ranks that compute would take turns on them, which no cluster does. So the ranks of this
+section are *devices of known speed*: a layer pauses for as long as such a device computes, and
+takes no core meanwhile. Its parameters and gradients are real, and so are the messages, on links
+whose speed is known as well.
+
+For how long should a layer pause? What a step gains depends on a few numbers without units: how
+many devices there are; the time $M$ of all messages alone, divided by the time $C$ of all computing
+alone; and the time to start a message, divided by $C$. A stage on which these are equal is a
+cluster *to scale*: slower, with the same ratios. This one is a model of machines with an A100 each,
+and 25 Gbit/s between them, that train a transformer of 355 million parameters (GPT-2's second size)
+on 24,576 tokens a device and step. It has their number of devices, and their $M/C$:
 """
 
 # %%
-timed = comms.timed()
-wide = new_model(0, torch.float32, dim=512)
-optimizer = sgd(wide)
-x, y = (shard(tensor[:BATCH], timed.rank, timed.world_size) for tensor in digits.train.tensors)
-timelines = []
-for _ in range(11):
-    timeline = Timeline(timed)
-    naive_data_parallel_step(wide, cross_entropy, optimizer, (x, y), timed, timeline)
+WORKLOAD = {"parameters": 355e6, "tokens": 24_576, "layers": 16}
+there = cluster("a100", "25gbit", nodes=n, node=1, **WORKLOAD)
+stage = set_stage(comms, there)
+comms.print(stage)
+
+# %% [markdown]
+r"""
+**Predict.** The first all-reduce starts when the last gradient is there. So a naive step is all
+computing, and then all messages: $C + M$. One device that does the work of all $n$ takes $n\,C$.
+So n devices should be
+
+$$ \frac{n\,C}{C + M} = \frac{n}{1 + M/C} $$
+
+times as fast as one, and a little less: $M$ is one all-reduce of all gradients, and a step has one
+for each layer, of which each has to start.
+
+**Measure.** First a look at a step: of five, the one of median length, on two of the devices.
+"""
+
+# %%
+naive = stage.strategy("naive")
+step, timelines = stage.step(naive), []
+for _ in range(5):
+    naive.record(timeline := Timeline(comms))
+    step()
     timelines.append(timeline.gather())
 
 
@@ -310,62 +341,84 @@ def length(spans):
 
 
 spans = sorted(timelines, key=length)[len(timelines) // 2]
-timed.print(f"{timed.world_size} ranks, {human_bytes(gradient_bytes(wide))} of gradients")
-figures.timeline(spans, title="Communication begins only when backward has ended")
-for r in range(timed.world_size):
+two = [span for span in spans if span.rank < 2]
+figures.timeline(two, title="Communication begins only when backward has ended")
+for r in range(n):
     computed = max(s.end for s in spans if s.rank == r and s.name == "backward")
     sent = [s for s in spans if s.rank == r and s.lane == "communication"]
-    assert len(sent) == collectives
+    assert len(sent) == len(list(naive.module.parameters()))
     assert all(span.start >= computed for span in sent)
 
 # %% [markdown]
 """
-**Measure.** Here is the median of eleven steps of each kind, against one device that does the whole
-batch, in the same run. A "device" is what one rank has: its share of the cores, or its GPU. In
-every line of the table, all ranks work at the same time. The last column is the median of the
-ratios, round by round:
+Now the times, of a device alone with its shard and of the naive step, in turns. All work on one
+device is n shards, one after the other:
 """
 
 # %%
-one = new_model(0, torch.float32, dim=512)
-one_sgd = sgd(one)
-whole = tuple(tensor[:BATCH] for tensor in digits.train.tensors)
-together = partial(naive_data_parallel_step, wide, cross_entropy, optimizer, (x, y), timed)
-calls = {
-    "one device, whole batch": partial(local_step, one, one_sgd, *whole),
-    "one device, one shard": partial(local_step, one, one_sgd, x, y),
-    "naive data parallel": together,
-}
-steps = measure(calls, timed, repeat=11)
+steps = measure({"alone": stage.step("none"), "naive": stage.step("naive")}, comms, repeat=9)
+speed = stage.speed_up(steps["naive"], steps["alone"])
+figures.speed_ups({"naive": speed.times}, n, title=f"{n} devices, naively: {speed}")
+
+# %%
+waits = 1 - steps["alone"].ratio(steps["naive"]).median
+find(
+    comms,
+    "naive",
+    gain=(
+        speed.faster,
+        f"{n} devices that average naively are {speed} as one that does all of their work: "
+        f"{waits:.0%} of a step is waiting for messages.",
+    ),
+    loss=(
+        speed.slower,
+        f"{n} devices that average naively lose: they are {speed} as one that does all of their "
+        f"work, and {waits:.0%} of a step is waiting for messages.",
+    ),
+    neither=(speed.alike, f"{speed.say(f'{n} devices', 'one that does all of their work')}."),
+)
 
 # %% tags=["plumbing"]
-first = steps["one device, whole batch"]
-rows = [(name, timing, first.ratio(timing).median) for name, timing in steps.items()]
-headers = [f"step, {timed.world_size} ranks timed", "median (quartiles)", "times as fast"]
-timed.print(table(rows, headers))
-share = 1 - steps["one device, one shard"].ratio(steps["naive data parallel"]).median
-timed.print(f"{share:.0%} of the data-parallel step is communication and waiting")
-if timed.box:
-    bandwidth = 1 / timed.box.seconds_per_byte
-    wire = estimate_communication_time(gradient_bytes(wide), timed.world_size, bandwidth)
-    timed.print(f"the links alone need {wire * 1e3:.0f} ms for the bytes")
+if stage.sides and n > 1:
+    here = stage.sides[1]
+    starts = (here.layers - 1) * here.start
+    expected = Prediction(here.compute + here.messages + starts, steps["naive"])
+    find(
+        comms,
+        "naive-predicted",
+        held=(expected.held, f"The naive step took {expected}, its starts counted."),
+        longer=(expected.longer, f"The naive step took {expected}, its starts counted."),
+        shorter=(expected.shorter, f"The naive step took {expected}, its starts counted."),
+    )
 
 # %% [markdown]
 r"""
-**Explain.** The second line is what these ranks would reach if averaging cost nothing. It falls
-short of their number because part of a step does not shrink with the shard: the optimizer, the
-start of each operation, and to read all weights and write all gradients. The third is what they
-reach. If it is below 1.00, the ranks together are slower than one of them alone.
-
-Three things make the difference. The bytes have to travel, which on a slow link is most of it.
-Every gradient pays the start-up cost of an all-reduce, and half of them are biases of 2 KiB or
-less. And nothing is computed meanwhile. The batch here is small for the model, which makes it
-worse: computation shrinks with the shard, communication does not.
+**Explain.** Nothing is computed while messages travel, and nothing travels while gradients are
+computed. That is the whole loss: what each device computes is an $n$-th of the work. More tokens a
+device make it smaller, since $C$ grows with them and $M$ does not.
 
 In the picture nothing is sent while backward runs. Gradients of the last layers are ready before
 those of the first, so their all-reduce could start then (chapter 04). And small messages could
 travel together (chapter 05). Neither makes the bytes fewer.
 
+:::{admonition} On GPUs
+What a naive step keeps there follows from $M/C$ alone. Here it is for the same model and tokens on
+clusters that people have, worked out from the figures of `microddp/plan/library.toml`, which has
+the source of each:
+:::
+"""
+
+# %% tags=["plumbing"]
+rows = [
+    (side.words, side.devices, side.ratio, side.devices / (1 + side.ratio))
+    for side in known_clusters(**WORKLOAD)
+]
+comms.print(
+    table(rows, ["worked out, not measured", "devices", "M/C", "naive, times as fast as one"])
+)
+
+# %% [markdown]
+"""
 ## What to take along
 
 - Replicate, shard, all-reduce the gradients, step. With equal shards, a mean loss and a model
@@ -394,9 +447,9 @@ $ python -m microddp.labs start 03
    and to halve a floating-point number is exact. (On three ranks, with a third of the learning
    rate, they agree up to rounding.)
 
-   Weight decay adds $\lambda w$ to the gradient. The sum of the gradients is twice their mean, but
-   $\lambda w$ is not doubled, so half the learning rate also halves the decay. With twice the
-   $\lambda$ the weights are right again. Adam divides the gradient by its size, which undoes the
+   Weight decay adds $\\lambda w$ to the gradient. The sum of the gradients is twice their mean, but
+   $\\lambda w$ is not doubled, so half the learning rate also halves the decay. With twice the
+   $\\lambda$ the weights are right again. Adam divides the gradient by its size, which undoes the
    doubling, so half the learning rate makes its steps about half as long.
 
    </details>
@@ -429,7 +482,7 @@ $ python -m microddp.labs start 03
    ```
 
    In the model of chapter 02, $k$ all-reduces of $S$ bytes in all, around a ring, take
-   $2(n-1)\left(k\,\alpha + \beta\,\frac{S}{n}\right)$. One tensor takes $k$ from 32 to 1, which
+   $2(n-1)\\left(k\\,\alpha + \beta\\,\frac{S}{n}\right)$. One tensor takes $k$ from 32 to 1, which
    removes 31 of 32 starts. It adds two copies. The bytes remain, and still nothing is computed
    meanwhile. With the model of "What it costs" and two gloo ranks on two cores (AMD EPYC, November
    2026), the step became faster, but most of what averaging adds stayed.

@@ -23,6 +23,7 @@ from torch.nn.functional import cross_entropy
 import microddp
 from microddp import figures
 from microddp.data import ShardedBatches, load_digits
+from microddp.findings import Prediction, compare, find
 from microddp.hooks import (
     AllReduceHooks,
     HookTracker,
@@ -30,17 +31,26 @@ from microddp.hooks import (
 )
 from microddp.hosts import relink
 from microddp.model import FullMLP, SimpleCNN, gradient_bytes
-from microddp.performance import compare_strategies
+from microddp.performance import compare_strategies, measure_compute, measured_work
 from microddp.replicas import check_replicas
-from microddp.report import human_bytes, human_seconds, table
+from microddp.report import human_bytes, table
+from microddp.stage import (
+    cluster,
+    known_clusters,
+    pausing_batch,
+    pausing_loss,
+    pausing_model,
+    set_stage,
+)
 from microddp.step_times import exposed, overlapped
-from microddp.timing import Timeline
+from microddp.timing import Timeline, measure
 from microddp.workloads import Transformer
 
 # %%
 # sphinx_gallery_builds = "an all-reduce that starts inside backward"
-# sphinx_gallery_hosts = "4 x 500mbit"
+# sphinx_gallery_hosts = "8 x 1gbit"
 comms = microddp.init()
+rank, n = comms.rank, comms.world_size
 comms.print(comms.describe())
 
 # %% [markdown] index=["hook", "gradient hook"]
@@ -91,35 +101,37 @@ the last layer are ready first, after a small part of the time, and those of the
 A {class}`~microddp.hooks.HookTracker` puts a post-accumulate hook on every parameter and notes
 the time. {func}`~microddp.hooks.demonstrate_hook_order` runs one backward under it, prints the
 table, and checks that all ranks saw the same order. The model is the one of the last chapters,
-with half as many layers to keep the table short. Ranks that have no core or GPU of their own leave
-here; the rest of the chapter is for the others. (On the website the links of this chapter and the
-next are slower, so that a step is long beside what the cores do for a message.)
+with half as many layers to keep the table short. It computes for real, so two ranks run it, and the
+others wait:
 """
 
 # %%
-timed = comms.timed()
-rank, n = timed.rank, timed.world_size
 torch.manual_seed(0)
-half = FullMLP(512, depth=8, inputs=64, outputs=10).to(timed.device)
-half(torch.randn(32, 64, device=timed.device)).sum().backward()  # a process's first one is slow
-rows = demonstrate_hook_order(half, timed)
+half = FullMLP(512, depth=8, inputs=64, outputs=10).to(comms.device)
+if few := comms.subgroup(range(min(2, n))):
+    half(torch.randn(32, 64, device=few.device)).sum().backward()  # a process's first one is slow
+    rows = demonstrate_hook_order(half, few)
+comms.barrier()
 
 # %%
-layers = [int(row.name.split(".")[1]) for row in rows]
-assert layers == sorted(layers, reverse=True)
-early = sum(row.nbytes for row in rows if row.seconds < rows[-1].seconds / 2)
-timed.print(f"{early / gradient_bytes(half):.0%} of the bytes are ready in half the time")
-figures.gradient_order(
-    rows,
-    forward=[name for name, _ in half.named_parameters()],
-    title="The gradients of the last layers are ready first",
-)
+if few:
+    layers = [int(row.name.split(".")[1]) for row in rows]
+    assert layers == sorted(layers, reverse=True)
+    early = sum(row.nbytes for row in rows if row.seconds < rows[-1].seconds / 2)
+    share = early / gradient_bytes(half)
+    said = f"After half the time of backward {share:.0%} of the bytes are ready."
+    find(few, "ready-early", early=(share > 0, said), late=(share == 0, said))
+    figures.gradient_order(
+        rows,
+        forward=[name for name, _ in half.named_parameters()],
+        title="The gradients of the last layers are ready first",
+    )
 
 # %% [markdown]
 """
 The parameters stand in the order of forward, from top to bottom; a dot's area is the gradient's
-size. All hidden layers cost the same, so their dots should lie on a straight line. This is a single
-backward; where a dot is late, the machine may have been busy with something else.
+size. All hidden layers cost the same, so in a backward that nothing disturbs their dots lie on a
+straight line.
 
 It is not always so simple. A parameter that is used twice is ready when both uses are done. This
 transformer's embedding is its output layer, too, so backward meets it first and completes it last.
@@ -128,14 +140,14 @@ A parameter that is frozen has no hook, and one that the loss does not need has 
 
 # %%
 torch.manual_seed(0)
-model = Transformer(vocabulary=64, dim=32, depth=1, heads=2, context=16).to(timed.device)
-model.spare = nn.Parameter(torch.zeros(3, device=timed.device))  # that nothing uses
+model = Transformer(vocabulary=64, dim=32, depth=1, heads=2, context=16).to(comms.device)
+model.spare = nn.Parameter(torch.zeros(3, device=comms.device))  # that nothing uses
 model.norm.requires_grad_(False)
-tokens = torch.arange(8, device=timed.device)[None]
+tokens = torch.arange(8, device=comms.device)[None]
 with HookTracker(model) as tracker:
     logits = model(tokens[:, :-1])
     tracker.start(cross_entropy(logits[0], tokens[0, 1:])).backward()
-timed.print(tracker)
+comms.print(tracker)
 assert [row.name for row in tracker.rows if row.order is None] == ["spare"]
 assert not any(row.name.startswith("norm.") for row in tracker.rows)
 order = [row.name for row in tracker.rows]
@@ -175,27 +187,21 @@ Nothing in a message says which gradient it carries: the ranks' first all-reduce
 then their second ones. That is right as long as every rank's gradients come in the same order,
 which `demonstrate_hook_order` checked.
 
-microddp's {class}`~microddp.hooks.AllReduceHooks` also know the parameters' names, which errors
-and timelines need, and can be removed. `armed` belongs to `no_sync()`, which chapter 06 explains.
-`agree` compares the ranks' calls if `MICRODDP_DEBUG=1` is in the environment, and is otherwise
-idle:
-
-```{literalinclude} ../../microddp/hooks.py
-:pyobject: AllReduceHooks
-```
+microddp's {class}`~microddp.hooks.AllReduceHooks` do the same, and also know the parameters' names,
+which errors and timelines need.
 
 **Measure.** Do both train as one device does on the whole batch, and exactly alike? One epoch on
 the digits, in `float64`:
 """
 
 # %%
-digits = load_digits(timed.device)
+digits = load_digits(comms.device)
 BATCH = 96 - 96 % n  # so that the ranks share it evenly
 
 
 def train(make_hooks, rank, n, check=lambda *_: None):
     torch.manual_seed(0)
-    model = FullMLP(64, depth=8, outputs=10).to(timed.device, torch.float64)
+    model = FullMLP(64, depth=8, outputs=10).to(comms.device, torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     hooks = make_hooks(model)
     for x, y in ShardedBatches(digits.train, BATCH, rank, n).epoch(0):
@@ -215,13 +221,13 @@ def flat(model):
 
 
 # %%
-ours = train(lambda model: Hooks(model, timed), rank, n)
-core = train(lambda model: AllReduceHooks(model, timed), rank, n)
+ours = train(lambda model: Hooks(model, comms), rank, n)
+core = train(lambda model: AllReduceHooks(model, comms), rank, n)
 alone = train(lambda _: None, 0, 1)
 apart = ((flat(ours) - flat(alone)).norm() / flat(alone).norm()).item()
-timed.print(f"bitwise equal to microddp's: {torch.equal(flat(ours), flat(core))}")
-timed.print(f"{apart:.1e} from one device on the whole batch")
-check_replicas(ours, timed)
+comms.print(f"bitwise equal to microddp's: {torch.equal(flat(ours), flat(core))}")
+comms.print(f"{apart:.1e} from one device on the whole batch")
+check_replicas(ours, comms)
 assert torch.equal(flat(ours), flat(core))
 assert apart < 1e-9
 
@@ -233,48 +239,18 @@ assert apart < 1e-9
 then left to wait for is called *exposed* communication, as against that which is *hidden* behind
 computation. In the naive step all of it is exposed.
 
+The stage is that of chapter 03: devices of known speed, to the scale of machines with an A100 each
+and 25 Gbit/s between them.
+
 The timeline has up to four lanes: what the rank computes, a tick for every gradient that is ready,
-each all-reduce from its start until it is complete, and the time that is spent on waiting. Both
-steps do the same things; they differ in when they start an all-reduce:
+each all-reduce from its start until it is complete, and the time that is spent on waiting. Of five
+steps of each kind, the one of median length is drawn, on rank 0:
 """
 
 # %%
-torch.manual_seed(0)
-wide = FullMLP(512, inputs=64, outputs=10).to(timed.device)
-x, y = (tensor[: 700 * n].chunk(n)[rank] for tensor in digits.train.tensors)
-
-
-def forward_and_backward(timeline):
-    wide.zero_grad()
-    with timeline.span("forward"):
-        loss = cross_entropy(wide(x), y)
-    with timeline.span("backward"):
-        loss.backward()
-
-
-# %%
-def naive(timeline):
-    forward_and_backward(timeline)
-    for name, parameter in wide.named_parameters():
-        parameter.grad.div_(timed.world_size)
-        work = dist.all_reduce(parameter.grad, group=timed.group, async_op=True)
-        timeline.launched(f"all-reduce {name}", work)
-        with timeline.span(f"wait for {name}", lane="wait"):
-            work.wait()
-
-
-# %%
-def hooked(timeline):
-    hooks = AllReduceHooks(wide, timed, timeline)
-    forward_and_backward(timeline)
-    hooks.finish()
-    hooks.remove()
-
-
-# %% [markdown]
-"""
-Of five steps of each kind, the one of median length is drawn, on rank 0:
-"""
+WORKLOAD = {"parameters": 355e6, "tokens": 24_576, "layers": 16}
+stage = set_stage(comms, cluster("a100", "25gbit", nodes=n, node=1, **WORKLOAD))
+comms.print(stage)
 
 
 # %%
@@ -282,16 +258,17 @@ def length(spans):
     return max(span.end for span in spans) - min(span.start for span in spans)
 
 
-def median_step(step):
-    recorded = []
+def median_step(kind):
+    strategy, recorded = stage.strategy(kind), []
+    step = stage.step(strategy)
     for _ in range(5):
-        timeline = Timeline(timed)
-        step(timeline)
+        strategy.record(timeline := Timeline(comms))
+        step()
         recorded.append(timeline.gather())
     return sorted(recorded, key=length)[len(recorded) // 2]
 
 
-steps = {"naive": median_step(naive), "hooks": median_step(hooked)}
+steps = {"naive": median_step("naive"), "hooks": median_step("hooks")}
 
 # %%
 rank_0 = {name: [s for s in spans if s.rank == 0] for name, spans in steps.items()}
@@ -300,24 +277,33 @@ for r in range(n):
     mine = [s for s in steps["hooks"] if s.rank == r]
     backward = next(s for s in mine if s.name == "backward")
     started = [s.start for s in mine if s.lane == "communication"]
-    assert len(started) == len(list(wide.parameters()))
+    assert len(started) == len(list(stage.model.parameters()))
     assert all(backward.start <= start <= backward.end for start in started)
     assert overlapped(steps["naive"], r) < 1e-6
 
 # %% tags=["plumbing"]
 rows = [
-    (name, r, *(f(spans, r) * 1e3 for f in (overlapped, exposed)))
-    for name, spans in steps.items()
-    for r in range(n)
+    (name, *(f(spans, 0) * 1e3 for f in (overlapped, exposed))) for name, spans in steps.items()
 ]
-timed.print(table(rows, ["step", "rank", "under way during compute (ms)", "exposed (ms)"]))
+headers = ["rank 0", "under way during compute (ms)", "exposed (ms)"]
+comms.print(table(rows, headers))
+(_, _, naively), (_, under_way, left) = rows
+said = (
+    f"In the drawn steps {naively:.0f} ms are exposed naively and {left:.0f} with hooks, where "
+    f"messages are under way in {under_way:.0f} ms of computing."
+)
+find(
+    comms,
+    "hidden",
+    less=(n > 1 and left < naively, said),
+    not_less=(n > 1 and left >= naively, said),
+    alone=(n == 1, "One rank has nothing to hide."),
+)
 
 # %% [markdown]
 """
 An all-reduce that is under way is not always at work. It may queue behind earlier ones, or wait
-until the slowest rank has started it. So "under way" is an upper bound of what is hidden. The
-exposed time, too, is partly the wait for a slower rank. What counts in the end is the length of
-the step.
+until the slowest rank has started it. So the second column is an upper bound of what is hidden.
 
 The same spans can be opened in [Perfetto](https://ui.perfetto.dev) or `chrome://tracing`, where
 each one can be clicked. With `MICRODDP_TRACES=FOLDER` in the environment the file is kept:
@@ -328,93 +314,90 @@ with tempfile.TemporaryDirectory() as scratch:
     path = Path(os.environ.get("MICRODDP_TRACES", scratch), "04_hooks.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     figures.save_chrome_trace(steps["hooks"], path)
-    timed.print(f"{path.name}: {len(steps['hooks'])} spans, {human_bytes(path.stat().st_size)}")
+    comms.print(f"{path.name}: {len(steps['hooks'])} spans, {human_bytes(path.stat().st_size)}")
 
 # %% [markdown]
 r"""
 ## What it saves
 
-**Predict.** Let $C$ be the time of computation and $M$ that of the messages. The naive step takes
-$C + M$. If messages need nothing that computation needs, one with hooks takes little more than
-$\max(C, M)$, because the longer hides the shorter. Nothing hides behind forward, in which there is
-no gradient yet. If that takes a third of $C$, the limit is $\max(C, \frac{1}{3} C + M)$.
+**Predict.** The naive step takes $C + M$. If messages need nothing that computing needs, one with
+hooks takes $\max(C, M)$ at least, because the longer hides the shorter. Nothing hides behind
+forward, in which there is no gradient yet. That is a third of $C$, so the limit is
+$\max(C, \frac{1}{3} C + M)$.
 
-Do they need nothing? On a GPU, NCCL takes a few of its many processors, and the links move the
-bytes. Between hosts with slow links, as on the website, a message is mostly *waited for*, and
-waiting can be hidden; the cores only copy and add. Where several ranks share one machine over
-loopback, there is no link: the cores that compute carry the messages, and work can be moved to an
-earlier time, but not hidden. There expect something near $C + M$.
-
-**Measure.** {func}`~microddp.performance.analyzer.compare_strategies` times both in turns, and the
-same without any averaging, which is $C$. There are two sizes of the shard: $C$ grows with it, the
-bytes do not:
+**Measure.** Both in turns, and a device alone:
 """
 
 # %%
-results = {}
-for size in (64, 1280):
-    batch = tuple(tensor[:size] for tensor in digits.train.tensors)
-    names = ("none", "naive", "hooks")
-    results[size] = compare_strategies(names, wide, timed, batch, cross_entropy, repeat=4)
+kinds = {"one by one, after backward": "naive", "one by one, by hooks": "hooks"}
+calls = {name: stage.step(kind) for name, kind in kinds.items()}
+times = measure({"alone": stage.step("none"), **calls}, comms, repeat=9)
+speeds = {name: stage.speed_up(times[name], times["alone"]) for name in kinds}
+naive, hooks = (times[name] for name in kinds)
+
+# %%
+gain, best = compare(hooks, naive), speeds["one by one, by hooks"]
+find(
+    comms,
+    "hooks",
+    gain=(
+        gain.faster,
+        f"A step with hooks is {gain} as the naive one: {n} devices are now "
+        f"{best.ratio:.2f} times as fast as one.",
+    ),
+    loss=(gain.slower, f"Hooks lose here: a step with them is {gain} as the naive one."),
+    neither=(gain.alike, f"{gain.say('A step with hooks', 'the naive one')}."),
+)
+figures.speed_ups(
+    {name: speed.times for name, speed in speeds.items()},
+    n,
+    title=f"{n} devices with hooks: {best}",
+)
 
 # %% tags=["plumbing"]
-rows = []
-for size, times in results.items():
-    compute, manual = times["none"].median, times["naive"].median
-    hidden = human_seconds(max(compute, compute / 3 + manual - compute))
-    ratio = times["naive"].ratio(times["hooks"]).median
-    rows.append((size, human_seconds(compute), times["naive"], times["hooks"], hidden, ratio))
-timed.print(f"{n} ranks, {human_bytes(gradient_bytes(wide))} of gradients")
-timed.print(table(rows, ["shard", "C", "naive", "hooks", "all hidden", "times as fast"]))
+if stage.sides and n > 1:
+    c, m = stage.sides[1].compute, stage.sides[1].messages
+    limit = Prediction(max(c, c / 3 + m), hooks)
+    said = f"The step with hooks took {limit}, the limit of what can be hidden."
+    sides = {"held": limit.held, "longer": limit.longer, "shorter": limit.shorter}
+    find(comms, "hooks-limit", **{side: (holds, said) for side, holds in sides.items()})
 
 # %% [markdown]
-"""
-**Explain.** Times are medians, with quartiles in brackets, and the last column is the median of the
-rounds' ratios: above 1.00 hooks are faster than the naive step. "All hidden" reckons with the naive
-step's M. Hooks can take less, because more is saved than what is hidden, and more, because backward
-is longer with messages under way.
-
-Two things are saved. What travels during backward is not waited for after it. And the naive step
-has one message on its way at a time, and sleeps at the end of each until it is woken; with hooks
-the next ones are on their way already. What hooks do not change is the number of messages. Every
-gradient still travels on its own, and pays for its start, now in competition with backward. On one
-rank nothing travels, and the ratio shows what the hooks themselves cost. Sending fewer and larger
+r"""
+**Explain.** Two things are saved. What travels during backward is not waited for after it. And the
+naive step has one message on its way at a time, and sleeps at the end of each until it is woken;
+with hooks the next ones are on their way already. What hooks do not change is the number of
+messages: every gradient still travels on its own, and pays for its start. Sending fewer and larger
 messages is the next chapter.
 
-## Where the cores carry the messages
-
-**Predict.** On links that hold nothing back, a message takes as long as the cores need to copy it
-from process to process. They cannot compute meanwhile. So what is under way during backward makes
-backward longer, and hooks gain little or nothing. Here are the steps again, on links of 30 Gbit/s.
-(On one machine over loopback it is the same.)
+:::{admonition} On GPUs
+The limit, $\max(C, \frac{1}{3} C + M)$, depends on $M/C$ alone. Here are both steps for the same
+model on clusters that people have, worked out from the figures of `microddp/plan/library.toml`. Two
+things keep a GPU from it. NCCL's kernels take some of its processors while they send. And it is the
+CPU that starts them: its calls must stay ahead of the GPU.
+:::
 """
 
-# %%
-usual = timed.box and timed.box.links[0].option
-if usual:
-    relink(timed, "30gbit")
-    carried = {"naive": median_step(naive), "hooks": median_step(hooked)}
-    fast = compare_strategies(names, wide, timed, batch, cross_entropy, repeat=4)
-    relink(timed, usual)
-
 # %% tags=["plumbing"]
-if usual:
-    gains = [t["naive"].ratio(t["hooks"]).median for t in (results[size], fast)]
-    figures.timelines(
-        {name: [s for s in spans if s.rank == 0] for name, spans in carried.items()},
-        title=f"Naive takes {gains[1]:.2f} times as long as hooks where the cores carry messages",
+rows = [
+    (
+        *(side.words, side.devices, side.ratio),
+        side.devices / (1 + side.ratio),
+        side.devices / max(1, 1 / 3 + side.ratio),
     )
-    links = timed.box.links[0]
-    timed.print(f"naive / hooks: {gains[0]:.2f} on links of {links}, {gains[1]:.2f} here")
-else:
-    timed.print("These are such links already, or links of a speed that nobody set.")
+    for side in known_clusters(**WORKLOAD)
+]
+headers = [
+    "worked out, not measured",
+    "devices",
+    "M/C",
+    "naive, times as fast as one",
+    "all hidden",
+]
+comms.print(table(rows, headers))
 
 # %% [markdown]
 """
-**Explain.** Hidden is what costs nothing, and not what happens at the same time. A GPU has engines
-of its own for messages, and a network card takes them off the host. A processor that is its own
-network card has nothing to hide behind.
-
 ## Where it breaks: the hook is given the parameter
 
 An argument's name does not change what it is. This hook calls it `grad`, and averages it:
@@ -434,11 +417,11 @@ def train_and_watch(make_hooks):
     losses = []
 
     def check(model, loss):
-        timed.all_reduce_mean(loss)
-        grads = timed.all_gather(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        comms.all_reduce_mean(loss)
+        grads = comms.all_gather(torch.cat([p.grad.flatten() for p in model.parameters()]))
         losses.append((loss.item(), ((grads - grads[0]).norm() / grads[0].norm()).item()))
 
-    return train(lambda model: make_hooks(model, timed), rank, n, check), losses
+    return train(lambda model: make_hooks(model, comms), rank, n, check), losses
 
 
 # %% [markdown]
@@ -458,13 +441,13 @@ rows = [
     (step + 1, *wrong_losses[step], *right_losses[step]) for step in (0, 1, len(right_losses) - 1)
 ]
 headers = ["step", "loss, wrong", "gradients differ by", "loss, right", "gradients differ by"]
-timed.print(table(rows, headers, floats=".4f"))
+comms.print(table(rows, headers, floats=".4f"))
 
 # %%
 try:
-    check_replicas(wrong, timed)
+    check_replicas(wrong, comms)
 except RuntimeError as error:
-    timed.print(error)
+    comms.print(error)
 else:
     assert n == 1
 
@@ -488,13 +471,13 @@ warm up: on a GPU, a kernel's first call may wait for all that is under way, and
 # %%
 def gradient_norm(model):
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
-    return norm.to(timed.device).reshape(1)
+    return norm.to(comms.device).reshape(1)
 
 
 # %%
 torch.manual_seed(0)
-model = SimpleCNN().to(timed.device)
-hooks = AllReduceHooks(model, timed)
+model = SimpleCNN().to(comms.device)
+hooks = AllReduceHooks(model, comms)
 mine = [tensor[: 8 * n].chunk(n)[rank] for tensor in digits.train.tensors]
 for late in (0.0, 0.5):
     model.zero_grad()
@@ -506,10 +489,10 @@ for late in (0.0, 0.5):
     final = gradient_norm(model)
 
 # %%
-early_norms, final_norms = (timed.all_gather(norm).flatten() for norm in (early, final))
+early_norms, final_norms = (comms.all_gather(norm).flatten() for norm in (early, final))
 rows = zip(range(n), early_norms.tolist(), final_norms.tolist(), strict=True)
 headers = ["rank", "norm after backward", "norm after finish()"]
-timed.print(table(rows, headers, floats=".4f"))
+comms.print(table(rows, headers, floats=".4f"))
 assert (final_norms == final_norms[0]).all()
 assert n == 1 or early_norms[0] != final_norms[0]
 
@@ -529,7 +512,7 @@ try:
     for _ in range(2):
         cross_entropy(model(mine[0]), mine[1]).backward()
 except RuntimeError as error:
-    timed.print(error)
+    comms.print(error)
 else:
     raise AssertionError("a forgotten finish() must be an error")
 hooks.finish()
@@ -538,6 +521,61 @@ hooks.finish()
 r"""
 They cannot notice the first step. A wrapper that calls `finish` by itself at the end of backward
 removes the trap; chapter 06 builds it.
+
+## Where the cores carry the messages
+
+**Predict.** A device of known speed leaves the cores to the messages. A processor that computes
+does not: it copies a message from process to process itself, and cannot compute meanwhile. Then
+what is under way during backward makes backward longer, and hooks gain little.
+
+**Measure.** Two ranks, on links that hold nothing back, a model that computes for real; and the
+same again with layers that pause for as long as each of its layers was measured to compute. The
+gradients, their messages and $M/C$ are the same. Only who computes is another. (Ranks without a
+core of their own leave here.)
+"""
+
+# %%
+if comms.box:
+    relink(comms, "30gbit")  # before the group is made: a connection keeps the pace it began with
+timed = comms.timed()
+torch.manual_seed(0)
+wide = FullMLP(512, inputs=64, outputs=10).to(timed.device)
+batch = tuple(tensor[:128] for tensor in digits.train.tensors)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+compute = measure_compute(wide, cross_entropy, batch, sgd, timed)
+counts = {name: parameter.numel() for name, parameter in wide.named_parameters()}
+pauses = pausing_model(measured_work(compute, counts), timed.device)
+
+# %%
+carried = {}
+for who, model, loss, data in (
+    ("cores", wide, cross_entropy, batch),
+    ("devices", pauses, pausing_loss, pausing_batch(timed.device)),
+):
+    got = compare_strategies(("naive", "hooks"), model, timed, data, loss, repeat=15)
+    carried[who] = got["naive"], got["hooks"], compare(got["hooks"], got["naive"])
+
+# %% tags=["plumbing"]
+rows = [(who, *map(str, row)) for who, row in carried.items()]
+timed.print(table(rows, ["computing is done by", "naive", "hooks", "hooks against naive"]))
+by_cores, by_devices = (carried[who][2] for who in ("cores", "devices"))
+less = by_cores.ratio < by_devices.ratio
+said = (
+    f"Where cores compute and carry, hooks are {by_cores} as naive; where they only carry, "
+    f"{by_devices}."
+)
+find(timed, "who-carries", less=(less, said), more=(not less, said))
+
+# %% [markdown]
+r"""
+**Explain.** Overlap is not saving: it helps only if the message uses nothing that backward needs. A
+GPU has engines of its own for messages, and a network card takes them off the host. A processor
+that is its own network card has nothing to hide behind.
 
 ## What to take along
 

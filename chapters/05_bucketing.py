@@ -12,7 +12,6 @@ the first message starts too late.
 # %% tags=["imports"]
 import copy
 import itertools
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,82 +21,72 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import microddp
 from microddp import figures
-from microddp.allreduce import fit_alpha_beta
+from microddp.allreduce import FittedCost, fit_alpha_beta
 from microddp.bucketing import BucketedDDPHooks
 from microddp.buckets import plan_buckets
 from microddp.data import ShardedBatches, load_digits
+from microddp.findings import Prediction, compare, find
 from microddp.model import FullMLP, SimpleCNN, gradient_bytes
-from microddp.performance import (
-    compare_strategies,
-    cores_for_each_rank,
-    measure_all_reduce,
-    measure_compute,
-    predict_plan,
-)
+from microddp.performance import predict_plan
 from microddp.report import MIB, human_bytes, human_seconds, mark_least, table
+from microddp.stage import cluster, set_stage
 from microddp.step_times import ComputeTimes
-from microddp.timing import measure
+from microddp.timing import Timing, measure
 from microddp.workloads import Transformer
 
 # %%
 # sphinx_gallery_builds = "a bucket plan, and hooks that follow it"
-# sphinx_gallery_hosts = "4 x 500mbit"
+# sphinx_gallery_hosts = "8 x 1gbit"
 comms = microddp.init()
+rank, n = comms.rank, comms.world_size
 comms.print(comms.describe())
 
 # %% [markdown]
-"""
+r"""
 ## The price of a message
 
-As before, ranks that have no core or GPU of their own leave, and the chapter is for the others:
+Chapter 02 fitted $t(m) = \alpha + \beta m$ to single messages. The same line can be fitted to a
+whole all-reduce, in which $\alpha$ stands for the start of all its rounds. Here is the backend's,
+by size. A step sends its gradients in a row, and so does each call: up to eight, of which the time
+of one is counted. (A message by itself takes longer: first the ranks have to wake up for it.) Each
+reduces another part of a large tensor, because a step's gradients are not in the cache either:
 """
 
 # %%
-timed = comms.timed()
-rank, n = timed.rank, timed.world_size
-timed.print(f"{n} of {comms.world_size} ranks stay")
-if n == 1:
-    timed.print("One rank sends nothing: its all-reduces below are calls without a message.")
-
-# %% [markdown]
-r"""
-Chapter 02 fitted $t(m) = \alpha + \beta m$ to single messages. The same line fits a whole
-all-reduce, in which $\alpha$ stands for the start of all its rounds. (It cannot be compared with
-chapter 02's: fewer ranks share the cores here.) On hosts in a box only $\alpha$ needs to be fitted,
-to what is left of the small messages' times: $\beta$ is the links' own. Here is the backend's, by
-size. Each call reduces another part of a large tensor, because a step's gradients are not in the
-cache either:
-"""
-
-# %%
-POOL = torch.zeros(2**24, device=timed.device)  # 64 MiB
+POOL = torch.zeros(2**23, device=comms.device)  # 32 MiB
+ROW = {2**k: min(8, 2**23 // 2**k) for k in range(10, 24)}  # how many, by the bytes of each
 
 
-def reduce_next(count, starts):
-    timed.all_reduce(POOL.narrow(0, next(starts), count))
+def reduce_row(nbytes, starts):
+    for _ in range(ROW[nbytes]):
+        comms.all_reduce(POOL.narrow(0, next(starts), nbytes // 4))
 
 
 calls = {}
-for nbytes in (2**k for k in range(10, 24)):
+for nbytes in ROW:
     starts = itertools.cycle(range(0, len(POOL), nbytes // 4))
-    calls[nbytes] = partial(reduce_next, nbytes // 4, starts)
+    calls[nbytes] = partial(reduce_row, nbytes, starts)
 
 # %%
-timings = measure(calls, timed, repeat=11)
-alpha, beta = fit_alpha_beta(list(timings), [t.median for t in timings.values()])
-timed.print(f"alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte")
-if timed.box:  # each rank sends 2 (n-1)/n of the bytes, over a link of known speed
-    known = timed.box.seconds_per_byte * 2 * (n - 1) / n
-    alpha, beta = fit_alpha_beta(list(timings), [t.median for t in timings.values()], known)
-    found = f"alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte"
-    timed.print(f"from the links' speed: {found}")
-if beta > 0:  # else the size made no difference
-    timed.print(f"{human_bytes(alpha / beta)} take as long to send as a message takes to start")
+rows = measure(calls, comms, repeat=9)
+timings = {m: Timing(tuple(s / ROW[m] for s in t.seconds)) for m, t in rows.items()}
+medians = [timing.median for timing in timings.values()]
+# Each rank sends 2 (n-1)/n of the bytes. On a link of known speed only alpha is fitted.
+known = comms.box.seconds_per_byte * 2 * (n - 1) / n if comms.box and n > 1 else None
+alpha, beta = fit_alpha_beta(list(timings), medians, known)
 figures.times_by_size(
     {"all-reduce": timings},
     models={"all-reduce": lambda m: alpha + beta * m},
-    title=f"{human_seconds(alpha)} to start, {human_seconds(max(beta, 0) * MIB)} for each MiB"
-    + (", the links' own" if timed.box else ""),
+    title=f"{human_seconds(alpha)} to start, {human_seconds(max(beta, 0) * MIB)} for each MiB",
+)
+
+# %%
+worth = f"{human_bytes(alpha / beta)} take as long to send" if beta > 0 else "the size is nothing"
+find(
+    comms,
+    "price",
+    several=(n > 1, f"An all-reduce takes {human_seconds(alpha)} to start: {worth}."),
+    alone=(n == 1, "One rank sends nothing: its all-reduces are calls without a message."),
 )
 
 # %% [markdown]
@@ -109,29 +98,38 @@ they cost $P\alpha + \beta S$; together, $\alpha + \beta S$.
 """
 
 # %%
-narrow = FullMLP(64, depth=128).to(timed.device)
+narrow = FullMLP(64, depth=128).to(comms.device)
 
 
 def reduce_all(tensors):
     for tensor in tensors:
-        timed.all_reduce(tensor)
+        comms.all_reduce(tensor)
 
 
 # %%
 apart = [torch.zeros_like(p) for p in narrow.parameters()]
-together = [torch.cat([tensor.flatten() for tensor in apart])]
-S = together[0].nbytes
-times = measure({len(t): partial(reduce_all, t) for t in (apart, together)}, timed)
-rows = [(p, human_seconds(p * alpha + beta * S), t) for p, t in times.items()]
-timed.print(f"{human_bytes(S)} of gradients, {n} ranks")
-timed.print(table(rows, ["messages", "predicted", "measured, median (quartiles)"]))
-timed.print(f"one by one takes {times[len(apart)].ratio(times[1]).median:.2f} times as long")
+together = torch.cat([tensor.flatten() for tensor in apart])
+P, S = len(apart), together.nbytes
+many, one = measure(
+    {"many": partial(reduce_all, apart), "one": partial(comms.all_reduce, together)}, comms
+).values()
+comms.print(table([(P, many), (1, one)], ["messages", f"{human_bytes(S)}, median (quartiles)"]))
+
+# %%
+gain, line = compare(one, many), Prediction(P * alpha + beta * S, many)
+said = f"The {P} messages took {line}."
+find(
+    comms,
+    "together",
+    faster=(gain.faster, f"In one message the same bytes are {gain} as in {P}. {said}"),
+    slower=(gain.slower, f"In one message the same bytes are {gain} as in {P}. {said}"),
+    alike=(gain.alike, f"{gain.say('One message', f'{P} of the same bytes')}. {said}"),
+)
 
 # %% [markdown] index=["bucket", "first bucket"]
-"""
-The bytes are the same, so the difference is the starts'. A shaped link gives some of it back: what
-is sent first after a pause, here 36 KiB, passes at once. So a small message takes less than the
-line says.
+r"""
+The bytes are the same, so what is left is start-up cost. Messages of some 16 to 68 KiB can be below
+the line of the picture: a link of known speed lets so much pass at once after a pause.
 
 ## The plan
 
@@ -139,7 +137,7 @@ Which gradients should travel together? Those that are ready at about the same t
 through the model from its end to its beginning, so the parameters are taken in *reverse* order.
 A bucket takes one after the other until it has reached its *cap*; then the next one begins. A
 parameter is never split, so a bucket may exceed its cap. The first bucket can have a smaller cap
-than the others; a later section asks what that is good for.
+than the others, so that communication begins early.
 
 **Build.**
 """
@@ -176,7 +174,7 @@ rows = [
     (human_bytes(size), "\n".join(f"{names[i]} ({tensors[i].nbytes})" for i in bucket))
     for size, bucket in zip(sizes(tensors, buckets), buckets, strict=True)
 ]
-timed.print(table(rows, ["bucket", "parameters (bytes)"], form="grid"))
+comms.print(table(rows, ["bucket", "parameters (bytes)"], form="grid"))
 
 # %% [markdown]
 """
@@ -217,7 +215,7 @@ PUBLISHED = {25: [2052000, 28852224, 15853824], 35: [2052000, 38297600, 6408448]
 resnet = resnet18()
 plans = {cap: plan(resnet, first=MIB, cap=cap * MIB) for cap in PUBLISHED}
 for cap, published in PUBLISHED.items():
-    timed.print(f"cap {cap} MiB: {sizes(resnet, plans[cap])}, published {published}")
+    comms.print(f"cap {cap} MiB: {sizes(resnet, plans[cap])}, published {published}")
     assert sizes(resnet, plans[cap]) == published
 
 # %% tags=["plumbing"]
@@ -252,8 +250,7 @@ def torch_planner(tensors, caps):
 
 # %%
 torch.manual_seed(0)
-deep = FullMLP(256, depth=32).to(timed.device)
-parameters, total = list(deep.parameters()), gradient_bytes(deep)
+deep = FullMLP(256, depth=32)
 transformer = Transformer(vocabulary=1024, dim=128, depth=4, heads=4, context=32)
 
 # %%
@@ -265,7 +262,7 @@ for tensors in models.values():
         ours = plan(tensors, *caps)
         assert ours == in_reverse(plan_buckets, tensors, *caps)
         assert ours == in_reverse(torch_planner, tensors, *caps)
-timed.print(f"equal to PyTorch's plan and microddp's: {', '.join(models)}, at 12 pairs of caps")
+comms.print(f"equal to PyTorch's plan and microddp's: {', '.join(models)}, at 12 pairs of caps")
 
 # %% [markdown]
 """
@@ -335,7 +332,7 @@ Do they train as one device does on the whole batch, and exactly as microddp's
 """
 
 # %%
-digits = load_digits(timed.device)
+digits = load_digits(comms.device)
 BATCH = 96 - 96 % n  # so that the ranks share it evenly
 CAP = 256 << 10
 
@@ -343,7 +340,7 @@ CAP = 256 << 10
 # %%
 def train(hook, rank, n):
     torch.manual_seed(0)
-    model = FullMLP(64, outputs=10).to(timed.device, torch.float64)
+    model = FullMLP(64, outputs=10).to(comms.device, torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     hooks = hook(model)
     for x, y in ShardedBatches(digits.train, BATCH, rank, n).epoch(0):
@@ -356,12 +353,12 @@ def train(hook, rank, n):
 
 
 # %%
-weights = train(lambda m: Hooks(m, timed, plan(list(m.parameters()), CAP, CAP)), rank, n)
-core = train(lambda m: BucketedDDPHooks(m, timed, CAP / MIB), rank, n)
+weights = train(lambda m: Hooks(m, comms, plan(list(m.parameters()), CAP, CAP)), rank, n)
+core = train(lambda m: BucketedDDPHooks(m, comms, CAP / MIB), rank, n)
 alone = train(lambda _: None, 0, 1)
 apart = ((weights - alone).norm() / alone.norm()).item()
-timed.print(f"bitwise equal to microddp's: {torch.equal(weights, core)}")
-timed.print(f"{apart:.1e} from one device on the whole batch")
+comms.print(f"bitwise equal to microddp's: {torch.equal(weights, core)}")
+comms.print(f"{apart:.1e} from one device on the whole batch")
 assert torch.equal(weights, core)
 assert apart < 1e-9
 
@@ -369,197 +366,159 @@ assert apart < 1e-9
 r"""
 ## Step time by bucket size
 
-**Predict.** A step has a forward, a backward and its messages. In this model all layers are
-alike, so half of the gradients are ready after half of backward, and so on. A bucket of $m$ bytes
-leaves when it is full and the one before it has arrived, and takes $\alpha + \beta m$. There are
-two extremes. If messages travel without help from the processor, they are *hidden* behind
-backward, and only what is left after it counts. If the processor has to carry them, each second
-of communication is a second less for backward, and *nothing is hidden*, whenever they start:
+**Predict.** In a model whose layers are alike, half of the gradients are ready after half of
+backward, and so on. A bucket of $m$ bytes leaves when it is full and the one before it has arrived,
+and takes $\alpha + \beta m$. What has not arrived at the end of backward is waited for:
 """
 
 
 # %%
-def predict(sizes, hidden, faster=1):
-    """Seconds of a step that sends buckets of these sizes, over a network so many times as fast."""
+def predict(sizes, forward, backward):
+    """Seconds of a step that sends buckets of these sizes."""
     ready, arrived = forward, 0.0
     for nbytes in sizes:
-        ready += backward * nbytes / total
-        starts = max(ready if hidden else forward + backward, arrived)
-        arrived = starts + (alpha + beta * nbytes) / faster
-    return arrived
+        ready += backward * nbytes / sum(sizes)
+        arrived = max(ready, arrived) + alpha + beta * nbytes
+    return max(arrived, forward + backward)
+
+
+# %% [markdown]
+"""
+**Measure.** The stage is that of chapters 03 and 04, with more layers, whose gradients are smaller.
+What travels is sent by this chapter's own hooks, at caps from a gradient alone to all in one
+bucket. PyTorch's default of 25 MiB is such a one here:
+"""
+
+# %%
+there = cluster("a100", "25gbit", nodes=n, node=1, parameters=355e6, tokens=24_576, layers=24)
+stage = set_stage(comms, there, layer_bytes=3 << 17)
+comms.print(stage)
 
 
 # %%
-CAPS = {"alone": 1} | {human_bytes(2**k): 2**k for k in (19, 20, 21, 22, 23)}
-x, y = torch.randn(2, 1152, 256, device=timed.device)
-sent = {name: sizes(parameters, plan(parameters, cap, cap)) for name, cap in CAPS.items()}
+def bucketed_step(plan):
+    replica = copy.deepcopy(stage.model)
+    hooks = Hooks(replica, comms, plan)
 
-
-# %%
-def step(model, hooks):
-    model.zero_grad()
-    mse_loss(model(x), y).backward()
-    if hooks:
+    def step():
+        replica.zero_grad()
+        stage.loss_fn(replica(stage.batch[0]), stage.batch[1]).backward()
         hooks.finish()
 
+    return step
 
-def bucketed_step(plan, comms):
-    replica = copy.deepcopy(deep)
-    return partial(step, replica, Hooks(replica, comms, plan))
-
-
-def naive_step():
-    step(deep, None)
-    reduce_all([parameter.grad for parameter in parameters])
-
-
-# %% [markdown]
-"""
-Forward and backward are measured with the same hooks in a group of one rank, which fills its
-buckets and has nobody to send them to. That happens in the same rounds as the steps that are
-predicted, because a machine changes its pace. There is one replica for each cap, and the naive step
-of chapter 03, which sends one gradient after the other when backward is over:
-"""
 
 # %%
-solo = [timed.subgroup([r]) for r in range(n)][rank]
-both = bucketed_step(plan(parameters, total, total), solo)
-calls = {name: bucketed_step(plan(parameters, cap, cap), timed) for name, cap in CAPS.items()}
-calls |= {"naive": naive_step, "forward": lambda: mse_loss(deep(x), y), "both": both}
-steps = measure(calls, timed, warmup=1, repeat=4)
-naive, compute, together = (steps.pop(name) for name in ("naive", "forward", "both"))
-
-# %%
-forward = compute.median
-backward = together.median - forward
-predicted = {name: (predict(s, True), predict(s, False)) for name, s in sent.items()}
-after = forward + backward + len(parameters) * alpha + beta * total
-timed.print(f"forward {human_seconds(forward)}, backward {human_seconds(backward)}")
-for i, what in enumerate(("messages are hidden", "nothing is hidden")):
-    best = min(predicted, key=lambda name, i=i: predicted[name][i])
-    timed.print(f"best cap if {what}: {best}, {human_seconds(predicted[best][i])} a step")
-
-# %% [markdown]
-"""
-If messages are hidden, the prediction is a valley. On its left are start-up costs, unless backward
-is long enough to hide them too; on its right, a message that cannot start before backward is
-almost over. If nothing is hidden, larger caps can only help.
-
-**Measure.** The steps, beside both predictions:
-"""
+parameters, total = list(stage.model.parameters()), gradient_bytes(stage.model)
+CAPS = {"alone": 1} | {human_bytes(k * MIB): k * MIB for k in (0.5, 1, 2, 4)}
+CAPS["all in one"] = total
+sent = {name: sizes(parameters, plan(parameters, cap, cap)) for name, cap in CAPS.items()}
+calls = {name: bucketed_step(plan(parameters, cap, cap)) for name, cap in CAPS.items()}
+calls |= {"one device": stage.step("none"), "naive": stage.step("naive")}
+steps = measure(calls, comms, repeat=7)
+device, naive = steps.pop("one device"), steps.pop("naive")
 
 # %% tags=["plumbing"]
-marked = mark_least([str(steps[name]) for name in CAPS], [steps[name].median for name in CAPS])
+forward, backward = device.median / 3, device.median * 2 / 3
+predicted = {name: predict(nbytes, forward, backward) for name, nbytes in sent.items()}
+marked = mark_least([str(t) for t in steps.values()], [t.median for t in steps.values()])
 rows = [
-    (name, len(sent[name]), *map(human_seconds, predicted[name]), timing)
+    (name, len(sent[name]), human_seconds(predicted[name]), timing)
     for name, timing in zip(CAPS, marked, strict=True)
 ]
-rows.append(("naive", len(parameters), "", human_seconds(after), f"{naive}"))
-headers = ["cap", "all-reduces", "all hidden", "none hidden", "measured (quartiles), * least"]
-timed.print(table(rows, headers))
+comms.print(table(rows, ["cap", "all-reduces", "predicted", "measured (quartiles), * least"]))
+average = [total / len(nbytes) / MIB for nbytes in sent.values()]
+curves = {"measured": steps.values(), "predicted": predicted.values()}
 best = min(steps, key=lambda name: steps[name].median)
-for name in ("alone", best):
-    timed.print(f"naive takes {naive.ratio(steps[name]).median:.2f} times cap '{name}', by rounds")
-
-# %% tags=["plumbing"]
-average = [total / len(s) / MIB for s in sent.values()]
-curves = {"measured": [t.median * 1e3 for t in steps.values()]}
-for i, name in ((1, "none hidden"), (0, "all hidden")):
-    curves[name] = [pair[i] * 1e3 for pair in predicted.values()]
-ends = steps["alone"], steps["8 MiB"]
-valley = all(steps[best].clearly_below(end) for end in ends)
 figures.lines(
-    {name: (average, curve) for name, curve in curves.items()},
-    title=f"A valley: buckets of {best} beat both ends"
-    if valley
-    else f"{best} took least in this run; it is not clearly better than both ends",
+    {
+        "measured": (average, [t.median * 1e3 for t in steps.values()]),
+        "predicted": (average, [seconds * 1e3 for seconds in predicted.values()]),
+    },
+    title=f"Buckets of {best} took least" if best in CAPS else "",
     xlabel="average bucket, MiB",
     ylabel="one step, ms",
     log="x",
 )
 
-# %% [markdown]
-"""
-**Explain.** From left to right, messages are saved, and with each its start-up cost. The two
-predictions meet at a single bucket, which leaves nothing to hide. Left of that, the measured curve
-tells who carries the messages. Over a link of its own most of a message is waiting, and all but the
-left end should lie nearer to "all hidden"; over loopback the cores do all of it, and the curve
-should lie nearer to "none hidden". Neither prediction knows that a message which starts inside
-backward costs more than its alpha, since it takes the core from backward. That makes many small
-messages dearer than "all hidden" says, and the valley's left side steeper.
-
-Chapter 08 has a model between the extremes: a message takes from backward the cores that carry it,
-and no more. It needs to know how many those are, and when each gradient is ready. Both are measured
-here. Forward and backward are those of above, and what is ready after a tenth of the backward here
-is taken to be ready after a tenth of that one:
-"""
-
 # %%
-alone = measure_compute(
-    deep, mse_loss, (x, y), lambda net: torch.optim.SGD(net.parameters()), timed, repeat=3
+left, right = (compare(steps[best], steps[end]) for end in ("alone", "all in one"))
+ends = f"{left} as gradients alone, and {right} as all in one"
+find(
+    comms,
+    "valley",
+    valley=(left.faster and right.faster, f"A valley: at a cap of {best} a step is {ends}."),
+    left=(not left.faster and right.faster, f"No cap beats gradients alone: {best} is {ends}."),
+    right=(left.faster and not right.faster, f"No cap beats one bucket: {best} is {ends}."),
+    flat=(not (left.faster or right.faster), f"No cap is better than another: {best} is {ends}."),
 )
-ready = {name: t / alone.backward * backward for name, t in alone.ready.items()}
-# The steps above have no optimizer, and their hooks' copies are a part of backward.
-alone = ComputeTimes(forward, backward, ready, optimizer=0.0, copy=0.0)
+default = compare(steps["all in one"], steps["alone"])
+find(
+    comms,
+    "default-cap",
+    loses=(default.slower, f"PyTorch's default cap loses to hooks one by one: {default}."),
+    wins=(default.faster, f"PyTorch's default cap is {default} as hooks one by one."),
+    alike=(default.alike, f"{default.say('The default cap', 'hooks one by one')}."),
+)
 
 # %%
-cost = replace(measure_all_reduce(timed, (MIB, 2 * MIB), repeat=3), alpha=alpha, beta=beta)
-cores = cores_for_each_rank(timed)
-timed.print(f"a message keeps {cost.cores:.2f} cores of a rank busy")
+errors = {name: steps[name].median / predicted[name] - 1 for name in CAPS}
+worst = max(errors, key=lambda name: abs(errors[name]))
+said = (
+    f"The model is off most at '{worst}': {abs(errors[worst]):.0%} "
+    f"{'more' if errors[worst] > 0 else 'less'} than predicted."
+)
+find(
+    comms,
+    "bucket-model",
+    more=(errors[worst] > 0, said),
+    less=(errors[worst] <= 0, said),
+)
+names = {"naive": naive, "hooks": steps["alone"], f"buckets, {best}": steps[best]}
+speeds = {name: stage.speed_up(timing, device) for name, timing in names.items()}
+top = speeds[f"buckets, {best}"]
+figures.speed_ups(
+    {name: speed.times for name, speed in speeds.items()},
+    n,
+    title=f"{n} devices with buckets of {best}: {top}",
+)
+
+# %% [markdown]
+r"""
+**Explain.** From left to right, messages are saved, and with each its start-up cost. On the right a
+bucket is full only when backward is almost over, and what it holds can hide no more. In between
+lies the best cap. A message costs less than its alpha where it waits for the one before anyway, and
+more where its start takes the core from another rank's.
+
+With the same model you can choose the cap. The all-reduces are predicted with the alpha and beta of
+above; the dots are the steps that ran. Move the cap from one end to the other, and see how the
+first all-reduce leaves later, and what becomes of the exposed part:
+"""
 
 # %% tags=["plumbing"]
+gradients = {name: p.nbytes for name, p in [*stage.model.named_parameters()][::-1]}
+there_of = itertools.accumulate(gradients.values())
+ready = {name: backward * so_far / total for name, so_far in zip(gradients, there_of, strict=True)}
 figures.explore_buckets(
-    {name: p.nbytes for name, p in reversed(list(deep.named_parameters()))},
-    alone,
-    cost,
-    cores,
-    {cap: steps[name] for name, cap in CAPS.items()},
+    gradients,
+    ComputeTimes(forward, backward, ready, optimizer=0.0, copy=0.0),
+    FittedCost(alpha, beta, cores=0.0),
+    None,
+    {int(cap): steps[name] for name, cap in CAPS.items()},
     predict=predict_plan,
     title="Refill the buckets: a cap's plan, and the step that is predicted with it",
 )
 
 # %% [markdown]
-"""
-The all-reduces are predicted, with the alpha and beta of above; the dots are the steps that ran.
-Move the cap from one end to the other. See how the first all-reduce leaves later, and what becomes
-of the exposed part. Does the cap that is predicted to take least lie near the one that took least?
-Where a dot lies above the curve, its messages cost more than the model knows.
-
-PyTorch's default cap is 25 MiB. Some of its developers call that too small for today's models,
-and one proposes 100 MB ([issue 118421](https://github.com/pytorch/pytorch/issues/118421)).
-
-## Bucketed against one by one
-
-The same question for whole models, between microddp's two kinds of hooks: chapter 04's, which
-send each gradient alone, and the buckets, with PyTorch's default cap:
-"""
-
-# %%
-images, classes = torch.randn(16, 64, device=timed.device), torch.arange(16, device=timed.device)
-cases = {
-    "MLP": (deep, timed, (x, y), mse_loss),
-    "CNN": (cnn.to(timed.device), timed, (images, classes % 10), cross_entropy),
-}
-kinds = ("hooks", "bucketed")
-compared = {name: compare_strategies(kinds, *case, repeat=7) for name, case in cases.items()}
-
-# %% tags=["plumbing"]
-rows = []
-for name, times in compared.items():
-    tensors = list(cases[name][0].parameters())
-    counts = [len(plan(tensors, *caps)) for caps in ((1, 1), (MIB, 25 * MIB))]
-    ratio = times["bucketed"].ratio(times["hooks"]).median
-    both = mark_least([*map(str, times.values())], [t.median for t in times.values()])
-    rows.append((name, human_bytes(gradient_bytes(cases[name][0])), *counts, *both, ratio))
-headers = ["", "gradients", "alone", "buckets", "one by one", "bucketed, * least", "second / first"]
-timed.print(table(rows, headers))
-
-# %% [markdown]
-"""
-*Alone* and *buckets* count the messages. What buckets can save is the start-up of the messages they
-spare. It is less than their number times alpha, because a start that waits for the one before it
-costs nothing of its own. With the default cap these models have one or two messages, which hide
-little: the last section found a better cap for the MLP.
+r"""
+:::{admonition} On GPUs
+There alpha is some 0.2 ms over a network ($2(n-1)$ rounds of 14 us, NCCL's own figure, for eight
+machines), and a link of 400 Gbit/s sends 25 MiB in 0.5 ms. So the default cap is about the
+size at which starts no longer count. It was chosen for models of 2017: some of PyTorch's developers
+call it too small for today's, and one proposes 100 MB ([issue
+118421](https://github.com/pytorch/pytorch/issues/118421)). Try `bucket_cap_mb` of 5, 25 and 100 on
+your job. With fewer than a hundred layers, a tenth of the gradients a bucket is a fair first guess.
+:::
 
 ## Where it breaks: a bucket that is never emptied
 
@@ -578,7 +537,7 @@ class Collector:
     def finish(self):
         flat = torch.cat([gradient.flatten() for gradient in self.gradients])
         self.sent.append(flat.nbytes)
-        timed.all_reduce_mean(flat)
+        comms.all_reduce_mean(flat)
         parts = flat.split([gradient.numel() for gradient in self.gradients])
         for gradient, part in zip(self.gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
@@ -588,17 +547,20 @@ class Collector:
 
 # %%
 rows, results = [], []
+xs, ys = torch.randn(2, 64, 256, device=comms.device)
 for empties in (False, True):
     torch.manual_seed(0)
-    model = FullMLP(256, depth=4).to(timed.device)
+    model = FullMLP(256, depth=4).to(comms.device)
     collector = Collector(model, empties)
     for _ in range(4):
-        step(model, collector)
+        model.zero_grad()
+        mse_loss(model(xs), ys).backward()
+        collector.finish()
     rows.append(("emptied" if empties else "never emptied", *map(human_bytes, collector.sent)))
     results.append([p.grad for p in model.parameters()])
 
 # %%
-timed.print(table(rows, ["sent", *(f"step {i}" for i in range(1, 5))]))
+comms.print(table(rows, ["sent", *(f"step {i}" for i in range(1, 5))]))
 torch.testing.assert_close(*results)
 assert rows[1][1:] == (human_bytes(gradient_bytes(model)),) * 4
 assert rows[0][4] == human_bytes(4 * gradient_bytes(model))
@@ -630,8 +592,8 @@ class EagerHooks(Hooks):
 # %%
 def two_branches(hook, xs, rank):
     torch.manual_seed(0)
-    branches = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2)).to(timed.device)
-    hooks = hook(branches, timed, [[1], [0]]) if hook else None
+    branches = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2)).to(comms.device)
+    hooks = hook(branches, comms, [[1], [0]]) if hook else None
     order = (0, 1) if rank % 2 == 0 else (1, 0)
     results = {i: branches[i](xs) for i in order}
     (results[0] + 2 * results[1]).square().mean().backward()
@@ -642,12 +604,12 @@ def two_branches(hook, xs, rank):
 
 # %%
 torch.manual_seed(rank)
-mine = torch.randn(16, 8, device=timed.device)
-whole = two_branches(None, timed.all_gather(mine).flatten(0, 1), rank=0)
+mine = torch.randn(16, 8, device=comms.device)
+whole = two_branches(None, comms.all_gather(mine).flatten(0, 1), rank=0)
 for hook in (EagerHooks, Hooks):
     got = two_branches(hook, mine, rank)
     error = ((got - whole).norm() / whole.norm()).item()
-    timed.print(f"{hook.__name__}: gradients {error:.1e} from those of the whole batch")
+    comms.print(f"{hook.__name__}: gradients {error:.1e} from those of the whole batch")
     assert (error < 1e-5) == (hook is Hooks or n == 1)
 
 # %% [markdown]
@@ -671,13 +633,12 @@ different sizes, but not this.)
 
 # %% [markdown] index=["gradient_as_bucket_view"]
 r"""
-## Appendix: views against copies
+## Footnote: views against copies
 
 In the hooks above, `parameter.grad` is a view of the bucket, and the optimizer reads the average
 where it arrived. PyTorch's DDP does not do that unless asked (`gradient_as_bucket_view=True`): it
 copies the averages back, so that a gradient kept aside stays as it is. **Predict:** with copies,
-gradients and buckets take twice the memory of the gradients, and a step moves their bytes once
-more.
+gradients and buckets take twice the memory of the gradients.
 """
 
 
@@ -690,64 +651,15 @@ def held(hooks):
 
 
 # %%
-kinds, calls = {}, {}
+bytes_of = {}
 for name, as_view in {"views": True, "copies": False}.items():
-    replica = copy.deepcopy(deep)
-    kinds[name] = BucketedDDPHooks(replica, timed, 2.0, gradient_as_bucket_view=as_view)
-    calls[name] = partial(step, replica, kinds[name])
-times = measure(calls, timed, repeat=5)
-rows = [(name, held(hooks) / total, times[name]) for name, hooks in kinds.items()]
-timed.print(table(rows, ["", "memory / gradients", "step, median (quartiles)"]))
-assert held(kinds["views"]) == total
-assert held(kinds["copies"]) == 2 * total
-
-# %% [markdown]
-r"""
-The memory is as predicted. Where the quartiles overlap, one more pass over it is too short to be
-seen. The other copy, from a new gradient into the bucket, is made in both: `zero_grad()` throws
-gradients away, so backward makes new ones. With `zero_grad(set_to_none=False)` backward adds into
-the view itself, after the view was filled with zeros.
-
-## Appendix: does a small first bucket help?
-
-PyTorch's first bucket has a cap of 1 MiB, unless you set a cap of your own. Its developers differ
-on why. The answer in the thread of the published plan is that a small bucket travels *last*, and
-leaves little to do after backward; but the small bucket there, the classifier's, travels *first*.
-In [pull request 121640](https://github.com/pytorch/pytorch/pull/121640) a maintainer recalls that
-it was made for speed, and no longer how. PyTorch 2.13 can do both: with
-`DDP_SET_LAST_BUCKET_CAP=1` in the environment the last bucket is the small one.
-
-**Predict.** A small *first* bucket lets the network begin earlier. That helps if the network is
-what everything waits for. A small *last* one leaves less to send when backward ends. That helps
-if the network keeps up with backward. Here is this network, and one with a tenth of its alpha and
-beta:
-"""
-
-# %%
-cap, small = 2 * MIB, MIB // 4
-forwards = plan(parameters[::-1], small, cap)  # dealt out from the front, sent from the back
-places = {
-    "equal": plan(parameters, cap, cap),
-    "small first": plan(parameters, small, cap),
-    "small last": [[len(parameters) - 1 - i for i in b[::-1]] for b in forwards[::-1]],
-}
-measured = measure({k: bucketed_step(p, timed) for k, p in places.items()}, timed, repeat=5)
-
-# %% tags=["plumbing"]
-marked = mark_least([*map(str, measured.values())], [t.median for t in measured.values()])
-rows = [
-    (name, *(human_seconds(predict(sizes(parameters, p), True, faster)) for faster in (1, 10)), m)
-    for (name, p), m in zip(places.items(), marked, strict=True)
-]
-timed.print(table(rows, ["", "all hidden", "network 10 x faster", "measured (quartiles), * least"]))
-
-# %% [markdown]
-"""
-**Explain.** Where the quartiles of the three overlap, this run cannot tell them apart. A smaller
-first bucket gains at most the time to compute what it leaves out. A smaller last one gains at most
-the time to send that, and nothing if the large bucket before it is still on its way. (With "small
-last" the first bucket is smaller, too: these layers do not divide evenly.)
-"""
+    replica = copy.deepcopy(narrow)
+    hooks = BucketedDDPHooks(replica, comms, 2.0, gradient_as_bucket_view=as_view)
+    replica(torch.randn(8, 64, device=comms.device)).sum().backward()
+    hooks.finish()
+    bytes_of[name] = held(hooks)
+comms.print({name: f"{nbytes / S:g} x the gradients" for name, nbytes in bytes_of.items()})
+assert bytes_of == {"views": S, "copies": 2 * S}
 
 # %% [markdown]
 r"""
@@ -760,17 +672,16 @@ r"""
 $ python -m microddp.labs start 05
 ```
 
-1. Plan `deep` with its parameters in forward order. When does the first bucket leave? What does the
-   order alone cost, if messages are hidden?
+1. Plan the stage's model with its parameters in forward order. When does the first bucket leave?
+   What does the order alone cost?
 
    <details class="solution"><summary>Solution</summary>
 
    The first bucket holds the first layer, whose gradients come last. The other buckets are full
-   long before, and wait for it. So every all-reduce starts in the hook of the very last gradient:
-   with a cap of 2 MiB all five of them do, where in reverse order the four leave one by one. With
-   nothing to hide behind, such a step should take what the column "none hidden" predicts. The order
-   alone costs the whole difference from "all hidden". (`predict` with `hidden=True` does not see
-   it: it takes for granted that buckets are full in the order in which they are sent.)
+   long before, and wait for it. So every all-reduce starts in the hook of the very last gradient,
+   with nothing to hide behind, and the step takes what a naive one with as many messages does.
+   (`predict` does not see it: it takes for granted that buckets are full in the order in which they
+   are sent.)
 
    </details>
 
@@ -799,5 +710,4 @@ $ python -m microddp.labs start 05
 """
 
 # %%
-solo.close()
 comms.close()

@@ -30,16 +30,19 @@ from microddp.allreduce import ring_all_reduce
 from microddp.bucketing import BucketedDDPHooks
 from microddp.data import ShardedBatches, load_digits, shard
 from microddp.ddp import DDP
+from microddp.findings import compare, find
+from microddp.hosts import relink
 from microddp.model import FullMLP, SimpleCNN
 from microddp.replicas import broadcast_parameters, check_replicas
-from microddp.report import human_seconds, table
+from microddp.report import table
 from microddp.shared import all_reduce_hook
+from microddp.stage import cluster, set_stage
 from microddp.timing import measure
 
 # %%
 os.environ.pop("MICRODDP_DEBUG", None)  # its checks are collectives, and would be counted
 # sphinx_gallery_builds = "a small wrapper, and see what the full one adds"
-# sphinx_gallery_hosts = "4 x 1gbit"
+# sphinx_gallery_hosts = "8 x 1gbit"
 comms = microddp.init()
 rank, n = comms.rank, comms.world_size
 comms.print(comms.describe())
@@ -620,8 +623,7 @@ ranks.
 
 **Predict.** Both wrappers divide before the sum, fill the same buckets with the same gradients, and
 call the same all-reduces in the same order. Then they must agree not to rounding, but bit for
-bit, in every gradient and weight. Once the buckets are agreed on, only the clock can tell them
-apart: PyTorch's reducer is C++, this one runs some lines of Python for each gradient.
+bit, in every gradient and weight.
 """
 
 # %%
@@ -655,67 +657,126 @@ comms.print(table(rows, ["wrapper", "buckets, bytes"]))
 assert mine == other
 
 # %% [markdown]
-"""
+r"""
 The buckets are the same, and the asserts found every bit equal. The counts differ in the second
 iteration alone, where the ranks agree on the buckets: PyTorch sends which parameter is in which
 bucket and then the buckets' sizes, this wrapper the order of the gradients alone, from which every
 rank makes the same plan.
 
-**Measure.** The time of a step, for models of growing width, on the ranks that have a core or a GPU
-of their own; the others leave here. All kinds take turns; a ratio is taken within a round.
-PyTorch's wrapper comes twice: as it is, and with gradients as views of the buckets, which is what
-this one does unless told otherwise:
+## What it all gained
+
+**Predict.** On the stage of chapter 05, a step that averages naively takes $C + M$. The hooks of
+chapter 04, the buckets of chapter 05 and both wrappers hide what they can, and nothing can take
+less than $\max(C, \frac{1}{3} C + M)$. The wrappers send what the buckets send, so all three
+should take the same.
+
+**Measure.** All ways, in turns, with buckets of 1 MiB:
 """
 
 # %%
-timed = comms.timed()
-part = [tuple(shard(t[:BATCH], timed.rank, timed.world_size) for t in digits.train.tensors)]
-WIDTHS = (128, 256, 512)
-
-
-# %%
-def contestants(dim):
-    """A model of each kind, all alike."""
-    bare, ours, theirs, views = (new_model(0, torch.float32, dim) for _ in range(4))
-    wrap = partial(TorchDDP, process_group=timed.group)
-    return {
-        "no averaging": bare,
-        "torch DDP": wrap(theirs),
-        "torch DDP, views": wrap(views, gradient_as_bucket_view=True),
-        "microddp.DDP": DDP(ours, timed),
-    }
-
+there = cluster("a100", "25gbit", nodes=n, node=1, parameters=355e6, tokens=24_576, layers=24)
+stage = set_stage(comms, there, layer_bytes=3 << 17)
+comms.print(stage)
+WAYS = {
+    "naive (03)": ("naive", None),
+    "hooks (04)": ("hooks", None),
+    "buckets (05)": ("bucketed", 1),
+    "microddp.DDP": ("ddp", 1),
+    "PyTorch's DDP": ("torch", 1),
+}
+calls = {"one device": stage.step("none")}
+calls |= {name: stage.step(*way) for name, way in WAYS.items()}
+steps = measure(calls, comms, repeat=9)
+device = steps.pop("one device")
 
 # %%
-measured = {}
-for dim in WIDTHS:
-    models = contestants(dim)
-    calls = {name: partial(train, model, part, sgd(model)) for name, model in models.items()}
-    measured[dim] = measure(calls, timed, repeat=11)
+speeds = {name: stage.speed_up(step, device) for name, step in steps.items()}
+best = max(speeds, key=lambda name: speeds[name].ratio)
+figures.speed_ups(
+    {name: speed.times for name, speed in speeds.items()},
+    n,
+    title=f"{n} devices, by how gradients are averaged: up to {speeds[best].ratio:.2f}",
+)
 
-# %% tags=["plumbing"]
-rows = []
-for dim, steps in measured.items():
-    mine, *others = (steps[name] for name in ("microddp.DDP", "torch DDP, views", "torch DDP"))
-    ratios = [mine.ratio(other) for other in others]
-    written = [f"{r.median:.2f} ({r.spread[0]:.2f} to {r.spread[1]:.2f})" for r in ratios]
-    rows.append((dim, *(human_seconds(timing.median) for timing in steps.values()), *written))
-timed.print(f"median time of a step on {timed.world_size} ranks; ours / theirs, with quartiles")
-timed.print(table(rows, ["width", *calls, "ours / torch, views", "ours / torch"]))
-figures.lines(
-    {name: (WIDTHS, [measured[d][name].median * 1e3 for d in WIDTHS]) for name in calls},
-    title=f"Width {dim}: our step takes {written[0]} times PyTorch's with views",
-    xlabel="width of the model",
-    ylabel="time of a step, ms",
+# %%
+gain, top = compare(steps[best], steps["naive (03)"]), speeds[best]
+left = f"{n - top.ratio:.2f} of {n} are lost to waiting"
+said = (
+    f"{best} is {gain} as naive: {n} devices are {top.ratio:.2f} times as fast as one, and {left}."
+)
+find(
+    comms,
+    "climax",
+    overlap=(n > 1 and gain.faster, f"The winner: {said}"),
+    nothing=(n > 1 and not gain.faster, f"No way clearly beats the naive one: {said}"),
+    alone=(n == 1, "One rank has nothing to average."),
+)
+wrappers = compare(steps["microddp.DDP"], steps["PyTorch's DDP"])
+said = wrappers.say("A step of microddp.DDP", "one of PyTorch's DDP") + "."
+find(
+    comms,
+    "wrappers",
+    ours=(wrappers.faster, said),
+    theirs=(wrappers.slower, said),
+    alike=(wrappers.alike, said),
 )
 
 # %% [markdown]
 """
-**Explain.** Both wrappers send the same bytes in the same messages, so most of what they add to the
-step without averaging, they add alike. PyTorch's default copies the averages back into the
-gradients, one more pass over them. What could be left between the two with views is Python, which
-brings each gradient into its bucket between two operations of backward. Only where the quartiles
-lie on one side of 1 does the run tell two steps apart.
+**Explain.** Both wrappers send the same bytes in the same messages, and both return from backward
+when all have arrived. What is left is the bytes that no backward is long enough to hide: more
+devices, or fewer bytes, are the subject of part III.
+
+**Where Python could show.** PyTorch's reducer is C++. This one runs some lines of Python for each
+gradient, between two operations of backward. That shows most where a model has many small
+parameters, little to compute and links that hold nothing back, between two ranks that have a core
+or a GPU of their own (the others leave here). PyTorch's wrapper comes with gradients as views of
+the buckets, as ours has them:
+"""
+
+# %%
+if comms.box:
+    relink(comms, "30gbit")  # before the group is made: a connection keeps the pace it began with
+timed = comms.timed()
+part = [tuple(shard(t[:BATCH], timed.rank, timed.world_size) for t in digits.train.tensors)]
+models = [new_model(0, torch.float32, dim=32) for _ in range(3)]
+views = TorchDDP(models[2], process_group=timed.group, gradient_as_bucket_view=True)
+contestants = {"no averaging": models[0], "microddp.DDP": DDP(models[1], timed), "torch": views}
+calls = {name: partial(train, model, part, sgd(model)) for name, model in contestants.items()}
+small = measure(calls, timed, repeat=31)
+
+# %% tags=["plumbing"]
+timed.print(table(small.items(), ["many small gradients", "step, median (quartiles)"]))
+python = compare(small["microddp.DDP"], small["torch"])
+each = (small["microddp.DDP"].median - small["torch"].median) / len(list(models[0].parameters()))
+said = f"{python.say('A step of microddp.DDP', 'one of PyTorch')}: {each * 1e6:+.1f} us a gradient."
+find(
+    timed,
+    "python",
+    ours=(python.faster, said),
+    theirs=(python.slower, said),
+    alike=(python.alike, said),
+)
+
+# %% [markdown]
+"""
+## What I would set
+
+| argument | set it | because |
+|---|---|---|
+| `gradient_as_bucket_view` | `True` | half the memory of gradients and buckets (chapter 05) |
+| `bucket_cap_mb` | try 5, 25 and 100 | the best depends on alpha, beta and backward (chapter 05) |
+| `find_unused_parameters` | only if a forward leaves some out | it searches each forward's graph |
+| `static_graph` | if every step uses the same parameters | it finds unused ones once |
+| `forward_sync_buffers` | `False` without batch norm | nobody needs its broadcast |
+| `no_sync()` | around forward *and* backward of all but the last | one average a step |
+
+:::{admonition} On GPUs
+The order of the ways is the same, since it follows from $M/C$ and from who carries the messages.
+What differs: the CPU only queues work, so Python costs nothing as long as the GPU has some left;
+and NCCL's kernels compute the sums on the GPU itself, beside backward, and slow it down meanwhile.
+With $M/C$ below two thirds, as on 8 H100 of a node, all of it can be hidden (chapter 04).
+:::
 
 ## What to take along
 
@@ -725,8 +786,7 @@ lie on one side of 1 does the run tell two steps apart.
   decided where `forward` runs.
 - A missing gradient is an error in the next forward, and a missing rank one after the time-out. A
   sample or a micro-batch that counts too much is no error at all: compare with one device.
-- On the same messages in the same order, two implementations agree bit for bit. Where they may
-  differ is time.
+- On the same messages in the same order, two implementations agree bit for bit.
 
 ## Appendix: what it leaves out
 

@@ -53,7 +53,8 @@ class Timing:
 
     def __str__(self) -> str:
         low, high = self.spread
-        return f"{self.median * 1e3:.3g} ms ({low * 1e3:.3g} to {high * 1e3:.3g})"
+        unit, many = ("s", 1) if self.median >= 1 else ("ms", 1e3)
+        return f"{self.median * many:.3g} {unit} ({low * many:.3g} to {high * many:.3g})"
 
 
 def measure(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from microddp.performance import roofline
+from microddp.stage import stage
 from microddp.workloads import case_study
 from pretended import communicators, devices, torch_cuda
 from pretended.communicators import Log
@@ -63,6 +64,7 @@ def run_chapter(script: Path, text: str) -> None:
     """
     os.environ["MICRODDP_ROUNDS"] = "1"
     case_study.SIZES["full"] = TINY
+    stage.ON_GPUS |= {"vocabulary": 64, "dim": 32, "depth": 2, "heads": 2, "context": 16}
     roofline.MATRIX["cuda"] = roofline.MATRIX["cpu"]
     warnings.resetwarnings()
     os.chdir(script.parent)

@@ -1,0 +1,181 @@
+"""Scale models: a cluster that nobody has at hand, as a stage on which the same ratios hold.
+
+What a data-parallel step gains depends on a few numbers without units: how many devices, M/C (all
+messages alone, by all computing alone), the time to start a message by C, and which share of
+computing is backward. A stage with equal numbers is the cluster, only slower.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from microddp.plan.library import devices, links, named, network_of
+from microddp.program import Layer, Work
+from microddp.report import human_bytes, human_seconds
+
+ALONE = 0.1  # seconds of computing
+LEAST_PAUSE = 1e-3  # seconds; what a processor does beside a shorter pause weighs too much
+
+
+@dataclass(frozen=True)
+class Side:
+    """Either side of a scale model: the cluster, or the stage.
+
+    Attributes:
+        words: name of the devices and the links.
+        devices: number of devices.
+        layers: number of layers, each with one gradient and one message.
+        nbytes: bytes of all gradients.
+        compute: C, seconds of a device's step alone.
+        messages: M, seconds of an all-reduce of all gradients alone.
+        start: seconds of an all-reduce of next to nothing.
+    """
+
+    words: str
+    devices: int
+    layers: int
+    nbytes: float
+    compute: float
+    messages: float
+    start: float
+
+    @property
+    def ratio(self) -> float:
+        """M/C."""
+        return self.messages / self.compute
+
+    def column(self) -> list[str]:
+        """Return the numbers in words, in the order of :data:`ROWS`."""
+        return [
+            self.words,
+            str(self.devices),
+            str(self.layers),
+            human_bytes(self.nbytes),
+            human_seconds(self.compute),
+            human_seconds(self.messages),
+            f"{self.ratio:.2f}",
+            human_seconds(self.start),
+            f"{self.start / self.compute:.4f}",
+        ]
+
+
+ROWS = (
+    "",
+    "devices",
+    "layers, a message each",
+    "gradients",
+    "C, computing alone",
+    "M, messages alone",
+    "M/C",
+    "start of a message",
+    "start/C",
+)
+
+
+def cluster(
+    device: str,
+    link: str,
+    *,
+    nodes: int,
+    node: int,
+    parameters: float,
+    tokens: float,
+    layers: int,
+    value_size: int = 2,
+) -> Side:
+    """Compute a cluster's side, for a transformer whose gradients are summed around a ring.
+
+    Args:
+        device: device of ``library.toml``.
+        link: link between nodes, of ``library.toml``.
+        nodes: number of nodes.
+        node: number of devices in a node.
+        parameters: number of parameters.
+        tokens: tokens of a device and step.
+        layers: number of layers, all equal.
+        value_size: bytes of a value of a gradient.
+
+    Raises:
+        ValueError: an unknown name, with the closest one; or a number that is not above 0.
+    """
+    kind = replace(named("device", device, devices()), node=node)
+    between = named("link", link, links())
+    if between.rails > node:
+        raise ValueError(
+            f"expected {between.rails} devices a node or more, one for each of its rails, got "
+            f"{node}"
+        )
+    network = network_of(kind, between, nodes * node)
+    work = Work.from_operations(parameters, layers, tokens, kind.rate, value_size)
+    nbytes = parameters * value_size
+    many, one = ("nodes", f"{node} x ") if node > 1 else ("machines", "")
+    return Side(
+        f"{nodes} {many} of {one}{kind.name}, {between.name}",
+        nodes * node,
+        layers,
+        nbytes,
+        work.seconds,
+        network.seconds("all_reduce", "ring", nbytes),
+        network.seconds("all_reduce", "ring", 0.0),
+    )
+
+
+# What people train on, from the best connected to the least: device, link, nodes, devices a node.
+KNOWN = {
+    "8 H100 of a node, NVLink": ("h100", "8x400gbit", 1, 8),
+    "2 nodes of 8 H100, 8 x 400 Gbit/s each": ("h100", "8x400gbit", 2, 8),
+    "8 A100 of a machine, PCIe 4.0": ("a100", "pcie4", 8, 1),
+    "8 machines of an A100, 100 Gbit/s": ("a100", "100gbit", 8, 1),
+    "8 machines of an A100, 25 Gbit/s": ("a100", "25gbit", 8, 1),
+}
+
+
+def known_clusters(*, parameters: float, tokens: float, layers: int) -> list[Side]:
+    """Compute the sides of clusters that people have, for one workload, as :func:`cluster` does."""
+    sides = {
+        words: cluster(
+            device,
+            link,
+            nodes=nodes,
+            node=node,
+            parameters=parameters,
+            tokens=tokens,
+            layers=layers,
+        )
+        for words, (device, link, nodes, node) in KNOWN.items()
+    }
+    return [replace(side, words=words) for words, side in sides.items()]
+
+
+def stage_of(there: Side, words: str, layer_bytes: int, messages: float, start: float) -> Side:
+    """Compute the stage that has the cluster's M/C: how long its devices have to compute.
+
+    Args:
+        there: the cluster.
+        words: name of the stage.
+        layer_bytes: bytes of a layer's gradient on the stage.
+        messages: measured seconds of an all-reduce of all gradients on the stage.
+        start: measured seconds of an all-reduce of next to nothing.
+
+    Raises:
+        ValueError: a layer would have to pause for less than a millisecond; the message says how
+            many bytes a layer should have.
+    """
+    # A device alone sends nothing: there is nothing to scale by.
+    compute = messages * there.compute / there.messages if there.messages else ALONE
+    shortest = compute / 3 / there.layers
+    if shortest < LEAST_PAUSE:
+        enough = human_bytes(layer_bytes * LEAST_PAUSE / shortest)
+        raise ValueError(
+            f"expected layers whose forward takes {human_seconds(LEAST_PAUSE)} or more, got "
+            f"{human_seconds(shortest)}; layers of {enough} would do, or slower links"
+        )
+    nbytes = there.layers * layer_bytes
+    return Side(words, there.devices, there.layers, nbytes, compute, messages, start)
+
+
+def work_of(stage: Side) -> Work:
+    """Return the work of a stage's devices: equal layers, backward twice as long as forward."""
+    forward = stage.compute / 3 / stage.layers
+    values = int(stage.nbytes / stage.layers / 4)
+    return Work((Layer(forward, 2 * forward, (values,)),) * stage.layers)

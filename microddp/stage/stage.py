@@ -1,0 +1,134 @@
+"""The stage of a chapter: ranks that are devices of known speed, or the GPUs that there are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from microddp.comms import Comms
+from microddp.findings import Comparison, compare
+from microddp.report import table
+from microddp.stage.devices import PausingOptimizer, pausing_batch, pausing_loss, pausing_model
+from microddp.stage.scale import ROWS, Side, stage_of, work_of
+from microddp.step import Loss, Strategy, take_step
+from microddp.strategies import STRATEGIES
+from microddp.timing import Timing, measure
+from microddp.workloads.transformer import Transformer, token_loss
+
+LARGEST_LAYER = 1 << 25  # bytes
+# What GPUs train: 210 million parameters, on eight sequences each.
+ON_GPUS = {"vocabulary": 8192, "dim": 1024, "depth": 16, "heads": 16, "context": 1024}
+SEQUENCES = 8
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A model to train, the same on every rank, and what its steps need.
+
+    Attributes:
+        comms: the ranks.
+        model: the model; strategies get copies of it.
+        loss_fn: from outputs and targets to a scalar.
+        batch: inputs and targets of this rank's shard.
+        make_optimizer: from parameters to an optimizer.
+        sides: the cluster and the stage; empty where the devices are the machine's own.
+    """
+
+    comms: Comms
+    model: nn.Module
+    loss_fn: Loss
+    batch: tuple[torch.Tensor, torch.Tensor]
+    make_optimizer: Callable[..., torch.optim.Optimizer]
+    sides: tuple[Side, ...] = ()
+
+    def strategy(self, kind: str, bucket_cap_mb: float | None = None) -> Strategy:
+        """Make a strategy of ``STRATEGIES``, with a copy of the model. A collective."""
+        return STRATEGIES[kind](copy.deepcopy(self.model), self.comms, bucket_cap_mb)
+
+    def step(
+        self, kind: str | Strategy, bucket_cap_mb: float | None = None
+    ) -> Callable[[], object]:
+        """Make a step to be timed: of a strategy, or of one by its name. A collective.
+
+        Args:
+            kind: strategy, or its name; ``"none"`` is a device alone.
+            bucket_cap_mb: size of a bucket in MiB, for a name.
+        """
+        strategy = self.strategy(kind, bucket_cap_mb) if isinstance(kind, str) else kind
+        optimizer = self.make_optimizer(strategy.module.parameters())
+        return partial(take_step, strategy, self.loss_fn, optimizer, self.batch)
+
+    def speed_up(self, step: Timing, alone: Timing) -> Comparison:
+        """Compare a step of all devices with one device that does all of their work.
+
+        Args:
+            step: measured step.
+            alone: step of one device with one shard; all work is as many of those as devices.
+        """
+        n = self.comms.world_size
+        return compare(step, Timing(tuple(n * seconds for seconds in alone.seconds)))
+
+    def __str__(self) -> str:
+        if not self.sides:
+            return f"{self.comms.world_size} x {self.comms.device.type}, not to scale"
+        rows = zip(ROWS, *(side.column() for side in self.sides), strict=True)
+        (_, *names), *rows_below = rows
+        return table(rows_below, ["", *names])
+
+
+def set_stage(comms: Comms, there: Side, layer_bytes: int = 1 << 19) -> Stage:
+    """Set a stage to the scale of a cluster. A collective.
+
+    On GPUs the devices are what they are: the model is then a transformer. A rank alone sends
+    nothing, and is a device that computes for a tenth of a second.
+
+    Args:
+        comms: the ranks, as many as the cluster has devices.
+        there: the cluster.
+        layer_bytes: bytes of a layer's gradient; more where messages would be so quick that layers
+            would have to be too short.
+
+    Raises:
+        ValueError: another number of ranks, or no size of a layer that fits.
+    """
+    if there.devices != comms.world_size:
+        raise ValueError(
+            f"rank {comms.rank}: expected {there.devices} ranks, one for each device of "
+            f"{there.words}, got {comms.world_size}"
+        )
+    if comms.device.type == "cuda":
+        return _on_gpus(comms)
+    here = None
+    while here is None:
+        several = comms.world_size > 1
+        nbytes = there.layers * layer_bytes
+        messages, start = _measure(comms, nbytes) if several else (0.0, 0.0)
+        try:
+            here = stage_of(there, "this stage", layer_bytes, messages, start)
+        except ValueError:
+            if layer_bytes >= LARGEST_LAYER:
+                raise
+            layer_bytes *= 2
+    model = pausing_model(work_of(here))
+    return Stage(comms, model, pausing_loss, pausing_batch(), PausingOptimizer, (there, here))
+
+
+def _measure(comms: Comms, nbytes: int) -> tuple[float, float]:
+    """Seconds of an all-reduce of so many bytes, and of one value."""
+    calls = {str(size): partial(comms.all_reduce, torch.zeros(size // 4)) for size in (nbytes, 4)}
+    whole, start = measure(calls, comms, repeat=5).values()
+    return whole.median, start.median
+
+
+def _on_gpus(comms: Comms) -> Stage:
+    torch.manual_seed(0)
+    model = Transformer(**ON_GPUS).to(comms.device)
+    context, vocabulary = ON_GPUS["context"], ON_GPUS["vocabulary"]
+    tokens = torch.randint(vocabulary, (SEQUENCES, context + 1), device=comms.device)
+    batch = tokens[:, :-1], tokens[:, 1:]
+    return Stage(comms, model, token_loss, batch, partial(torch.optim.AdamW, lr=1e-4))

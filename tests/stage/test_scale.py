@@ -1,0 +1,80 @@
+"""Scale models: the cluster's numbers, computed by hand, and a stage that has its ratios."""
+
+import re
+
+import pytest
+from ranks import on_ranks
+
+from microddp.stage import cluster, known_clusters, set_stage, stage_of, work_of
+
+GPT = {"parameters": 355e6, "tokens": 24_576, "layers": 16}
+
+
+def test_a_cluster_is_what_its_sources_say():
+    side = cluster("a100", "25gbit", nodes=8, node=1, **GPT)
+    assert side.devices == 8
+    assert side.nbytes == 710e6
+    assert side.compute == pytest.approx(6 * 355e6 * 24_576 / (312e12 * 0.51))
+    assert side.messages == pytest.approx(14 * (710e6 / 8 / 3.125e9 + 14e-6))
+    assert side.start == pytest.approx(14 * 14e-6)
+    assert side.ratio == side.messages / side.compute
+
+
+def test_a_node_of_eight_uses_its_own_links():
+    side = cluster("h100", "8x400gbit", nodes=1, node=8, **GPT)
+    assert side.messages == pytest.approx(14 * (710e6 / 8 / 367.6e9 + 3.4e-6))
+    first, *_ = known_clusters(**GPT)
+    assert first.words == "8 H100 of a node, NVLink"
+
+
+@pytest.mark.parametrize(
+    ("device", "link", "node", "message"),
+    [
+        ("h10", "25gbit", 1, "did you mean 'h100'?"),
+        ("h100", "25gbits", 1, "did you mean '25gbit'?"),
+        ("h100", "8x400gbit", 4, "expected 8 devices a node or more"),
+    ],
+)
+def test_what_is_not_known_is_named(device, link, node, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        cluster(device, link, nodes=2, node=node, **GPT)
+
+
+def test_a_stage_has_the_clusters_ratio():
+    there = cluster("a100", "25gbit", nodes=8, node=1, **GPT)
+    here = stage_of(there, "here", 1 << 19, messages=0.123, start=0.001)
+    assert here.ratio == pytest.approx(there.ratio)
+    assert (here.devices, here.layers, here.nbytes) == (8, 16, 8 << 20)
+    work = work_of(here)
+    assert work.seconds == pytest.approx(here.compute)
+    assert sum(sum(layer.tensors) for layer in work.layers) * 4 == 8 << 20
+    assert sum(layer.backward for layer in work.layers) == pytest.approx(here.compute * 2 / 3)
+
+
+def test_a_stage_that_is_too_quick_says_which_would_fit():
+    there = cluster("a100", "25gbit", nodes=8, node=1, **GPT)
+    with pytest.raises(ValueError, match="layers of ") as raised:
+        stage_of(there, "here", 1 << 19, messages=0.0123, start=0.001)
+    number, unit = re.search(r"layers of ([\d.]+) (\w+) would", str(raised.value)).groups()
+    enough = float(number) * {"KiB": 1 << 10, "MiB": 1 << 20}[unit]
+    stage_of(there, "here", int(enough), messages=0.0123 * 1.01 * enough / (1 << 19), start=0.001)
+
+
+@on_ranks(1, 2)
+def test_a_stage_is_set_on_the_ranks_that_there_are(comms):
+    n = comms.world_size
+    few = GPT | {"layers": 2}  # over loopback, more would have to be large
+    stage = set_stage(comms, cluster("a100", "25gbit", nodes=n, node=1, **few))
+    there, here = stage.sides
+    assert here.devices == n
+    assert here.ratio == pytest.approx(there.ratio)
+    if n == 1:
+        assert here.compute == 0.1
+    assert "M/C" in str(stage)
+    sides = comms.all_gather_data([here.compute, here.nbytes])
+    assert sides == [sides[0]] * n, "the same on every rank"
+    with pytest.raises(ValueError, match=f"expected {n + 1} ranks, one for each device"):
+        set_stage(comms, cluster("a100", "25gbit", nodes=n + 1, node=1, **GPT))
+    if n == 1:
+        stage.step("naive")()
+        stage.step(stage.strategy("ddp", 1.0))()
