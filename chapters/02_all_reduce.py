@@ -26,6 +26,7 @@ from microddp.allreduce import (
     fit_alpha_beta,
 )
 from microddp.comms import MessageCounter, schedule_threads
+from microddp.findings import compare, find
 from microddp.report import human_bytes, human_seconds, mark_least, table
 from microddp.timing import Timing, measure
 
@@ -319,15 +320,12 @@ whatever its size, and $\beta$ seconds for each byte. A message of $m$ bytes the
 
 $$ t(m) = \alpha + \beta m . $$
 
-Timings are honest only if the ranks do not wait for each other's turn on a core or a GPU. On the
-website this chapter runs on eight *hosts in a box*: on one machine, each in a network of its own,
-with a *shaped* link, on which the kernel lets so many bits through a second and no more. What they
-send is real, and on average no more than that passes. To send over such a link keeps a core busy
-for a part of the time only, so ranks without a core of their own are timed, too. What they still
-wait for one is in the times. (What computes needs a core for each rank; the
-next chapters say how they choose.) Without such hosts, ranks beyond a machine's cores or GPUs leave
-the job at `timed()`: their process ends there. The others, at least two of each machine, get the
-group of those that stay, a *sub-group*:
+On the website this chapter runs on eight *hosts in a box*: one machine, in which each rank has a
+network of its own, with a *shaped* link: the kernel lets so many bits through a second and no more.
+The ranks share few cores. That is fair for sending, because the link is the bottleneck, and unfair
+for computing: chapters that time computing say how they do it. ({doc}`/install` says what such
+hosts need. Without them, ranks beyond a machine's cores or GPUs leave the job at `timed()`, and the
+others get the group of those that stay, a *sub-group*.)
 """
 
 # %%
@@ -338,8 +336,8 @@ if timed.world_size == 1:
 
 # %% [markdown]
 """
-So this section and the next time the first four ranks at most, while the others sleep and are told
-the result:
+This section and the next one measure only the first four ranks; the others sleep, and are told the
+result:
 """
 
 # %%
@@ -411,14 +409,20 @@ rows = [
     for m, t in message_seconds.items()
 ]
 timed.print(table(rows, ["message", "measured", "alpha + beta m"]))
+largest, took = max(message_seconds.items())
+off = took / (alpha + beta * largest) - 1
+said = (
+    f"A message takes {human_seconds(alpha)} to start, and its bytes {beta * 1e9:.2f} ns each. At "
+    f"{human_bytes(largest)} the model is {abs(off):.0%} off"
+)
+find(timed, "alpha-beta", over=(off < 0, f"{said}: less was needed."), under=(off >= 0, f"{said}."))
 
 # %% [markdown]
 r"""
-Where the links' speed is known, the predictions below take it as beta. (The fit can differ from it:
-a shaped link lets the first 68 KiB after a pause through at once, and a core works on each message
-beside the link.) The model is rough where messages are small. Which of the smallest is fastest is
-chance, and alpha contains what ranks wait for each other before an exchange that is timed by
-itself: in a row, messages start sooner.
+The predictions below take the links' speed as beta where it is known. (A fit can differ: a shaped
+link lets the first 68 KiB after a pause through at once, and a core works on each message beside
+the link.) The order of the smallest sizes is noise. Alpha includes the wait for the slower rank at
+the start; messages in a row do not pay that.
 
 ## Time by size
 
@@ -450,21 +454,21 @@ for nbytes in (2**k for k in range(13, 24, 2)):
 models = {
     name: lambda m, name=name: all_reduce_cost(name, four, m).seconds(alpha, beta) for name in WAYS
 }
-ratio = timings["ring"][nbytes].ratio(timings["backend"][nbytes]).median
+against = compare(timings["ring"][nbytes], timings["backend"][nbytes])
 figures.times_by_size(
     {name: timings[name] for name in ("backend", "ring", "naive")},
     models=models,
-    title=f"{four} ranks, {human_bytes(nbytes)}: the ring takes {ratio:.2f} times the backend's",
+    title=f"{four} ranks, {human_bytes(nbytes)}: the ring is {against} as the backend",
 )
 
 # %% tags=["plumbing"]
 rows = []
 for nbytes, backend in timings["backend"].items():
-    ratios = [timings[name][nbytes].ratio(backend).median for name in WAYS]
-    marked = mark_least([f"{ratio:.2f}" for ratio in ratios], ratios)
+    ratios = [compare(timings[name][nbytes], backend).ratio for name in WAYS]
+    marked = mark_least([f"{ratio:.2f}" for ratio in ratios], [-ratio for ratio in ratios])
     bus = bus_bandwidth(nbytes, timings["ring"][nbytes].median, four) / 1e9
     rows.append((human_bytes(nbytes), backend, *marked, bus))
-timed.print("our four in units of the backend's time; * the least median of them")
+timed.print("our four: times as fast as the backend; * the fastest of them")
 timed.print(table(rows, ["size", "backend", *WAYS, "ring GB/s"]))
 rows = [
     (human_bytes(m), *(models[name](m) / timings[name][m].median for name in WAYS))
@@ -472,11 +476,31 @@ rows = [
 ]
 timed.print("predicted / measured")
 timed.print(table(rows, ["size", *WAYS], floats=("", *[".2f"] * len(WAYS))))
-for nbytes in (min(timings["ring"]), max(timings["ring"])):
+
+# %% tags=["plumbing"]
+small, large = min(timings["ring"]), max(timings["ring"])
+for nbytes, when in ((small, "small"), (large, "large")):
     ours = {name: timings[name][nbytes] for name in WAYS}
-    least = min(ours.values(), key=lambda timing: timing.median)
-    fastest = [name for name, timing in ours.items() if not least.clearly_below(timing)]
-    timed.print(f"fastest of ours at {human_bytes(nbytes)}: {', '.join(fastest)}")
+    least = min(ours, key=lambda name, ours=ours: ours[name].median)
+    rivals = [name for name in WAYS if not compare(ours[least], ours[name]).faster]
+    against = compare(ours[least], timings["backend"][nbytes])
+    said = (
+        f"At {human_bytes(nbytes)} the fastest of ours is {least}"
+        + (f", not told apart from {' and '.join(set(rivals) - {least})}" if rivals[1:] else "")
+        + f"; it is {against} as the backend's."
+    )
+    find(
+        timed,
+        f"fastest-{when}",
+        ring=(least == "ring", said),
+        other=(least != "ring", said),
+    )
+ring_gain, bytes_say = compare(timings["ring"][large], timings["naive"][large]), four
+said = (
+    f"At {human_bytes(large)} the ring is {ring_gain} as naive, where the bytes alone say "
+    f"{bytes_say} with a link for each rank."
+)
+find(timed, "ring", gain=(ring_gain.faster, said), none=(not ring_gain.faster, said))
 
 # %% [markdown]
 r"""
@@ -485,19 +509,21 @@ have carried in a second, and can be compared between algorithms and numbers of 
 definition is that of nccl-tests, Nvidia's benchmark of collectives
 ([PERFORMANCE.md](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md)).
 
-**Explain.** The model is flat where alpha decides, and a straight line where beta does. The second
-table says how far it is off. Below 1.00 it leaves something out: the additions, which in the direct
-way and in doubling are of whole tensors while nothing travels; the pieces of a chunk, each with an
-alpha of its own; and whatever the cores do that carry the messages. Above 1.00 it counts too much.
-Rounds in a row need not wait for all ranks, as a single exchange that is timed does; in naive's
-first rounds all ranks but rank 0 send at the same time, so it need not lose to ways with fewer
-rounds. And a shaped link lets small chunks pass.
+**Explain.** The model is flat where alpha decides, and a straight line where beta does. Below 1.00
+it leaves something out: the additions, which in the direct way and in doubling are of whole tensors
+while nothing travels; the pieces of a chunk (exercise 3), each with an alpha of its own; and
+whatever the cores do that carry the messages. Above 1.00 it counts too much. A shaped link lets
+small chunks pass at once: the left half of both tables is of such messages, and of the cores.
+Rounds in a row need not wait for all ranks. And in naive's first rounds all ranks but rank 0 send
+at the same time.
+
+gloo's own all-reduce is a ring at every size ([allreduce.cc](https://github.com/pytorch/gloo/blob/main/gloo/allreduce.cc)).
+So ways with fewer rounds can beat it where alpha decides. NCCL has trees for that.
 
 How much the ring gains depends on the links. Naive's bytes pass through rank 0's link one way, then
 the other, $2(n-1)S$ one after the other. The ring sends and receives at once, each way
-$\frac{2(n-1)}{n}S$. With a link for each rank, the ratio should come near $n$ for large tensors.
-Where the ranks share a machine and its cores copy all messages, it is the
-sum of all bytes that counts, and that is the same for both.
+$\frac{2(n-1)}{n}S$. That is $n$ times less. Where the ranks share a machine and its cores copy all
+messages, it is the sum of all bytes that counts, and that is the same for both.
 
 ## Time by ranks
 
@@ -519,22 +545,31 @@ if counts:  # with one rank there is none
         predicted = [all_reduce_cost(name, c, 2**22).seconds(alpha, beta) for c in counts]
         curves[name] = counts, [times[name].median * 1e3 for times in by_count]
         curves[f"{name}, predicted"] = counts, [s * 1e3 for s in predicted]
-        off = [t[name].median / s for t, s in zip(by_count, predicted, strict=True)]
-        timed.print(f"{name}: measured / predicted {min(off):.2f} to {max(off):.2f}")
-    slower = by_count[-1]["naive"].ratio(by_count[-1]["ring"]).median
+        off = {c: t[name].median / s for c, t, s in zip(counts, by_count, predicted, strict=True)}
+        worst = max(off, key=lambda c, off=off: abs(off[c] - 1))
+        said = (
+            f"Measured by predicted, {name} is at {min(off.values()):.2f} to "
+            f"{max(off.values()):.2f}, farthest off on {worst} ranks."
+        )
+        find(
+            timed,
+            f"by-ranks-{name}",
+            few=(worst == counts[0], said),
+            many=(worst != counts[0], said),
+        )
+    gain = compare(by_count[-1]["ring"], by_count[-1]["naive"])
     figures.lines(
         curves,
-        title=f"{counts[-1]} ranks: naive takes {slower:.2f} times the ring's time",
+        title=f"{counts[-1]} ranks: the ring is {gain} as naive",
         xlabel="ranks",
         ylabel="time of an all-reduce of 4 MiB, ms",
     )
 
 # %% [markdown]
 r"""
-**Explain.** What took longer than predicted, no link explains. Where there are more ranks than
-cores, a message may also wait until whoever takes it has a core, in every round. Were the ranks to
-share what carries the messages, as without hosts of their own, the bytes say that both lines would
-rise alike.
+**Explain.** The links explain the shape of both curves. Rank 0's carries everything in one, and
+each carries its share in the other. With more ranks than cores a message may also wait for a core,
+in every round. Over loopback all ranks share the memory's bus, and both curves rise alike.
 
 ## What to take along
 
@@ -595,7 +630,7 @@ if paused:  # not on GPUs
 
 # %% [markdown]
 """
-Where the default class has more long calls, the difference is turns of the scheduler. gloo has a
+The median is the same in both classes, where a core is free; what differs is the tail. gloo has a
 background thread that reads the sockets. When data arrive, it wakes up and *tries* to lock the
 connection. If the main thread holds the lock, because it is in the middle of sending, the
 background thread does not sleep: it tries again and again (`Pair::handleEvents` in [gloo's TCP

@@ -26,6 +26,7 @@ from microddp.bucketing import BucketedDDPHooks
 from microddp.buckets import plan_buckets
 from microddp.data import ShardedBatches, load_digits
 from microddp.findings import Prediction, compare, find
+from microddp.hosts import relink
 from microddp.model import FullMLP, SimpleCNN, gradient_bytes
 from microddp.performance import predict_plan
 from microddp.report import MIB, human_bytes, human_seconds, mark_least, table
@@ -507,6 +508,46 @@ figures.explore_buckets(
     {int(cap): steps[name] for name, cap in CAPS.items()},
     predict=predict_plan,
     title="Refill the buckets: a cap's plan, and the step that is predicted with it",
+)
+
+# %% [markdown] index=["similarity"]
+r"""
+## Does the scale matter?
+
+**Predict.** What a scale model says of its cluster is worth as much as this: stages of another
+speed, with the same $n$ and $M/C$, must give the same speed-ups.
+
+**Measure.** The stage again, on links of half and of a quarter of the speed, where all computing is
+as many times as long. Every all-reduce starts in the same time as before, so $\alpha/C$ becomes
+smaller with the speed:
+"""
+
+# %%
+WAYS = {"naive": ("naive", None), "hooks": ("hooks", None), "buckets of 1 MiB": ("bucketed", 1)}
+found, starts = {}, {}
+for speed in ("1gbit", "500mbit", "250mbit") if comms.box and n > 1 else ():
+    relink(comms, speed)
+    slower = set_stage(comms, there, layer_bytes=3 << 17)
+    calls = {name: slower.step(*way) for name, way in WAYS.items()}
+    got = measure({"alone": slower.step("none"), **calls}, comms, warmup=1, repeat=4)
+    found[speed] = {name: slower.speed_up(got[name], got["alone"]).ratio for name in WAYS}
+    starts[speed] = slower.sides[1].start / slower.sides[1].compute
+
+# %% tags=["plumbing"]
+rows = [(speed, starts[speed], *speeds.values()) for speed, speeds in found.items()]
+comms.print(table(rows, ["links", "start/C", *WAYS], floats=("", ".3f", *[".2f"] * 3)))
+apart = {name: max(v) / min(v) - 1 for name in WAYS if (v := [f[name] for f in found.values()])}
+worst = max(apart, key=apart.get, default="")
+said = worst and (
+    f"Over a factor of four in speed, the speed-ups are at most {apart[worst]:.0%} apart, for "
+    f"{worst}, while start/C goes from {starts['1gbit']:.3f} to {starts['250mbit']:.3f}."
+)
+find(
+    comms,
+    "similarity",
+    alike=(bool(worst) and apart[worst] <= 0.1, said),
+    apart=(bool(worst) and apart[worst] > 0.1, f"{said} The faster stage is not to scale."),
+    left_out=(not worst, "Left out: it takes links whose speed can be set."),
 )
 
 # %% [markdown]

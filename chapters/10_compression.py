@@ -546,7 +546,7 @@ timed.print(table(rows, headers, floats=".1f"))
 r"""
 **Explain.** The last column is what the measured break-even says was hidden of backward. No more
 can hide than the message takes, and the last bucket never does. Much of what is missing besides
-went to the cores, which over gloo carry the messages and compute (chapter 05). The better a machine
+went to the cores, which over gloo carry the messages and compute (chapter 04). The better a machine
 hides, the nearer break-even comes to the column "all hidden".
 
 A [survey](https://arxiv.org/abs/2103.00543) tried more than 200 set-ups on GPUs in data centres

@@ -14,7 +14,7 @@ from torch import nn
 
 BUCKET_CAP_MB = 25.0
 # A small first bucket, so that communication begins early in backward. PyTorch's own default; its
-# developers disagree on what it gains (PyTorch issue 118421), and chapter 05 measures it.
+# developers disagree on what it gains (PyTorch issue 118421).
 FIRST_BUCKET_CAP_MB = 1.0
 # Gradients that are all below this size are brought into their bucket in one call. Above, a call
 # costs less than the bytes, and those are still in the cache when the gradient comes.

@@ -21,7 +21,7 @@ from microddp.timing import Timing, measure
 from microddp.workloads.transformer import Transformer, token_loss
 
 LARGEST_LAYER = 1 << 25  # bytes
-# What GPUs train: 210 million parameters, on eight sequences each.
+# What GPUs train, in the order of the arguments: 210 million parameters, on eight sequences each.
 ON_GPUS = {"vocabulary": 8192, "dim": 1024, "depth": 16, "heads": 16, "context": 1024}
 SEQUENCES = 8
 
@@ -74,11 +74,13 @@ class Stage:
         return compare(step, Timing(tuple(n * seconds for seconds in alone.seconds)))
 
     def __str__(self) -> str:
+        n = self.comms.world_size
         if not self.sides:
-            return f"{self.comms.world_size} x {self.comms.device.type}, not to scale"
+            return f"{n} of {n} ranks are timed, on {self.comms.device.type}: not to scale"
         rows = zip(ROWS, *(side.column() for side in self.sides), strict=True)
         (_, *names), *rows_below = rows
-        return table(rows_below, ["", *names])
+        timed = f"{n} of {n} ranks are timed: devices of known speed"
+        return f"{timed}\n{table(rows_below, ['', *names])}"
 
 
 def set_stage(comms: Comms, there: Side, layer_bytes: int = 1 << 19) -> Stage:
@@ -127,7 +129,7 @@ def _measure(comms: Comms, nbytes: int) -> tuple[float, float]:
 
 def _on_gpus(comms: Comms) -> Stage:
     torch.manual_seed(0)
-    model = Transformer(**ON_GPUS).to(comms.device)
+    model = Transformer(*ON_GPUS.values()).to(comms.device)
     context, vocabulary = ON_GPUS["context"], ON_GPUS["vocabulary"]
     tokens = torch.randint(vocabulary, (SEQUENCES, context + 1), device=comms.device)
     batch = tokens[:, :-1], tokens[:, 1:]

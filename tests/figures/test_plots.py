@@ -233,3 +233,14 @@ def test_only_rank_0_draws(comms):
     figures.pauses({"calls": [1.0]}, title="", xlabel="")
     assert plt.get_fignums() == ([1] if comms.rank == 0 else [])
     plt.close("all")
+
+
+def test_speed_ups_stand_beside_one_device_and_all_of_them():
+    times = {"naive": Timing((2.0, 3.0, 4.0)), "hooks": Timing((5.0, 5.0, 5.0))}
+    figures.speed_ups(times, 8, title="finding")
+    (axes,) = plt.gcf().axes
+    assert [bar.get_width() for bar in axes.patches] == [1.0, 3.0, 5.0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["one device", *times]
+    assert texts(axes) == ["1.00", "3.00", "5.00", "all 8"]
+    assert [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == "--"] == [8]
+    assert "hooks (5.00)" in " ".join(plt.gcf().told)

@@ -23,6 +23,7 @@ from pages.printed_tables import PRINTED
 
 FINDING = re.compile(r"^> (?:.*\n> )*?.*\[(?P<name>[a-z0-9-]+)\.(?P<side>\w+)\]$", re.MULTILINE)
 FILE = "findings.json"
+MARK = "\N{BLACK DIAMOND}"
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class ShowFindings(SphinxTransform):
             return nodes.literal_block(part, part, **block.attributes)
         mark = nodes.reference(
             "",
-            "\N{BLACK DIAMOND}",
+            MARK,
             refid=part.anchor,
             reftitle=f"Computed by this run: {part.name}.{part.side}",
             classes=["finding-mark"],
@@ -134,37 +135,57 @@ class Findings(SphinxDirective):
         return [ListOfFindings()]
 
 
+class FindingOf(SphinxDirective):
+    """Quote a finding of this build, with a link to its chapter: `{finding} 06_ddp climax`."""
+
+    required_arguments = 2
+
+    def run(self) -> list[nodes.Node]:
+        """Keep the place."""
+        _lists(self.env).add(self.env.docname)
+        page, name = self.arguments
+        return [ListOfFindings(page=f"chapters/{page}", name=name)]
+
+
 def fill(app: Sphinx, doctree: nodes.document, docname: str) -> None:
-    """Put the list in its place."""
+    """Put the lists, and single findings, in their places."""
     for place in list(doctree.findall(ListOfFindings)):
-        place.replace_self(
-            [node for page in _pages(app.env) for node in _chapter(app, docname, page)]
-        )
+        shown: list[nodes.Node] = []
+        for page in _pages(app.env):
+            if "name" not in place:
+                shown.append(_chapter(app, docname, page))
+            elif page == place["page"]:
+                found = [f for f in _findings(app.env)[page] if f.name == place["name"]]
+                shown += [_linked(app, docname, page, one) for one in found if not one.there]
+        place.replace_self(shown)
 
 
 def _pages(env: BuildEnvironment) -> list[str]:
     return sorted(page for page, found in _findings(env).items() if found)
 
 
-def _chapter(app: Sphinx, docname: str, page: str) -> Iterator[nodes.Node]:
+def _chapter(app: Sphinx, docname: str, page: str) -> nodes.section:
     title = app.env.titles[page].astext()
-    address = app.builder.get_relative_uri(docname, page)
-    section = nodes.section("", nodes.title("", title), ids=[nodes.make_id(page)])
     items = nodes.bullet_list(classes=["findings"])
     for found in _findings(app.env)[page]:
-        link = nodes.reference(
-            "",
-            "\N{BLACK DIAMOND}",
-            refuri=f"{address}#{found.anchor}",
-            internal=True,
-            reftitle=f"In its chapter: {found.name}",
-            classes=["finding-mark"],
-        )
-        machine = [nodes.emphasis("", "There: ")] if found.there else []
-        words = nodes.paragraph("", "", *machine, *in_words(found), nodes.Text(" "), link)
+        words = _linked(app, docname, page, found)
+        if found.there:
+            words.insert(0, nodes.emphasis("", "There: "))
         items += nodes.list_item("", words)
-    section += items
-    yield section
+    return nodes.section("", nodes.title("", title), items, ids=[nodes.make_id(page)])
+
+
+def _linked(app: Sphinx, docname: str, page: str, found: Finding) -> nodes.paragraph:
+    address = f"{app.builder.get_relative_uri(docname, page)}#{found.anchor}"
+    link = nodes.reference(
+        "",
+        MARK,
+        refuri=address,
+        internal=True,
+        reftitle=f"In its chapter: {found.name}",
+        classes=["finding-mark"],
+    )
+    return nodes.paragraph("", "", *in_words(found), nodes.Text(" "), link, classes=["finding"])
 
 
 def write_again(app: Sphinx, env: BuildEnvironment) -> list[str]:
@@ -203,6 +224,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_transform(ShowFindings)
     app.add_node(ListOfFindings)
     app.add_directive("findings", Findings)
+    app.add_directive("finding", FindingOf)
     app.connect("env-purge-doc", purge)
     app.connect("env-merge-info", merge)
     app.connect("env-updated", write_again)
