@@ -163,7 +163,7 @@ figures.stacked_bars(
     split, title="A larger batch spends its time in forward and backward", xlabel="time of one step"
 )
 
-# %%
+# %% tags=["plumbing"]
 twice = {name: parts["backward"] / parts["forward"] for name, parts in split.items()}
 largest = twice["batch 1024"]
 said = ", ".join(f"{ratio:.2f} at {name}" for name, ratio in twice.items())
@@ -228,7 +228,7 @@ figures.lines(
     log="xy",
 )
 
-# %%
+# %% tags=["plumbing"]
 left, right = rates[1] / rates[0], rates[-1] / rates[-2]
 said = (
     f"Four samples take {4 / left:.2f} times as long as one; from {SIZES[-2]} to {SIZES[-1]} the "
@@ -354,7 +354,7 @@ The first call of anything also allocates memory and loads code. On a GPU it als
 of a fresh network can differ from the median of the steps that follow:
 """
 
-# %%
+# %% tags=["plumbing"]
 fresh = FullMLP(256, depth=16).to(comms.device)
 fresh_sgd = torch.optim.SGD(fresh.parameters(), lr=1e-4, momentum=0.9)
 x, y = (tensor[:16] for tensor in samples.tensors)

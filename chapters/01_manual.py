@@ -69,7 +69,7 @@ def distance(a, b):
 is the *rounding unit*, the relative step from 1 to the next number of the dtype:
 """
 
-# %%
+# %% tags=["plumbing"]
 rows = []
 for dtype in (torch.float32, torch.float64):
     model, x = copy.deepcopy(original).to(dtype), images.to(dtype)
@@ -186,7 +186,7 @@ training may amplify them. (A distance can be below one rounding unit, because a
 weights in their last bit.)
 """
 
-# %%
+# %% tags=["plumbing"]
 times = from_single32[-1] / from_single[-1]
 find(
     comms,
@@ -235,7 +235,7 @@ figures.lines(
     log="y",
 )
 
-# %%
+# %% tags=["plumbing"]
 said = (
     f"Cut into {cuts[0]} and {96 - cuts[0]}, the mean of means misses by {wrong[0]:.0%} of the "
     "gradient"
@@ -294,7 +294,7 @@ def one_step(optimizer_class, lr, mistake):
     return ((result - weights(single)).norm() / moved.norm()).item()
 
 
-# %%
+# %% tags=["plumbing"]
 rows = [
     (name, *(one_step(kind, lr, mistake) for mistake in ("summed", "weights averaged")))
     for name, kind, lr in (("SGD", torch.optim.SGD, 0.01), ("Adam", torch.optim.Adam, 0.001))

@@ -396,7 +396,7 @@ The line that fits these times with the least *relative* error gives alpha and b
 links' speed is known, that is beta, and alpha is what is left of the small messages' times:
 """
 
-# %%
+# %% tags=["plumbing"]
 alpha, beta = fit_alpha_beta(list(message_seconds), list(message_seconds.values()))
 timed.print(f"alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte")
 if timed.box:

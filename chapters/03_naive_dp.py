@@ -181,7 +181,7 @@ difference, the factor is larger: an input of a ReLU that is next to 0 can be ab
 and below it in the other. Among the ranks no bit differs, since all get the same sums:
 """
 
-# %%
+# %% tags=["plumbing"]
 worst = max(abs(a - b) for a, b in zip(shared, single, strict=True))
 times = apart32[-1] / apart[-1] if apart[-1] else 0.0
 rounding = (
@@ -360,7 +360,7 @@ steps = measure({"alone": stage.step("none"), "naive": stage.step("naive")}, com
 speed = stage.speed_up(steps["naive"], steps["alone"])
 figures.speed_ups({"naive": speed.times}, n, title=f"{n} devices, naively: {speed}")
 
-# %%
+# %% tags=["plumbing"]
 waits = 1 - steps["alone"].ratio(steps["naive"]).median
 find(
     comms,

@@ -113,7 +113,7 @@ if few := comms.subgroup(range(min(2, n))):
     rows = demonstrate_hook_order(half, few)
 comms.barrier()
 
-# %%
+# %% tags=["plumbing"]
 if few:
     layers = [int(row.name.split(".")[1]) for row in rows]
     assert layers == sorted(layers, reverse=True)
@@ -335,7 +335,7 @@ times = measure({"alone": stage.step("none"), **calls}, comms, repeat=9)
 speeds = {name: stage.speed_up(times[name], times["alone"]) for name in kinds}
 naive, hooks = (times[name] for name in kinds)
 
-# %%
+# %% tags=["plumbing"]
 gain, best = compare(hooks, naive), speeds["one by one, by hooks"]
 find(
     comms,

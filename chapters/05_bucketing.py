@@ -81,7 +81,7 @@ figures.times_by_size(
     title=f"{human_seconds(alpha)} to start, {human_seconds(max(beta, 0) * MIB)} for each MiB",
 )
 
-# %%
+# %% tags=["plumbing"]
 worth = f"{human_bytes(alpha / beta)} take as long to send" if beta > 0 else "the size is nothing"
 find(
     comms,
@@ -116,7 +116,7 @@ many, one = measure(
 ).values()
 comms.print(table([(P, many), (1, one)], ["messages", f"{human_bytes(S)}, median (quartiles)"]))
 
-# %%
+# %% tags=["plumbing"]
 gain, line = compare(one, many), Prediction(P * alpha + beta * S, many)
 said = f"The {P} messages took {line}."
 find(
@@ -442,7 +442,7 @@ figures.lines(
     log="x",
 )
 
-# %%
+# %% tags=["plumbing"]
 left, right = (compare(steps[best], steps[end]) for end in ("alone", "all in one"))
 ends = f"{left} as gradients alone, and {right} as all in one"
 find(
@@ -462,7 +462,7 @@ find(
     alike=(default.alike, f"{default.say('The default cap', 'hooks one by one')}."),
 )
 
-# %%
+# %% tags=["plumbing"]
 errors = {name: steps[name].median / predicted[name] - 1 for name in CAPS}
 worst = max(errors, key=lambda name: abs(errors[name]))
 said = (

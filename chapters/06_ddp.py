@@ -52,11 +52,11 @@ comms.print(comms.describe())
 ## From hooks to a wrapper
 
 **Predict.** The first favour takes a broadcast in the constructor. The second takes the moment at
-which backward ends. No hook on a parameter can tell that, because which gradient comes last
-depends on the model. But while a backward runs, autograd takes *callbacks* for its end, by a call
-that is not documented, and that PyTorch's own wrappers use. So the first gradient that comes can
-ask for a callback, and `finish()` can run there, before `backward()` returns. Then the user's loop
-is that of one device, and its result should be too, up to rounding.
+which backward ends. A parameter's hook cannot know whether it is the last. Autograd can: during
+backward you may queue a *callback* that runs when it ends. (The call is not documented; PyTorch's
+DDP uses it, too.) So the first gradient that comes queues one, and `finish()` can run there, before
+`backward()` returns. Then the user's loop is that of one device, and its result should be too, up
+to rounding.
 
 **Build.**
 """
@@ -207,7 +207,7 @@ all ranks before it sends anything else. Here the last rank has wider layers:
 """
 
 
-# %%
+# %% tags=["plumbing"]
 def shown(call):
     """Print the error of a call that fails on every rank; say whether it did."""
     try:
@@ -246,7 +246,7 @@ they agree on has seen no samples but rank 0's. (Before PyTorch 2.13: `broadcast
 """
 
 
-# %%
+# %% tags=["plumbing"]
 def statistics(model):
     return torch.cat([b.flatten() for b in model.buffers() if b.is_floating_point()])
 
@@ -372,11 +372,11 @@ averages, and once a broadcast of the order. The right version averages in one b
 of an average and new gradients is the average of all. An undivided loss makes steps K times as
 long, which misses by K - 1 times the way. The flag that is set too late averages the first
 micro-batch of a step instead of the sum; the others stay on their ranks, and the ranks part. The
-loop that is off by one makes every step of other micro-batches, on all ranks alike.
+loop that is off by one groups the micro-batches wrongly, in the same way on every rank.
 
 **Measure.** Each version against one device that takes the micro-batches as the large batches
-they were cut from. "Missed by" is how far rank 0's weights are from its, as a share of the way that
-device went; "ranks apart" is how far others' are from rank 0's, as a share of rank 0's way:
+they were cut from. "Missed by" is the distance between rank 0's weights and its, divided by how far
+its weights moved; "ranks apart" the largest distance from rank 0's, divided by how far those moved:
 """
 
 # %%
@@ -407,10 +407,10 @@ assert n == 1 or min(rows[3][2:]) > 1e-3
 
 # %% [markdown] index=["find_unused_parameters", "unused parameters"]
 """
-**Explain.** Longer steps lead to places with other gradients, so the undivided loss misses by
-another number than K - 1. With the late flag, K - 1 of K micro-batches in a step are the rank's
-own. Ranks that part are found by comparing replicas; the other wrong runs keep them equal, and only
-a comparison with one device tells.
+**Explain.** After a longer first step the next gradients differ, so the undivided loss does not
+miss by exactly K - 1. With the late flag, K - 1 of K micro-batches in a step are the rank's own.
+Ranks that part are found by comparing replicas; the other wrong runs keep them equal, and only a
+comparison with one device tells.
 
 The flag set too late is a real mistake. In build-nanogpt it cost nothing as long as a step had one
 micro-batch. With four, the validation loss after 1000 steps was 4.88, and 4.15 once the flag was
@@ -698,7 +698,7 @@ figures.speed_ups(
     title=f"{n} devices, by how gradients are averaged: up to {speeds[best].ratio:.2f}",
 )
 
-# %%
+# %% tags=["plumbing"]
 gain, top = compare(steps[best], steps["naive (03)"]), speeds[best]
 left = f"{n - top.ratio:.2f} of {n} are lost to waiting"
 said = (
@@ -727,7 +727,37 @@ find(
 when all have arrived. What is left is the bytes that no backward is long enough to hide: more
 devices, or fewer bytes, are the subject of part III.
 
-**Where Python could show.** PyTorch's reducer is C++. This one runs some lines of Python for each
+## What I would set
+
+| argument | set it | because |
+|---|---|---|
+| `gradient_as_bucket_view` | `True` | half the memory of gradients and buckets (chapter 05) |
+| `bucket_cap_mb` | try 5, 25 and 100 | the best depends on alpha, beta and backward (chapter 05) |
+| `find_unused_parameters` | only if a forward leaves some out | it searches each forward's graph |
+| `static_graph` | if every step uses the same parameters | it finds unused ones once |
+| `forward_sync_buffers` | `False` without batch norm | nobody needs its broadcast |
+| `no_sync()` | around forward *and* backward of all but the last | one average a step |
+
+:::{admonition} On GPUs
+The order of the ways is the same, since it follows from $M/C$ and from who carries the messages.
+What differs: the CPU only queues work, so Python costs nothing as long as the GPU has some left;
+and NCCL's kernels compute the sums on the GPU itself, beside backward, and slow it down meanwhile.
+With $M/C$ below two thirds, as on 8 H100 of a node, all of it can be hidden (chapter 04).
+:::
+
+## What to take along
+
+- A broadcast, hooks and a callback at the end of backward make `loss.backward()` average. The rest
+  of DDP is there for the cases in which that is not enough.
+- Gradients are averaged, buffers are not: rank 0's are copied. Whether gradients are averaged is
+  decided where `forward` runs.
+- A missing gradient is an error in the next forward, and a missing rank one after the time-out. A
+  sample or a micro-batch that counts too much is no error at all: compare with one device.
+- On the same messages in the same order, two implementations agree bit for bit.
+
+## Appendix: what Python costs
+
+PyTorch's reducer is C++. This one runs some lines of Python for each
 gradient, between two operations of backward. That shows most where a model has many small
 parameters, little to compute and links that hold nothing back, between two ranks that have a core
 or a GPU of their own (the others leave here). PyTorch's wrapper comes with gradients as views of
@@ -760,34 +790,6 @@ find(
 
 # %% [markdown]
 """
-## What I would set
-
-| argument | set it | because |
-|---|---|---|
-| `gradient_as_bucket_view` | `True` | half the memory of gradients and buckets (chapter 05) |
-| `bucket_cap_mb` | try 5, 25 and 100 | the best depends on alpha, beta and backward (chapter 05) |
-| `find_unused_parameters` | only if a forward leaves some out | it searches each forward's graph |
-| `static_graph` | if every step uses the same parameters | it finds unused ones once |
-| `forward_sync_buffers` | `False` without batch norm | nobody needs its broadcast |
-| `no_sync()` | around forward *and* backward of all but the last | one average a step |
-
-:::{admonition} On GPUs
-The order of the ways is the same, since it follows from $M/C$ and from who carries the messages.
-What differs: the CPU only queues work, so Python costs nothing as long as the GPU has some left;
-and NCCL's kernels compute the sums on the GPU itself, beside backward, and slow it down meanwhile.
-With $M/C$ below two thirds, as on 8 H100 of a node, all of it can be hidden (chapter 04).
-:::
-
-## What to take along
-
-- A broadcast, hooks and a callback at the end of backward make `loss.backward()` average. The rest
-  of DDP is there for the cases in which that is not enough.
-- Gradients are averaged, buffers are not: rank 0's are copied. Whether gradients are averaged is
-  decided where `forward` runs.
-- A missing gradient is an error in the next forward, and a missing rank one after the time-out. A
-  sample or a micro-batch that counts too much is no error at all: compare with one device.
-- On the same messages in the same order, two implementations agree bit for bit.
-
 ## Appendix: what it leaves out
 
 The two constructors, compared:
