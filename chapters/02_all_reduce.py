@@ -495,10 +495,12 @@ for nbytes, when in ((small, "small"), (large, "large")):
         ring=(least == "ring", said),
         other=(least != "ring", said),
     )
-ring_gain, bytes_say = compare(timings["ring"][large], timings["naive"][large]), four
+
+# %% tags=["plumbing"]
+ring_gain = compare(timings["ring"][large], timings["naive"][large])
 said = (
     f"At {human_bytes(large)} the ring is {ring_gain} as naive, where the bytes alone say "
-    f"{bytes_say} with a link for each rank."
+    f"{four} with a link for each rank."
 )
 find(timed, "ring", gain=(ring_gain.faster, said), none=(not ring_gain.faster, said))
 
@@ -557,6 +559,9 @@ if counts:  # with one rank there is none
             few=(worst == counts[0], said),
             many=(worst != counts[0], said),
         )
+
+# %% tags=["plumbing"]
+if counts:
     gain = compare(by_count[-1]["ring"], by_count[-1]["naive"])
     figures.lines(
         curves,
