@@ -292,7 +292,9 @@ assert distance(theirs, ours) == 0.0
 
 # %% [markdown] index=["scale model", "devices of known speed"]
 """
-**A cluster to scale.** What does averaging cost on devices that are worth having? Here are few
+## A cluster to scale
+
+What does averaging cost on devices that are worth having? Here are few
 cores, and ranks that compute would take turns on them, which no cluster does. So the ranks of this
 section are *devices of known speed*: a layer pauses for as long as such a device computes, and
 takes no core meanwhile. Its parameters and gradients are real, and so are the messages, on links
