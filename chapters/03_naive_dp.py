@@ -420,7 +420,7 @@ comms.print(
 )
 
 # %% [markdown]
-"""
+r"""
 ## What to take along
 
 - Replicate, shard, all-reduce the gradients, step. With equal shards, a mean loss and a model
@@ -449,9 +449,9 @@ $ python -m microddp.labs start 03
    and to halve a floating-point number is exact. (On three ranks, with a third of the learning
    rate, they agree up to rounding.)
 
-   Weight decay adds $\\lambda w$ to the gradient. The sum of the gradients is twice their mean, but
-   $\\lambda w$ is not doubled, so half the learning rate also halves the decay. With twice the
-   $\\lambda$ the weights are right again. Adam divides the gradient by its size, which undoes the
+   Weight decay adds $\lambda w$ to the gradient. The sum of the gradients is twice their mean, but
+   $\lambda w$ is not doubled, so half the learning rate also halves the decay. With twice the
+   $\lambda$ the weights are right again. Adam divides the gradient by its size, which undoes the
    doubling, so half the learning rate makes its steps about half as long.
 
    </details>
@@ -484,7 +484,7 @@ $ python -m microddp.labs start 03
    ```
 
    In the model of chapter 02, $k$ all-reduces of $S$ bytes in all, around a ring, take
-   $2(n-1)\\left(k\\,\alpha + \beta\\,\frac{S}{n}\right)$. One tensor takes $k$ from 32 to 1, which
+   $2(n-1)\left(k\,\alpha + \beta\,\frac{S}{n}\right)$. One tensor takes $k$ from 32 to 1, which
    removes 31 of 32 starts. It adds two copies. The bytes remain, and still nothing is computed
    meanwhile. With the model of "What it costs" and two gloo ranks on two cores (AMD EPYC, November
    2026), the step became faster, but most of what averaging adds stayed.

@@ -69,7 +69,7 @@ for nbytes in ROW:
     calls[nbytes] = partial(reduce_row, nbytes, starts)
 
 # %%
-rows = measure(calls, comms, repeat=9)
+rows = measure(calls, comms, warmup=1, repeat=5)
 timings = {m: Timing(tuple(s / ROW[m] for s in t.seconds)) for m, t in rows.items()}
 medians = [timing.median for timing in timings.values()]
 # Each rank sends 2 (n-1)/n of the bytes. On a link of known speed only alpha is fitted.
@@ -99,7 +99,7 @@ they cost $P\alpha + \beta S$; together, $\alpha + \beta S$.
 """
 
 # %%
-narrow = FullMLP(64, depth=128).to(comms.device)
+narrow = FullMLP(64, depth=32).to(comms.device)
 
 
 def reduce_all(tensors):
@@ -112,7 +112,10 @@ apart = [torch.zeros_like(p) for p in narrow.parameters()]
 together = torch.cat([tensor.flatten() for tensor in apart])
 P, S = len(apart), together.nbytes
 many, one = measure(
-    {"many": partial(reduce_all, apart), "one": partial(comms.all_reduce, together)}, comms
+    {"many": partial(reduce_all, apart), "one": partial(comms.all_reduce, together)},
+    comms,
+    warmup=1,
+    repeat=7,
 ).values()
 comms.print(table([(P, many), (1, one)], ["messages", f"{human_bytes(S)}, median (quartiles)"]))
 
@@ -416,7 +419,7 @@ CAPS["all in one"] = total
 sent = {name: sizes(parameters, plan(parameters, cap, cap)) for name, cap in CAPS.items()}
 calls = {name: bucketed_step(plan(parameters, cap, cap)) for name, cap in CAPS.items()}
 calls |= {"one device": stage.step("none"), "naive": stage.step("naive")}
-steps = measure(calls, comms, repeat=7)
+steps = measure(calls, comms, warmup=1, repeat=7)
 device, naive = steps.pop("one device"), steps.pop("naive")
 
 # %% tags=["plumbing"]
@@ -523,19 +526,19 @@ smaller with the speed:
 """
 
 # %%
-WAYS = {"naive": ("naive", None), "hooks": ("hooks", None), "buckets of 1 MiB": ("bucketed", 1)}
+WAYS = {"naive": ("naive", None), "buckets of 1 MiB": ("bucketed", 1)}
 found, starts = {}, {}
 for speed in ("1gbit", "500mbit", "250mbit") if comms.box and n > 1 else ():
     relink(comms, speed)
     slower = set_stage(comms, there, layer_bytes=3 << 17)
     calls = {name: slower.step(*way) for name, way in WAYS.items()}
-    got = measure({"alone": slower.step("none"), **calls}, comms, warmup=1, repeat=4)
+    got = measure({"alone": slower.step("none"), **calls}, comms, warmup=1, repeat=3)
     found[speed] = {name: slower.speed_up(got[name], got["alone"]).ratio for name in WAYS}
     starts[speed] = slower.sides[1].start / slower.sides[1].compute
 
 # %% tags=["plumbing"]
 rows = [(speed, starts[speed], *speeds.values()) for speed, speeds in found.items()]
-comms.print(table(rows, ["links", "start/C", *WAYS], floats=("", ".3f", *[".2f"] * 3)))
+comms.print(table(rows, ["links", "start/C", *WAYS], floats=("", ".3f", ".2f", ".2f")))
 apart = {name: max(v) / min(v) - 1 for name in WAYS if (v := [f[name] for f in found.values()])}
 worst = max(apart, key=apart.get, default="")
 said = worst and (

@@ -13,7 +13,7 @@ SHORTER = {
     "03": {"epochs=3": "epochs=1", "(0, 13, 27, 41)": "(0, 13)", '"layers": 16': '"layers": 2'},
     "04": {'"layers": 16': '"layers": 2', "range(5)": "range(3)"},
     "05": {
-        "(64, depth=128)": "(64, depth=16)",
+        "(64, depth=32)": "(64, depth=16)",
         "layers=24": "layers=2",
         "(0.5, 1, 2, 4)": "(0.5, 2)",
     },
