@@ -82,7 +82,7 @@ for dtype in (torch.float32, torch.float64):
 
 comms.print(table(rows, ["dtype", "shards", "distance", "rounding unit"], floats=".1e"))
 most = max(error / eps for *_, error, eps in rows)
-said = f"No mean of shards is more than {most:.1f} rounding units from the gradient of the whole."
+said = f"The farthest mean of shards is {most:.1f} rounding units from the gradient of the whole."
 find(comms, "rounding", rounding=(most < 10, said))
 
 # %% [markdown]
@@ -182,8 +182,8 @@ The other two are the distance between an averaged replica and a single model. T
 themselves are bitwise equal, and a distance of zero has no place on a logarithmic axis.
 
 The two lower curves rise, although every average is right to rounding: roundings add up, and
-training may amplify them. (A distance can be below one rounding unit, because a step changes few
-weights in their last bit.)
+training may amplify them. (The distance can be below one rounding unit, because most weights agree
+exactly, and few differ in the last bit.)
 """
 
 # %% tags=["plumbing"]
@@ -191,11 +191,11 @@ times = from_single32[-1] / from_single[-1]
 find(
     comms,
     "float64",
-    said=(
+    nearer=(
         times > 1,
-        f"After {len(drift)} steps the averaged replicas are {from_single32[-1]:.1e} from the "
-        f"single model in float32, and {from_single[-1]:.1e} in float64, {times:.0e} times as "
-        f"near; on their own they are {drift[-1]:.1e} apart.",
+        f"After {len(drift)} steps an averaged replica is {from_single32[-1]:.1e} from the single "
+        f"model in float32, and {from_single[-1]:.1e} in float64. Replicas on their own are "
+        f"{drift[-1]:.1e} apart.",
     ),
 )
 
@@ -252,10 +252,9 @@ assert wrong[-1] < 1e-5
 
 # %% [markdown]
 r"""
-The fix is to weight each shard by its number of samples. In practice, divide the *sum* of a
-shard's losses by the number of samples in the *whole* batch, and then add the gradients. The
-batches of this book divide evenly. {class}`~microddp.data.ShardedBatches` refuses those that do
-not:
+The fix is to weight each shard by its number of samples. In practice, divide the *sum* of a shard's
+losses by the number of samples in the *whole* batch, and then add the gradients. In this part of
+the book batches divide evenly. {class}`~microddp.data.ShardedBatches` refuses those that do not:
 """
 
 # %%
@@ -308,8 +307,8 @@ find(
     "hidden-by-optimizer",
     each=(
         sgd_sum > adam_sum and adam_mean > sgd_mean,
-        f"Adam hides the sum ({adam_sum:.1e} of a step, where SGD misses by {sgd_sum:.2f}), and "
-        f"SGD the averaged weights ({sgd_mean:.1e}, where Adam misses by {adam_mean:.2f}).",
+        f"Summed gradients: SGD misses by {sgd_sum:.2f} of a step, Adam by {adam_sum:.4f} only. "
+        f"Averaged weights: Adam misses by {adam_mean:.2f}, and SGD by {sgd_mean:.5f} only.",
     ),
 )
 assert abs(rows[0][1] - 1) < 0.01

@@ -173,7 +173,7 @@ for name, by_rank in sent.items():
     cost = all_reduce_cost(name, n, size * 4)
     messages = sum(len(messages) for messages in by_rank)
     most = max(sum(message.nbytes for message in messages) for messages in by_rank)
-    rows.append((name, messages, cost.messages, most, cost.most_sent, cost.rounds))
+    rows.append((name, messages, cost.messages, most, round(cost.most_sent), cost.rounds))
     assert messages == cost.messages
     assert cost.most_sent <= most <= cost.most_sent + 2 * n * 4  # chunks are whole elements
 
@@ -284,10 +284,9 @@ for name, all_reduce in three.items():
 # %% [markdown]
 r"""
 The differences are in the last bits, and the usual tolerances let them pass. But replicas that
-start equal and add different averages are no longer replicas, and the distance only grows. Two
-ranks are always safe, since a + b = b + a; with three or more, the order
-must be the same everywhere. In the chunked ring each chunk is added up along one path and then
-copied.
+start equal and add different averages are no longer replicas. Two ranks are always safe, since a +
+b = b + a; with three or more, the order must be the same everywhere. In the chunked ring each chunk
+is added up along one path and then copied.
 
 ## From a chapter to the package
 
@@ -324,20 +323,20 @@ On the website this chapter runs on eight *hosts in a box*: one machine, in whic
 network of its own, with a *shaped* link: the kernel lets so many bits through a second and no more.
 The ranks share few cores. That is fair for sending, because the link is the bottleneck, and unfair
 for computing: chapters that time computing say how they do it. ({doc}`/install` says what such
-hosts need. Without them, ranks beyond a machine's cores or GPUs leave the job at `timed()`, and the
-others get the group of those that stay, a *sub-group*.)
+hosts need. Without them, a machine with too few cores or GPUs times only as many ranks as it has;
+the others leave at `timed()`, and those that stay form a smaller group, a *sub-group*.)
 """
 
 # %%
 timed = comms.timed(computing=False)
-timed.print(f"{timed.world_size} of {n} ranks are timed")
+timed.print(f"{timed.world_size} of {n} ranks stay")
 if timed.world_size == 1:
     timed.print("One rank has nobody to send to: what it exchanges below, it copies.")
 
 # %% [markdown]
 """
-This section and the next one measure only the first four ranks; the others sleep, and are told the
-result:
+This section and the next one measure four of them, so that fewer share the cores; the others sleep,
+and are told the result:
 """
 
 # %%
@@ -409,20 +408,21 @@ rows = [
     for m, t in message_seconds.items()
 ]
 timed.print(table(rows, ["message", "measured", "alpha + beta m"]))
-largest, took = max(message_seconds.items())
-off = took / (alpha + beta * largest) - 1
+off = {m: t / (alpha + beta * m) - 1 for m, t in message_seconds.items()}
+most, worst = max(message_seconds), max(off, key=lambda m: abs(off[m]))
+direction = {m: f"{abs(x):.0%} {'more' if x > 0 else 'less'}" for m, x in off.items()}
 said = (
-    f"A message takes {human_seconds(alpha)} to start, and its bytes {beta * 1e9:.2f} ns each. At "
-    f"{human_bytes(largest)} the model is {abs(off):.0%} off"
+    f"A message takes {human_seconds(alpha)} to start, and {beta * 1e9:.2f} ns for each byte. Of "
+    f"{human_bytes(most)} it took {direction[most]} than that; farthest off is "
+    f"{human_bytes(worst)}, with {direction[worst]}."
 )
-find(timed, "alpha-beta", over=(off < 0, f"{said}: less was needed."), under=(off >= 0, f"{said}."))
+find(timed, "alpha-beta", large=(worst == most, said), small=(worst < most, said))
 
 # %% [markdown]
 r"""
 The predictions below take the links' speed as beta where it is known. (A fit can differ: a shaped
 link lets the first 68 KiB after a pause through at once, and a core works on each message beside
-the link.) The order of the smallest sizes is noise. Alpha includes the wait for the slower rank at
-the start; messages in a row do not pay that.
+the link.) Alpha includes the wait for the slower rank at the start.
 
 ## Time by size
 
@@ -458,7 +458,7 @@ against = compare(timings["ring"][nbytes], timings["backend"][nbytes])
 figures.times_by_size(
     {name: timings[name] for name in ("backend", "ring", "naive")},
     models=models,
-    title=f"{four} ranks, {human_bytes(nbytes)}: the ring is {against} as the backend",
+    title=f"{four} ranks, {human_bytes(nbytes)}: the ring is {against.than('the backend')}",
 )
 
 # %% tags=["plumbing"]
@@ -485,22 +485,18 @@ for nbytes, when in ((small, "small"), (large, "large")):
     rivals = [name for name in WAYS if not compare(ours[least], ours[name]).faster]
     against = compare(ours[least], timings["backend"][nbytes])
     said = (
-        f"At {human_bytes(nbytes)} the fastest of ours is {least}"
+        f"At {human_bytes(nbytes)} the fastest of ours is {least}, with its "
+        f"{all_reduce_cost(least, four, nbytes).rounds} rounds"
         + (f", not told apart from {' and '.join(set(rivals) - {least})}" if rivals[1:] else "")
-        + f"; it is {against} as the backend's."
+        + f"; it is {against.than('the backend')}."
     )
-    find(
-        timed,
-        f"fastest-{when}",
-        ring=(least == "ring", said),
-        other=(least != "ring", said),
-    )
+    find(timed, f"fastest-{when}", ring=(least == "ring", said), other=(least != "ring", said))
 
 # %% tags=["plumbing"]
 ring_gain = compare(timings["ring"][large], timings["naive"][large])
 said = (
-    f"At {human_bytes(large)} the ring is {ring_gain} as naive, where the bytes alone say "
-    f"{four} with a link for each rank."
+    f"At {human_bytes(large)} the ring is {ring_gain.than('naive')}. From the bytes through the "
+    f"busiest link, {four} was expected."
 )
 find(timed, "ring", gain=(ring_gain.faster, said), none=(not ring_gain.faster, said))
 
@@ -511,16 +507,16 @@ have carried in a second, and can be compared between algorithms and numbers of 
 definition is that of nccl-tests, Nvidia's benchmark of collectives
 ([PERFORMANCE.md](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md)).
 
-**Explain.** The model is flat where alpha decides, and a straight line where beta does. Below 1.00
-it leaves something out: the additions, which in the direct way and in doubling are of whole tensors
-while nothing travels; the pieces of a chunk (exercise 3), each with an alpha of its own; and
-whatever the cores do that carry the messages. Above 1.00 it counts too much. A shaped link lets
-small chunks pass at once: the left half of both tables is of such messages, and of the cores.
-Rounds in a row need not wait for all ranks. And in naive's first rounds all ranks but rank 0 send
-at the same time.
+**Explain.** The model is flat where alpha decides, and a straight line where beta does. Three
+things are missing from it, and make calls longer: the additions, which in the direct way and in
+doubling are of whole tensors while nothing travels; the pieces of a chunk (exercise 3), each with
+an alpha of its own; and the work of the cores that carry the messages. One thing makes them
+shorter: a shaped link lets small chunks pass at once, so the upper half of both tables says little
+of the links.
 
-gloo's own all-reduce is a ring at every size ([allreduce.cc](https://github.com/pytorch/gloo/blob/main/gloo/allreduce.cc)).
-So ways with fewer rounds can beat it where alpha decides. NCCL has trees for that.
+gloo's own all-reduce is a ring at every size
+([allreduce.cc](https://github.com/pytorch/gloo/blob/main/gloo/allreduce.cc)), of $2(n-1)$ rounds.
+NCCL has trees for small tensors.
 
 How much the ring gains depends on the links. Naive's bytes pass through rank 0's link one way, then
 the other, $2(n-1)S$ one after the other. The ring sends and receives at once, each way
@@ -550,8 +546,8 @@ if counts:  # with one rank there is none
         off = {c: t[name].median / s for c, t, s in zip(counts, by_count, predicted, strict=True)}
         worst = max(off, key=lambda c, off=off: abs(off[c] - 1))
         said = (
-            f"Measured by predicted, {name} is at {min(off.values()):.2f} to "
-            f"{max(off.values()):.2f}, farthest off on {worst} ranks."
+            f"{name.capitalize()} took {min(off.values()):.2f} to {max(off.values()):.2f} times "
+            f"the predicted time, farthest off on {worst} ranks."
         )
         find(
             timed,
@@ -565,7 +561,7 @@ if counts:
     gain = compare(by_count[-1]["ring"], by_count[-1]["naive"])
     figures.lines(
         curves,
-        title=f"{counts[-1]} ranks: the ring is {gain} as naive",
+        title=f"{counts[-1]} ranks: the ring is {gain.than('naive')}",
         xlabel="ranks",
         ylabel="time of an all-reduce of 4 MiB, ms",
     )
@@ -580,7 +576,7 @@ in every round. Over loopback all ranks share the memory's bus, and both curves 
 
 - A ring all-reduce is a reduce-scatter followed by an all-gather. With three or more ranks, its
   busiest rank sends less than that of any other way here. Recursive doubling and the direct way
-  need fewer rounds. Alpha and beta say roughly from which size on the ring is faster.
+  need fewer rounds.
 - On gloo, in Linux's default class, small messages can measure the scheduler as much as the
   network.
 - The sum must be formed in one order on all ranks.
@@ -635,7 +631,7 @@ if paused:  # not on GPUs
 
 # %% [markdown]
 """
-The median is the same in both classes, where a core is free; what differs is the tail. gloo has a
+Why can a call be long? gloo has a
 background thread that reads the sockets. When data arrive, it wakes up and *tries* to lock the
 connection. If the main thread holds the lock, because it is in the middle of sending, the
 background thread does not sleep: it tries again and again (`Pair::handleEvents` in [gloo's TCP

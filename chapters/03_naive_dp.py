@@ -194,9 +194,12 @@ find(
     equal=(apart32[-1] == 0, "No rounding differs: one rank is one device."),
     amplified=(
         times > 2**32,
-        f"{rounding}, {times / 2**29:.1f} times what the roundings alone explain.",
+        f"{rounding}: {times / 2**29:.0f} x 2^29 times as far, so training has amplified it.",
     ),
-    alone=(0 < times <= 2**32, f"{rounding}: {times / 2**29:.1f} x 2^29 times as far."),
+    alone=(
+        0 < times <= 2**32,
+        f"{rounding}: {times / 2**29:.1f} x 2^29 times as far, as the roundings are.",
+    ),
     exact=(apart[-1] == 0 < apart32[-1], f"{rounding}."),
 )
 
@@ -294,24 +297,27 @@ assert distance(theirs, ours) == 0.0
 """
 ## A cluster to scale
 
-What does averaging cost on devices that are worth having? Here are few
-cores, and ranks that compute would take turns on them, which no cluster does. So the ranks of this
-section are *devices of known speed*: a layer pauses for as long as such a device computes, and
-takes no core meanwhile. Its parameters and gradients are real, and so are the messages, on links
-whose speed is known as well.
+What does averaging cost on devices that are worth having? This machine has too few cores to let
+many ranks compute at once. So the ranks of this section are *devices of known speed*: a layer only
+sleeps, for as long as such a device would compute, and takes no core meanwhile. Its parameters and
+gradients are real, and so are the messages, on links whose speed is known as well.
 
-For how long should a layer pause? What a step gains depends on a few numbers without units: how
-many devices there are; the time $M$ of all messages alone, divided by the time $C$ of all computing
-alone; and the time to start a message, divided by $C$. A stage on which these are equal is a
-cluster *to scale*: slower, with the same ratios. This one is a model of machines with an A100 each,
-and 25 Gbit/s between them, that train a transformer of 355 million parameters (GPT-2's second size)
-on 24,576 tokens a device and step. It has their number of devices, and their $M/C$:
+For how long should it sleep? What a step gains depends on a few numbers without units: how many
+devices there are; the time $M$ of all messages alone, divided by the time $C$ of all computing
+alone; the start of a message, divided by $C$; and the share of backward, here two thirds. A stage
+on which these are equal is a cluster *to scale*: slower, with the same ratios. So $M$ is measured,
+here and now, and $C$ is chosen so that $M/C$ is the cluster's. The start of a message cannot be
+chosen: the table's last row says how much more it weighs here.
+
+The cluster is one of machines with an A100 each, and 25 Gbit/s between them. They train a
+transformer of 355 million parameters in 24 layers (GPT-2's second size) on 24,576 tokens a device
+and step, and sum gradients in bf16. (In fp32, as autocast leaves them, $M/C$ is twice as much.)
 """
 
 # %%
-WORKLOAD = {"parameters": 355e6, "tokens": 24_576, "layers": 16}
+WORKLOAD = {"parameters": 355e6, "tokens": 24_576, "layers": 24}
 there = cluster("a100", "25gbit", nodes=n, node=1, **WORKLOAD)
-stage = set_stage(comms, there)
+stage = set_stage(comms, there, layer_bytes=3 << 17)
 comms.print(stage)
 
 # %% [markdown]
@@ -322,8 +328,9 @@ So n devices should be
 
 $$ \frac{n\,C}{C + M} = \frac{n}{1 + M/C} $$
 
-times as fast as one, and a little less: $M$ is one all-reduce of all gradients, and a step has one
-for each layer, of which each has to start.
+times as fast as one, and less by what starts cost: $M$ is one all-reduce of all gradients, and a
+step has one for each layer. (The table's "start of a message" is what an all-reduce of one layer
+takes more than its share of $M$.)
 
 **Measure.** First a look at a step: of five, the one of median length, on two of the devices.
 """
@@ -363,19 +370,19 @@ speed = stage.speed_up(steps["naive"], steps["alone"])
 figures.speed_ups({"naive": speed.times}, n, title=f"{n} devices, naively: {speed}")
 
 # %% tags=["plumbing"]
-waits = 1 - steps["alone"].ratio(steps["naive"]).median
+more = 1 - steps["alone"].ratio(steps["naive"]).median
+said = f"{more:.0%} of a step is more than computing alone takes"
 find(
     comms,
     "naive",
     gain=(
         speed.faster,
-        f"{n} devices that average naively are {speed} as one that does all of their work: "
-        f"{waits:.0%} of a step is waiting for messages.",
+        f"{n} devices that average naively are {speed} as one that does all of their work: {said}.",
     ),
     loss=(
         speed.slower,
         f"{n} devices that average naively lose: they are {speed} as one that does all of their "
-        f"work, and {waits:.0%} of a step is waiting for messages.",
+        f"work, and {said}.",
     ),
     neither=(speed.alike, f"{speed.say(f'{n} devices', 'one that does all of their work')}."),
 )
@@ -383,30 +390,25 @@ find(
 # %% tags=["plumbing"]
 if stage.sides and n > 1:
     here = stage.sides[1]
-    starts = (here.layers - 1) * here.start
-    expected = Prediction(here.compute + here.messages + starts, steps["naive"])
-    find(
-        comms,
-        "naive-predicted",
-        held=(expected.held, f"The naive step took {expected}, its starts counted."),
-        longer=(expected.longer, f"The naive step took {expected}, its starts counted."),
-        shorter=(expected.shorter, f"The naive step took {expected}, its starts counted."),
-    )
+    expected = Prediction(here.compute + here.messages + here.layers * here.start, steps["naive"])
+    said = f"With what the starts of {here.layers} messages cost more, the step took {expected}."
+    sides = {"held": expected.held, "longer": expected.longer, "shorter": expected.shorter}
+    find(comms, "naive-predicted", **{side: (holds, said) for side, holds in sides.items()})
 
 # %% [markdown]
 r"""
 **Explain.** Nothing is computed while messages travel, and nothing travels while gradients are
-computed. That is the whole loss: what each device computes is an $n$-th of the work. More tokens a
-device make it smaller, since $C$ grows with them and $M$ does not.
+computed. So each device waits for all of $M$, and for every start. More tokens a device make that a
+smaller share, since $C$ grows with them and $M$ does not.
 
 In the picture nothing is sent while backward runs. Gradients of the last layers are ready before
 those of the first, so their all-reduce could start then (chapter 04). And small messages could
 travel together (chapter 05). Neither makes the bytes fewer.
 
 :::{admonition} On GPUs
-What a naive step keeps there follows from $M/C$ alone. Here it is for the same model and tokens on
-clusters that people have, worked out from the figures of `microddp/plan/library.toml`, which has
-the source of each:
+What a naive step keeps there follows from $n$ and $M/C$, where starts are short. Here it is for the
+same model and tokens on clusters that people have, worked out from the figures of
+`microddp/plan/library.toml`, which has the source of each:
 :::
 """
 

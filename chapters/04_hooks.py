@@ -33,7 +33,7 @@ from microddp.hosts import relink
 from microddp.model import FullMLP, SimpleCNN, gradient_bytes
 from microddp.performance import compare_strategies, measure_compute, measured_work
 from microddp.replicas import check_replicas
-from microddp.report import human_bytes, table
+from microddp.report import human_bytes, human_seconds, table
 from microddp.stage import (
     cluster,
     known_clusters,
@@ -100,9 +100,8 @@ that has to be averaged. And `.grad` is a tensor that an all-reduce can change i
 the last layer are ready first, after a small part of the time, and those of the first layer last.
 A {class}`~microddp.hooks.HookTracker` puts a post-accumulate hook on every parameter and notes
 the time. {func}`~microddp.hooks.demonstrate_hook_order` runs one backward under it, prints the
-table, and checks that all ranks saw the same order. The model is the one of the last chapters,
-with half as many layers to keep the table short. It computes for real, so two ranks run it, and the
-others wait:
+table, and checks that its ranks saw the same order. The model is a stack of eight linear layers. It
+computes for real, so two ranks run it, and the others wait:
 """
 
 # %%
@@ -184,8 +183,8 @@ class Hooks:
 # %% [markdown]
 """
 Nothing in a message says which gradient it carries: the ranks' first all-reduces belong together,
-then their second ones. That is right as long as every rank's gradients come in the same order,
-which `demonstrate_hook_order` checked.
+then their second ones. That is right as long as every rank's gradients come in the same order, as
+they do where all run the same code.
 
 microddp's {class}`~microddp.hooks.AllReduceHooks` do the same, and also know the parameters' names,
 which errors and timelines need.
@@ -248,8 +247,9 @@ steps of each kind, the one of median length is drawn, on rank 0:
 """
 
 # %%
-WORKLOAD = {"parameters": 355e6, "tokens": 24_576, "layers": 16}
-stage = set_stage(comms, cluster("a100", "25gbit", nodes=n, node=1, **WORKLOAD))
+WORKLOAD = {"parameters": 355e6, "tokens": 24_576, "layers": 24}
+there = cluster("a100", "25gbit", nodes=n, node=1, **WORKLOAD)
+stage = set_stage(comms, there, layer_bytes=3 << 17)
 comms.print(stage)
 
 
@@ -289,8 +289,8 @@ headers = ["rank 0", "under way during compute (ms)", "exposed (ms)"]
 comms.print(table(rows, headers))
 (_, _, naively), (_, under_way, left) = rows
 said = (
-    f"In the drawn steps {naively:.0f} ms are exposed naively and {left:.0f} with hooks, where "
-    f"messages are under way in {under_way:.0f} ms of computing."
+    f"In the drawn steps rank 0 waits {naively:.0f} ms naively, and {left:.0f} ms with hooks. In "
+    f"{under_way:.0f} ms of its computing a message is under way or queued."
 )
 find(
     comms,
@@ -342,8 +342,8 @@ find(
     "hooks",
     gain=(
         gain.faster,
-        f"A step with hooks is {gain} as the naive one: {n} devices are now "
-        f"{best.ratio:.2f} times as fast as one.",
+        f"A step with hooks is {gain} as the naive one (the median of the rounds): {n} devices "
+        f"are now {best} as one.",
     ),
     loss=(gain.slower, f"Hooks lose here: a step with them is {gain} as the naive one."),
     neither=(gain.alike, f"{gain.say('A step with hooks', 'the naive one')}."),
@@ -356,25 +356,29 @@ figures.speed_ups(
 
 # %% tags=["plumbing"]
 if stage.sides and n > 1:
-    c, m = stage.sides[1].compute, stage.sides[1].messages
-    limit = Prediction(max(c, c / 3 + m), hooks)
-    said = f"The step with hooks took {limit}, the limit of what can be hidden."
+    here = stage.sides[1]
+    least = max(here.compute, here.compute / 3 + here.messages)
+    limit = Prediction(max(here.compute, least + here.layers * here.start), hooks)
+    said = (
+        f"Were all hidden that can be, a step would take {human_seconds(least)}, and "
+        f"{human_seconds(limit.predicted)} with its starts. With hooks it took {limit}."
+    )
     sides = {"held": limit.held, "longer": limit.longer, "shorter": limit.shorter}
     find(comms, "hooks-limit", **{side: (holds, said) for side, holds in sides.items()})
 
 # %% [markdown]
 r"""
-**Explain.** Two things are saved. What travels during backward is not waited for after it. And the
-naive step has one message on its way at a time, and sleeps at the end of each until it is woken;
-with hooks the next ones are on their way already. What hooks do not change is the number of
-messages: every gradient still travels on its own, and pays for its start. Sending fewer and larger
-messages is the next chapter.
+**Explain.** What travels during backward is not waited for after it. The rest is: messages take
+longer than the two thirds of $C$ in which they could hide. And every gradient still travels on its
+own, and pays for its start, now also while backward runs. Sending fewer and larger messages is the
+next chapter.
 
 :::{admonition} On GPUs
-The limit, $\max(C, \frac{1}{3} C + M)$, depends on $M/C$ alone. Here are both steps for the same
-model on clusters that people have, worked out from the figures of `microddp/plan/library.toml`. Two
-things keep a GPU from it. NCCL's kernels take some of its processors while they send. And it is the
-CPU that starts them: its calls must stay ahead of the GPU.
+The limit, $\max(C, \frac{1}{3} C + M)$, depends on $n$ and $M/C$, where starts are short. Here are
+both steps for the same model on clusters that people have, worked out from the figures of
+`microddp/plan/library.toml`. Two things keep a GPU from it. NCCL's kernels take some of its
+processors while they send. And it is the CPU that starts them: its calls must stay ahead of the
+GPU.
 :::
 """
 
@@ -498,7 +502,8 @@ assert n == 1 or early_norms[0] != final_norms[0]
 
 # %% [markdown]
 """
-The norm after backward is the outcome of a race, which a fast link may win on most days. The rule:
+The norms after backward are each rank's own, of a gradient that is divided by n already and not yet
+added up. Where messages are quicker, they are anything between that and the average. The rule:
 between `backward()` and `finish()` nobody touches a gradient.
 
 ## Where it breaks: no finish() at all
@@ -530,12 +535,14 @@ what is under way during backward makes backward longer, and hooks gain little.
 
 **Measure.** Two ranks, on links that hold nothing back, a model that computes for real; and the
 same again with layers that pause for as long as each of its layers was measured to compute. The
-gradients, their messages and $M/C$ are the same. Only who computes is another. (Ranks without a
+gradients and their messages are the same, and every layer takes as long. The one difference: cores
+compute in the first, and nothing does in the second. (Ranks without a
 core of their own leave here.)
 """
 
 # %%
-if comms.box:
+usual = comms.box and comms.box.links[0].option
+if usual:
     relink(comms, "30gbit")  # before the group is made: a connection keeps the pace it began with
 timed = comms.timed()
 torch.manual_seed(0)
@@ -547,43 +554,39 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.01)
 
 
+# %%
+KINDS = ("none", "naive", "hooks")
+carried = {"cores": compare_strategies(KINDS, wide, timed, batch, cross_entropy, repeat=11)}
 compute = measure_compute(wide, cross_entropy, batch, sgd, timed)
 counts = {name: parameter.numel() for name, parameter in wide.named_parameters()}
 pauses = pausing_model(measured_work(compute, counts), timed.device)
-
-# %%
-carried = {}
-for who, model, loss, data in (
-    ("cores", wide, cross_entropy, batch),
-    ("devices", pauses, pausing_loss, pausing_batch(timed.device)),
-):
-    got = compare_strategies(("naive", "hooks"), model, timed, data, loss, repeat=15)
-    carried[who] = got["naive"], got["hooks"], compare(got["hooks"], got["naive"])
+data = pausing_batch(timed.device)
+carried["devices"] = compare_strategies(KINDS, pauses, timed, data, pausing_loss, repeat=11)
 
 # %% tags=["plumbing"]
-rows = [(who, *map(str, row)) for who, row in carried.items()]
-timed.print(table(rows, ["computing is done by", "naive", "hooks", "hooks against naive"]))
-by_cores, by_devices = (carried[who][2] for who in ("cores", "devices"))
-less = by_cores.ratio < by_devices.ratio
+gains = {who: compare(times["hooks"], times["naive"]) for who, times in carried.items()}
+rows = [(who, *map(str, times.values()), str(gains[who])) for who, times in carried.items()]
+timed.print(table(rows, ["computing is done by", "alone", "naive", "hooks", "hooks against naive"]))
+less = gains["cores"].ratio < gains["devices"].ratio
 said = (
-    f"Where cores compute and carry, hooks are {by_cores} as naive; where they only carry, "
-    f"{by_devices}."
+    f"Where cores compute and carry, hooks are {gains['cores'].than('naive')}; where they only "
+    f"carry, {gains['devices'].than('naive')}."
 )
 find(timed, "who-carries", less=(less, said), more=(not less, said))
 
 # %% [markdown]
 r"""
 **Explain.** Overlap is not saving: it helps only if the message uses nothing that backward needs. A
-GPU has engines of its own for messages, and a network card takes them off the host. A processor
-that is its own network card has nothing to hide behind.
+network card takes messages off the host. On a GPU the sums of NCCL take some of its processors, and
+slow backward down by as much. A processor that is its own network card has nothing to hide behind.
 
 ## What to take along
 
-- Gradients are ready one after the other, the last layer's first, and in the same order on ranks
-  that run the same model.
+- Gradients are ready one after the other, those that are used last first, and in the same order on
+  ranks that run the same model.
 - A post-accumulate hook is given the parameter. What it should average is `parameter.grad`.
 - An asynchronous all-reduce in the hook moves communication into backward. Only the part that is
-  then still waited for is exposed, and only what needs no computing resources can be hidden.
+  then still waited for is exposed, and only what backward can do without is hidden at no cost.
 - Between `backward()` and `finish()` the gradients belong to the backend.
 
 ## Exercises
@@ -652,4 +655,6 @@ $ python -m microddp.labs start 04
 """
 
 # %%
+if usual:
+    relink(timed, usual)
 comms.close()

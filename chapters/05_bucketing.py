@@ -12,6 +12,7 @@ the first message starts too late.
 # %% tags=["imports"]
 import copy
 import itertools
+import statistics
 from functools import partial
 
 import torch
@@ -25,7 +26,7 @@ from microddp.allreduce import FittedCost, fit_alpha_beta
 from microddp.bucketing import BucketedDDPHooks
 from microddp.buckets import plan_buckets
 from microddp.data import ShardedBatches, load_digits
-from microddp.findings import Prediction, compare, find
+from microddp.findings import compare, find
 from microddp.hosts import relink
 from microddp.model import FullMLP, SimpleCNN, gradient_bytes
 from microddp.performance import predict_plan
@@ -46,11 +47,10 @@ comms.print(comms.describe())
 r"""
 ## The price of a message
 
-Chapter 02 fitted $t(m) = \alpha + \beta m$ to single messages. The same line can be fitted to a
-whole all-reduce, in which $\alpha$ stands for the start of all its rounds. Here is the backend's,
-by size. A step sends its gradients in a row, and so does each call: up to eight, of which the time
-of one is counted. (A message by itself takes longer: first the ranks have to wake up for it.) Each
-reduces another part of a large tensor, because a step's gradients are not in the cache either:
+Chapter 02 fitted $t(m) = \alpha + \beta m$ to single messages. Here is a whole all-reduce, the
+backend's, by size. Each call sends up to eight of them in a row, as a step does; the time shown is
+of one. Each reduces another part of a large tensor, because a step's gradients are not in the cache
+either:
 """
 
 # %%
@@ -68,32 +68,61 @@ for nbytes in ROW:
     starts = itertools.cycle(range(0, len(POOL), nbytes // 4))
     calls[nbytes] = partial(reduce_row, nbytes, starts)
 
+# %% [markdown]
+r"""
+An all-reduce of a few KiB has as many rounds as one of many, $2(n-1)$ around a ring, and each wakes
+a process up. While a chunk is on the link, that costs nothing. So the time has a floor $t_0$, below
+which no message gets; above it count the bytes, and an $\alpha$ for what the link does not hide:
+
+$$ t(m) = \max(t_0, \; \alpha + \beta m) . $$
+
+The floor is the time of the smallest, $\alpha$ is fitted to those from 256 KiB on. On links of
+known speed $\beta$ is theirs:
+"""
+
 # %%
 rows = measure(calls, comms, warmup=1, repeat=5)
 timings = {m: Timing(tuple(s / ROW[m] for s in t.seconds)) for m, t in rows.items()}
-medians = [timing.median for timing in timings.values()]
-# Each rank sends 2 (n-1)/n of the bytes. On a link of known speed only alpha is fitted.
+floor = min(timing.median for timing in timings.values())
+large = {m: timing.median for m, timing in timings.items() if m >= 2**18}
+# Each rank sends 2 (n-1)/n of the bytes.
 known = comms.box.seconds_per_byte * 2 * (n - 1) / n if comms.box and n > 1 else None
-alpha, beta = fit_alpha_beta(list(timings), medians, known)
+alpha, beta = fit_alpha_beta(list(large), list(large.values()))
+if known:
+    alpha = max(0.0, statistics.median(t - known * m for m, t in large.items()))
+    beta = known
+
+
+def message(nbytes):
+    """Seconds of an all-reduce."""
+    return max(floor, alpha + beta * nbytes)
+
+
 figures.times_by_size(
     {"all-reduce": timings},
-    models={"all-reduce": lambda m: alpha + beta * m},
-    title=f"{human_seconds(alpha)} to start, {human_seconds(max(beta, 0) * MIB)} for each MiB",
+    models={"all-reduce": message},
+    title=f"At least {human_seconds(floor)}, then {human_seconds(max(beta, 0) * MIB)} for each MiB",
 )
 
-# %% tags=["plumbing"]
-worth = f"{human_bytes(alpha / beta)} take as long to send" if beta > 0 else "the size is nothing"
+# %%
+worth = (
+    f"as long as sending {human_bytes((floor - alpha) / beta)}" if beta > 0 else "whatever it has"
+)
 find(
     comms,
     "price",
-    several=(n > 1, f"An all-reduce takes {human_seconds(alpha)} to start: {worth}."),
+    several=(
+        n > 1,
+        f"An all-reduce takes {human_seconds(floor)}, however small it is: {worth}. A larger one "
+        f"takes {human_seconds(alpha)} more than its bytes.",
+    ),
     alone=(n == 1, "One rank sends nothing: its all-reduces are calls without a message."),
 )
 
 # %% [markdown]
 r"""
 **Predict.** Take a narrow, deep model. Its $P$ gradients have $S$ bytes in all. Sent one by one
-they cost $P\alpha + \beta S$; together, $\alpha + \beta S$.
+they cost $P\,t(S/P)$; together, $t(S)$.
 
 **Measure.** Both ways, without a forward or a backward beside them:
 """
@@ -117,23 +146,23 @@ many, one = measure(
     warmup=1,
     repeat=7,
 ).values()
-comms.print(table([(P, many), (1, one)], ["messages", f"{human_bytes(S)}, median (quartiles)"]))
+guesses = sum(message(tensor.nbytes) for tensor in apart), message(S)
+rows = [(P, human_seconds(guesses[0]), many), (1, human_seconds(guesses[1]), one)]
+comms.print(f"{human_bytes(S)} of gradients")
+comms.print(table(rows, ["messages", "predicted", "measured, median (quartiles)"]))
 
-# %% tags=["plumbing"]
-gain, line = compare(one, many), Prediction(P * alpha + beta * S, many)
-said = f"The {P} messages took {line}."
-find(
-    comms,
-    "together",
-    faster=(gain.faster, f"In one message the same bytes are {gain} as in {P}. {said}"),
-    slower=(gain.slower, f"In one message the same bytes are {gain} as in {P}. {said}"),
-    alike=(gain.alike, f"{gain.say('One message', f'{P} of the same bytes')}. {said}"),
+# %%
+gain = compare(one, many)
+said = (
+    f"In one message the same bytes are {gain.than(f'in {P}')}; predicted were "
+    f"{guesses[0] / guesses[1]:.1f} times."
 )
+sides = {"faster": gain.faster, "slower": gain.slower, "alike": gain.alike}
+find(comms, "together", **{side: (holds, said) for side, holds in sides.items()})
 
 # %% [markdown] index=["bucket", "first bucket"]
 r"""
-The bytes are the same, so what is left is start-up cost. Messages of some 16 to 68 KiB can be below
-the line of the picture: a link of known speed lets so much pass at once after a pause.
+The bytes are the same, so all of the difference is start-up cost.
 
 ## The plan
 
@@ -372,7 +401,7 @@ r"""
 
 **Predict.** In a model whose layers are alike, half of the gradients are ready after half of
 backward, and so on. A bucket of $m$ bytes leaves when it is full and the one before it has arrived,
-and takes $\alpha + \beta m$. What has not arrived at the end of backward is waited for:
+and takes $t(m)$. What has not arrived at the end of backward is waited for:
 """
 
 
@@ -382,15 +411,15 @@ def predict(sizes, forward, backward):
     ready, arrived = forward, 0.0
     for nbytes in sizes:
         ready += backward * nbytes / sum(sizes)
-        arrived = max(ready, arrived) + alpha + beta * nbytes
+        arrived = max(ready, arrived) + message(nbytes)
     return max(arrived, forward + backward)
 
 
 # %% [markdown]
 """
-**Measure.** The stage is that of chapters 03 and 04, with more layers, whose gradients are smaller.
-What travels is sent by this chapter's own hooks, at caps from a gradient alone to all in one
-bucket. PyTorch's default of 25 MiB is such a one here:
+**Measure.** The stage is that of chapters 03 and 04. What travels is sent by this chapter's own
+hooks, at caps from a gradient alone to all in one bucket. (A MiB here stands for 75 of the
+cluster's.)
 """
 
 # %%
@@ -439,7 +468,7 @@ figures.lines(
         "measured": (average, [t.median * 1e3 for t in steps.values()]),
         "predicted": (average, [seconds * 1e3 for seconds in predicted.values()]),
     },
-    title=f"Buckets of {best} took least" if best in CAPS else "",
+    title=f"A cap of {best} took least" if best[0].isdigit() else f"Least: {best}",
     xlabel="average bucket, MiB",
     ylabel="one step, ms",
     log="x",
@@ -456,43 +485,36 @@ find(
     right=(left.faster and not right.faster, f"No cap beats one bucket: {best} is {ends}."),
     flat=(not (left.faster or right.faster), f"No cap is better than another: {best} is {ends}."),
 )
-default = compare(steps["all in one"], steps["alone"])
-find(
-    comms,
-    "default-cap",
-    loses=(default.slower, f"PyTorch's default cap loses to hooks one by one: {default}."),
-    wins=(default.faster, f"PyTorch's default cap is {default} as hooks one by one."),
-    alike=(default.alike, f"{default.say('The default cap', 'hooks one by one')}."),
-)
 
 # %% tags=["plumbing"]
 errors = {name: steps[name].median / predicted[name] - 1 for name in CAPS}
 worst = max(errors, key=lambda name: abs(errors[name]))
+chosen = min(predicted, key=predicted.get)
 said = (
-    f"The model is off most at '{worst}': {abs(errors[worst]):.0%} "
-    f"{'more' if errors[worst] > 0 else 'less'} than predicted."
+    f"The model chooses '{chosen}', the run '{best}'. It is off most at '{worst}': "
+    f"{abs(errors[worst]):.0%} {'more' if errors[worst] > 0 else 'less'} than predicted."
 )
 find(
     comms,
     "bucket-model",
-    more=(errors[worst] > 0, said),
-    less=(errors[worst] <= 0, said),
+    right=(chosen == best, said),
+    wrong=(chosen != best, said),
 )
-names = {"naive": naive, "hooks": steps["alone"], f"buckets, {best}": steps[best]}
+names = {"naive": naive, "hooks": steps["alone"], f"buckets, cap {best}": steps[best]}
 speeds = {name: stage.speed_up(timing, device) for name, timing in names.items()}
-top = speeds[f"buckets, {best}"]
+top = speeds[f"buckets, cap {best}"]
 figures.speed_ups(
     {name: speed.times for name, speed in speeds.items()},
     n,
-    title=f"{n} devices with buckets of {best}: {top}",
+    title=f"{n} devices, buckets with a cap of {best}: {top}",
 )
 
 # %% [markdown]
 r"""
 **Explain.** From left to right, messages are saved, and with each its start-up cost. On the right a
-bucket is full only when backward is almost over, and what it holds can hide no more. In between
-lies the best cap. A message costs less than its alpha where it waits for the one before anyway, and
-more where its start takes the core from another rank's.
+bucket is full only when backward is almost over, and too little of backward is left to hide it. In
+between lies the best cap. What the model leaves out: messages that are under way at the same time,
+and ranks that wait for a core.
 
 With the same model you can choose the cap. The all-reduces are predicted with the alpha and beta of
 above; the dots are the steps that ran. Move the cap from one end to the other, and see how the
@@ -517,51 +539,61 @@ figures.explore_buckets(
 r"""
 ## Does the scale matter?
 
-**Predict.** What a scale model says of its cluster is worth as much as this: stages of another
-speed, with the same $n$ and $M/C$, must give the same speed-ups.
+**Predict.** A scale model can be trusted only if its speed does not matter: stages of another
+speed, with the same numbers without units, must give the same speed-ups. Of these, $n$ and $M/C$
+can be kept. Start/C cannot: a start takes the same time on each, and $C$ grows. From $C$, $M$ and
+the starts a naive step's speed-up follows (chapter 03), beside which the measured one is set.
 
-**Measure.** The stage again, on links of half and of a quarter of the speed, where all computing is
-as many times as long. Every all-reduce starts in the same time as before, so $\alpha/C$ becomes
-smaller with the speed:
+**Measure.** The stage again, on links of half and of a quarter of the speed:
 """
 
 # %%
 WAYS = {"naive": ("naive", None), "buckets of 1 MiB": ("bucketed", 1)}
-found, starts = {}, {}
-for speed in ("1gbit", "500mbit", "250mbit") if comms.box and n > 1 else ():
+found, starts, guessed, usual = {}, {}, {}, comms.box and comms.box.links[0].option
+for speed in ("1gbit", "500mbit", "250mbit") if usual and n > 1 else ():
     relink(comms, speed)
     slower = set_stage(comms, there, layer_bytes=3 << 17)
     calls = {name: slower.step(*way) for name, way in WAYS.items()}
     got = measure({"alone": slower.step("none"), **calls}, comms, warmup=1, repeat=3)
     found[speed] = {name: slower.speed_up(got[name], got["alone"]).ratio for name in WAYS}
-    starts[speed] = slower.sides[1].start / slower.sides[1].compute
+    here = slower.sides[1]
+    starts[speed] = here.start / here.compute
+    whole = here.compute + here.messages + here.layers * here.start
+    guessed[speed] = n * here.compute / whole
+if usual:
+    relink(comms, usual)
 
 # %% tags=["plumbing"]
-rows = [(speed, starts[speed], *speeds.values()) for speed, speeds in found.items()]
-comms.print(table(rows, ["links", "start/C", *WAYS], floats=("", ".3f", ".2f", ".2f")))
+rows = [(speed, starts[speed], guessed[speed], *found[speed].values()) for speed in found]
+headers = ["links", "start/C", "naive, predicted", *WAYS]
+comms.print(table(rows, headers, floats=("", ".3f", *[".2f"] * 3)))
 apart = {name: max(v) / min(v) - 1 for name in WAYS if (v := [f[name] for f in found.values()])}
 worst = max(apart, key=apart.get, default="")
 said = worst and (
-    f"Over a factor of four in speed, the speed-ups are at most {apart[worst]:.0%} apart, for "
-    f"{worst}, while start/C goes from {starts['1gbit']:.3f} to {starts['250mbit']:.3f}."
+    f"Over a factor of four in speed the speed-ups differ most for {worst}: by {apart[worst]:.0%}. "
+    f"Start/C goes from {starts['1gbit']:.3f} to {starts['250mbit']:.3f}, and with it the naive "
+    f"prediction from {guessed['1gbit']:.2f} to {guessed['250mbit']:.2f}."
 )
 find(
     comms,
     "similarity",
     alike=(bool(worst) and apart[worst] <= 0.1, said),
-    apart=(bool(worst) and apart[worst] > 0.1, f"{said} The faster stage is not to scale."),
+    apart=(
+        bool(worst) and apart[worst] > 0.1,
+        f"{said} So the quickest stage, this chapter's, overstates what starts cost its cluster.",
+    ),
     left_out=(not worst, "Left out: it takes links whose speed can be set."),
 )
 
 # %% [markdown]
 r"""
 :::{admonition} On GPUs
-There alpha is some 0.2 ms over a network ($2(n-1)$ rounds of 14 us, NCCL's own figure, for eight
-machines), and a link of 400 Gbit/s sends 25 MiB in 0.5 ms. So the default cap is about the
-size at which starts no longer count. It was chosen for models of 2017: some of PyTorch's developers
-call it too small for today's, and one proposes 100 MB ([issue
-118421](https://github.com/pytorch/pytorch/issues/118421)). Try `bucket_cap_mb` of 5, 25 and 100 on
-your job. With fewer than a hundred layers, a tenth of the gradients a bucket is a fair first guess.
+There an all-reduce takes some 0.2 ms to start ($2(n-1)$ rounds of 14 us, NCCL's own figure, for
+eight machines), and 25 MiB take 0.9 ms on links of 400 Gbit/s: at PyTorch's default cap less than a
+fifth is start-up. That cap is smaller than a layer of this chapter's cluster, 28 MiB, so there
+every layer is a bucket. Some of PyTorch's developers call it too small for today's models, and one
+proposes 100 MB ([issue 118421](https://github.com/pytorch/pytorch/issues/118421)). Try
+`bucket_cap_mb` of 5, 25 and 100 on your job.
 :::
 
 ## Where it breaks: a bucket that is never emptied
@@ -659,14 +691,15 @@ for hook in (EagerHooks, Hooks):
 # %% [markdown]
 r"""
 With more than one rank, the eager hooks added one branch's gradient to the other's: no error, no
-wait, only a wrong result, because the two buckets have the same size. Had their sizes differed,
-the backend would have ended the job, or waited for ever. A fixed order costs a little waiting and
-nothing else. (With `MICRODDP_DEBUG=1` all ranks compare what they are about to send. That finds
+wait, only a wrong result, because the two buckets have the same size. Had their sizes differed, the
+backend would have ended the job, or waited until the time-out. A fixed order costs a little waiting
+and nothing else. (With `MICRODDP_DEBUG=1` all ranks compare what they are about to send. That finds
 different sizes, but not this.)
 
 ## What to take along
 
-- An all-reduce costs alpha + beta m. Where m is small beside alpha / beta, send more at once.
+- An all-reduce has a price, however small it is. Below the size that takes as long to send, send
+  more at once.
 - A plan needs three rules: reverse order, fill up to the cap, split no parameter. With them it is
   PyTorch's, to the byte.
 - The best cap depends on alpha, on beta and on how much of the communication the hardware hides.

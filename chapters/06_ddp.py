@@ -407,10 +407,10 @@ assert n == 1 or min(rows[3][2:]) > 1e-3
 
 # %% [markdown] index=["find_unused_parameters", "unused parameters"]
 """
-**Explain.** After a longer first step the next gradients differ, so the undivided loss does not
-miss by exactly K - 1. With the late flag, K - 1 of K micro-batches in a step are the rank's own.
-Ranks that part are found by comparing replicas; the other wrong runs keep them equal, and only a
-comparison with one device tells.
+**Explain.** After a longer first step the next gradients differ, so the undivided loss misses by
+another number than K - 1. With the late flag, K - 1 of K micro-batches in a step are the rank's
+own. Ranks that part are found by comparing replicas; the other wrong runs keep them equal, and only
+a comparison with one device tells.
 
 The flag set too late is a real mistake. In build-nanogpt it cost nothing as long as a step had one
 micro-batch. With four, the validation loss after 1000 steps was 4.88, and 4.15 once the flag was
@@ -665,12 +665,11 @@ rank makes the same plan.
 
 ## What it all gained
 
-**Predict.** On the stage of chapter 05, a step that averages naively takes $C + M$. The hooks of
-chapter 04, the buckets of chapter 05 and both wrappers hide what they can, and nothing can take
-less than $\max(C, \frac{1}{3} C + M)$. The wrappers send what the buckets send, so all three
-should take the same.
+**Predict.** On the stage of chapters 03 to 05, a step that averages naively takes $C + M$ and all
+starts. The hooks of chapter 04, the buckets of chapter 05 and both wrappers hide what they can, and
+nothing can take less than $\max(C, \frac{1}{3} C + M)$. The wrappers send what the buckets send.
 
-**Measure.** All ways, in turns, with buckets of 1 MiB:
+**Measure.** All ways, in turns, buckets with a cap of 1 MiB:
 """
 
 # %%
@@ -700,14 +699,16 @@ figures.speed_ups(
 
 # %% tags=["plumbing"]
 gain, top = compare(steps[best], steps["naive (03)"]), speeds[best]
-left = f"{n - top.ratio:.2f} of {n} are lost to waiting"
+rivals = [name for name in WAYS if name != best and not compare(steps[best], steps[name]).faster]
+beside = f" (not told apart from {' and '.join(rivals)})" if rivals else ""
 said = (
-    f"{best} is {gain} as naive: {n} devices are {top.ratio:.2f} times as fast as one, and {left}."
+    f"{best}{beside} takes a step {gain} as averaging after backward: {n} devices are {top} as "
+    f"one, {n - top.ratio:.2f} short of {n}."
 )
 find(
     comms,
     "climax",
-    overlap=(n > 1 and gain.faster, f"The winner: {said}"),
+    overlap=(n > 1 and gain.faster, f"The fastest, {said}"),
     nothing=(n > 1 and not gain.faster, f"No way clearly beats the naive one: {said}"),
     alone=(n == 1, "One rank has nothing to average."),
 )
@@ -724,8 +725,8 @@ find(
 # %% [markdown]
 """
 **Explain.** Both wrappers send the same bytes in the same messages, and both return from backward
-when all have arrived. What is left is the bytes that no backward is long enough to hide: more
-devices, or fewer bytes, are the subject of part III.
+when all have arrived. What they cannot hide is what takes longer than backward, and the start of
+each message. To send fewer bytes is the subject of chapters 10 and 11.
 
 ## What I would set
 
@@ -739,10 +740,11 @@ devices, or fewer bytes, are the subject of part III.
 | `no_sync()` | around forward *and* backward of all but the last | one average a step |
 
 :::{admonition} On GPUs
-The order of the ways is the same, since it follows from $M/C$ and from who carries the messages.
+How much each way gains follows from $n$, $M/C$ and the starts.
 What differs: the CPU only queues work, so Python costs nothing as long as the GPU has some left;
 and NCCL's kernels compute the sums on the GPU itself, beside backward, and slow it down meanwhile.
-With $M/C$ below two thirds, as on 8 H100 of a node, all of it can be hidden (chapter 04).
+With $M/C$ below two thirds, as on 8 H100 of a node, most can be hidden, and the ways differ less
+(chapter 04).
 :::
 
 ## What to take along
@@ -758,14 +760,15 @@ With $M/C$ below two thirds, as on 8 H100 of a node, all of it can be hidden (ch
 ## Appendix: what Python costs
 
 PyTorch's reducer is C++. This one runs some lines of Python for each
-gradient, between two operations of backward. That shows most where a model has many small
+gradient, between two operations of backward. It would show where a model has many small
 parameters, little to compute and links that hold nothing back, between two ranks that have a core
-or a GPU of their own (the others leave here). PyTorch's wrapper comes with gradients as views of
-the buckets, as ours has them:
+or a GPU of their own (the others leave here). PyTorch's wrapper is told to keep gradients as views
+of the buckets, as ours does:
 """
 
 # %%
-if comms.box:
+usual = comms.box and comms.box.links[0].option
+if usual:
     relink(comms, "30gbit")  # before the group is made: a connection keeps the pace it began with
 timed = comms.timed()
 part = [tuple(shard(t[:BATCH], timed.rank, timed.world_size) for t in digits.train.tensors)]
@@ -779,7 +782,9 @@ small = measure(calls, timed, repeat=31)
 timed.print(table(small.items(), ["many small gradients", "step, median (quartiles)"]))
 python = compare(small["microddp.DDP"], small["torch"])
 each = (small["microddp.DDP"].median - small["torch"].median) / len(list(models[0].parameters()))
-said = f"{python.say('A step of microddp.DDP', 'one of PyTorch')}: {each * 1e6:+.1f} us a gradient."
+said = python.say("With many small gradients, a step of microddp.DDP", "one of PyTorch")
+gap = "" if python.alike else f": {each * 1e6:+.1f} us a gradient"
+said = f"{said}{gap}."
 find(
     timed,
     "python",
@@ -913,4 +918,6 @@ $ python -m microddp.labs start 06
 """
 
 # %%
+if usual:
+    relink(timed, usual)
 comms.close()

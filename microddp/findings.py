@@ -67,12 +67,19 @@ class Comparison:
         low, high = self.times.spread
         return f"{_ratio(self.ratio)} times as fast ({_ratio(low)} to {_ratio(high)})"
 
+    def than(self, other: str) -> str:
+        """Say how fast, beside something: ``"1.41 times as fast (1.35 to 1.45) as naive"``."""
+        if self.alike:
+            low, high = map(_ratio, self.times.spread)
+            return f"not told apart from {other} ({low} to {high})"
+        return f"{self} as {other}"
+
     def say(self, this: str, other: str) -> str:
         """Put the verdict into words: ``"This is 1.41 times as fast (1.35 to 1.45) as other"``."""
         if self.alike:
             low, high = map(_ratio, self.times.spread)
             return f"This run does not tell apart {_small(this)} and {other} ({low} to {high})"
-        return f"{this} is {self} as {other}"
+        return f"{this} is {self.than(other)}"
 
 
 @dataclass(frozen=True)

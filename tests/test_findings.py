@@ -31,6 +31,7 @@ def test_what_reads_as_one_is_not_told_apart(rounds):
     """Neither where the quartiles enclose 1, nor where they are written as 1.00."""
     same = Comparison(Timing(rounds))
     assert (same.faster, same.slower, same.alike) == (False, False, True)
+    assert same.than("DDP").startswith("not told apart from DDP (")
     assert same.say("A ring", "DDP").startswith("This run does not tell apart a ring and DDP (")
 
 

@@ -28,7 +28,7 @@ class Side:
         nbytes: bytes of all gradients.
         compute: C, seconds of a device's step alone.
         messages: M, seconds of an all-reduce of all gradients alone.
-        start: seconds of an all-reduce of next to nothing.
+        start: seconds that an all-reduce of a layer takes more than its share of M.
     """
 
     words: str
@@ -155,7 +155,7 @@ def stage_of(there: Side, words: str, layer_bytes: int, messages: float, start: 
         words: name of the stage.
         layer_bytes: bytes of a layer's gradient on the stage.
         messages: measured seconds of an all-reduce of all gradients on the stage.
-        start: measured seconds of an all-reduce of next to nothing.
+        start: measured seconds that an all-reduce of a layer takes more than its share of M.
 
     Raises:
         ValueError: a layer would have to pause for less than a millisecond; the message says how

@@ -108,8 +108,7 @@ def set_stage(comms: Comms, there: Side, layer_bytes: int = 1 << 19) -> Stage:
     here = None
     while here is None:
         several = comms.world_size > 1
-        nbytes = there.layers * layer_bytes
-        messages, start = _measure(comms, nbytes) if several else (0.0, 0.0)
+        messages, start = _measure(comms, there.layers, layer_bytes) if several else (0.0, 0.0)
         try:
             here = stage_of(there, "this stage", layer_bytes, messages, start)
         except ValueError:
@@ -120,11 +119,12 @@ def set_stage(comms: Comms, there: Side, layer_bytes: int = 1 << 19) -> Stage:
     return Stage(comms, model, pausing_loss, pausing_batch(), PausingOptimizer, (there, here))
 
 
-def _measure(comms: Comms, nbytes: int) -> tuple[float, float]:
-    """Seconds of an all-reduce of so many bytes, and of one value."""
-    calls = {str(size): partial(comms.all_reduce, torch.zeros(size // 4)) for size in (nbytes, 4)}
-    whole, start = measure(calls, comms, repeat=5).values()
-    return whole.median, start.median
+def _measure(comms: Comms, layers: int, layer_bytes: int) -> tuple[float, float]:
+    """Seconds of an all-reduce of all gradients, and what one by layers costs more for each."""
+    sizes = (layers * layer_bytes, layer_bytes)
+    calls = {str(size): partial(comms.all_reduce, torch.zeros(size // 4)) for size in sizes}
+    whole, layer = measure(calls, comms, repeat=7).values()
+    return whole.median, max(0.0, layer.median - whole.median / layers)
 
 
 def _on_gpus(comms: Comms) -> Stage:

@@ -18,7 +18,7 @@ from builds.other_build import both
 from launcher.job import Agent
 from launcher.kept import Kept
 from lists.chapter_cards import head, read_chapter
-from microddp.hosts import Box, Cluster, Link, calibration_table
+from microddp.hosts import Box, Cluster, Link, calibration_table, links_of_this_job
 
 # Enough for a ring to be a ring. Chapters measure times on as many of the ranks as have a core or a
 # GPU of their own, and say so.
@@ -135,6 +135,7 @@ def hosts(wish: str | None) -> RealHosts | HostsInABox | None:
 def facts(namespace: dict[str, Any]) -> dict[str, Any]:
     """Return the facts about a run that its page needs, from the chapter's global names."""
     comms = namespace["comms"]
+    comms.box = links_of_this_job()  # which may have changed since, and back
     return {
         "machine": comms.describe(),
         "short": shorten(comms.where, comms.backend),
