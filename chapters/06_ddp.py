@@ -705,6 +705,8 @@ said = (
     f"{best}{beside} takes a step {gain} as averaging after backward: {n} devices are {top} as "
     f"one, {n - top.ratio:.2f} short of {n}."
 )
+
+# %% tags=["plumbing"]
 find(
     comms,
     "climax",
@@ -782,7 +784,7 @@ small = measure(calls, timed, repeat=31)
 timed.print(table(small.items(), ["many small gradients", "step, median (quartiles)"]))
 python = compare(small["microddp.DDP"], small["torch"])
 each = (small["microddp.DDP"].median - small["torch"].median) / len(list(models[0].parameters()))
-said = python.say("With many small gradients, a step of microddp.DDP", "one of PyTorch")
+said = "With many small gradients a step of microddp.DDP is " + python.than("one of PyTorch")
 gap = "" if python.alike else f": {each * 1e6:+.1f} us a gradient"
 said = f"{said}{gap}."
 find(
