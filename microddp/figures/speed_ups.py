@@ -33,9 +33,8 @@ def speed_ups(times: Mapping[str, Timing], devices: int, *, title: str) -> Drawi
         axes.barh(row + top, speed.median, height, align="edge", color=color)
         middle = row + top + height / 2
         axes.plot([low, high], [middle, middle], color=INK, linewidth=1.5)
-        axes.text(
-            max(high, speed.median) + 0.01 * devices, middle, f" {speed.median:.2f}", va="center"
-        )
+        end = max(high, speed.median) + 0.02 * devices
+        axes.text(end, middle, f"{speed.median:.2f}", va="center")
         said = f"{speed.median:.2f} times as fast as one device ({low:.2f} to {high:.2f})"
         figure.boxes(axes, name, {(0, speed.median, row + top + height, row + top): said})
     axes.axvline(devices, color=INK, linestyle="--", linewidth=1)
