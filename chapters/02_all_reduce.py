@@ -28,6 +28,7 @@ from microddp.allreduce import (
 from microddp.comms import MessageCounter, schedule_threads
 from microddp.findings import compare, find
 from microddp.report import human_bytes, human_seconds, mark_least, table
+from microddp.stage import known_all_reduces
 from microddp.timing import Timing, measure
 
 # %%
@@ -572,6 +573,20 @@ r"""
 each carries its share in the other. With more ranks than cores a message may also wait for a core,
 in every round. Over loopback all ranks share the memory's bus, and both curves rise alike.
 
+:::{admonition} On GPUs
+NCCL's rings send what these do, through the links between GPUs, and there are trees and switches
+that add, too. By the same model, and the latencies and bandwidths that `microddp/plan/library.toml`
+has sources for, a ring takes:
+:::
+"""
+
+# %% tags=["plumbing"]
+SOME = (1 << 16, 25 << 20, 1 << 30)
+rows = [(words, *map(human_seconds, row)) for words, row in known_all_reduces(SOME).items()]
+timed.print(table(rows, ["worked out, not measured", *map(human_bytes, SOME)]))
+
+# %% [markdown]
+r"""
 ## What to take along
 
 - A ring all-reduce is a reduce-scatter followed by an all-gather. With three or more ranks, its

@@ -112,10 +112,13 @@ if few := comms.subgroup(range(min(2, n))):
     rows = demonstrate_hook_order(half, few)
 comms.barrier()
 
-# %% tags=["plumbing"]
+# %%
 if few:
     layers = [int(row.name.split(".")[1]) for row in rows]
     assert layers == sorted(layers, reverse=True)
+
+# %% tags=["plumbing"]
+if few:
     early = sum(row.nbytes for row in rows if row.seconds < rows[-1].seconds / 2)
     share = early / gradient_bytes(half)
     said = f"After half the time of backward {share:.0%} of the bytes are ready."

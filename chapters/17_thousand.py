@@ -16,7 +16,6 @@ from functools import partial
 from textwrap import fill
 
 import torch
-from torch import nn
 from torch.nn.functional import mse_loss
 
 import microddp
@@ -41,6 +40,7 @@ from microddp.plan.published import summary
 from microddp.program import Layer, Work
 from microddp.report import human_seconds, table
 from microddp.shared import carrier
+from microddp.stage import pausing_batch, pausing_loss, pausing_model
 from microddp.step import take_step
 from microddp.strategies import STRATEGIES
 from microddp.timing import measure
@@ -103,34 +103,10 @@ r"""
 
 **Measure.** Eight hosts stand here, with links of known speed, but with few cores. Eight ranks that
 compute would take turns on those, and no cluster has that. So the devices of this section compute
-as an accelerator seems to, seen from its host: for a while, without taking a core. A layer pauses,
-forward and backward, and then has a real gradient. What is sent is real, and all of microddp's code
-that sends it:
+as an accelerator seems to, seen from its host: for a while, without taking a core. They are chapter
+03's *devices of known speed*: a layer pauses, forward and backward, and then has a real gradient.
+What is sent is real, and so is all of microddp's code that sends it.
 """
-
-
-# %%
-class Pause(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, seconds):
-        ctx.weight, ctx.seconds = weight, seconds
-        time.sleep(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(2 * ctx.seconds)
-        return gradient, torch.ones_like(ctx.weight), None
-
-
-class PausingLayer(nn.Module):
-    def __init__(self, values, seconds):
-        super().__init__()
-        self.weight, self.seconds = nn.Parameter(torch.zeros(values)), seconds
-
-    def forward(self, x):
-        return Pause.apply(x, self.weight, self.seconds)
-
 
 # %% tags=["plumbing"]
 MODELS = {  # layers, values of each, seconds of its forward
@@ -145,18 +121,14 @@ WAYS = {  # the strategy, and the cap of its buckets
     "stage 1": ("zero1", 1),
     "stage 3": ("zero3", None),
 }
-BATCH = (torch.zeros(1, 1, requires_grad=True, device=comms.device), torch.zeros(1, 1))
+BATCH = pausing_batch(comms.device)
 SGD = partial(torch.optim.SGD, lr=1e-4)
 
 
 # %% tags=["plumbing"]
-def total(output, _target):
-    return output.sum()
-
-
 def pausing(name):
     count, values, seconds = MODELS[name]
-    return nn.Sequential(*(PausingLayer(values, seconds) for _ in range(count))).to(comms.device)
+    return pausing_model(Work((Layer(seconds, 2 * seconds, (values,)),) * count), comms.device)
 
 
 def step_of(way, model, timed):
@@ -166,7 +138,7 @@ def step_of(way, model, timed):
         model = microddp.DDP(model, timed, bucket_cap_mb=cap, all_reduce=carrier("ring", timed))
     options = {"collectives": "ring"} if kind.startswith("zero") else {}
     strategy = STRATEGIES[kind](model, timed, cap, **options)
-    return partial(take_step, strategy, total, SGD(strategy.parameters()), BATCH)
+    return partial(take_step, strategy, pausing_loss, SGD(strategy.parameters()), BATCH)
 
 
 # %% [markdown]
@@ -185,7 +157,7 @@ if two:
     for name in MODELS:
         model = pausing(name)
         counts = {key: p.numel() for key, p in model.named_parameters()}
-        compute = measure_compute(model, total, BATCH, lambda m: SGD(m.parameters()), two, 5)
+        compute = measure_compute(model, pausing_loss, BATCH, lambda m: SGD(m.parameters()), two, 5)
         works[name] = partial(measured_work, compute, counts)
     two.print(f"a message takes {human_seconds(port.latency)} to start")
     if processor:

@@ -3,10 +3,9 @@
 from microddp.stage.devices import (
     PausingLayer,
     PausingOptimizer,
-    in_proportion,
     pausing_batch,
     pausing_loss,
     pausing_model,
 )
-from microddp.stage.scale import Side, cluster, known_clusters, stage_of, work_of
+from microddp.stage.scale import Side, cluster, known_all_reduces, known_clusters, stage_of, work_of
 from microddp.stage.stage import Stage, set_stage

@@ -8,8 +8,7 @@ taken. Then many ranks can be timed on few cores, and how long computing takes i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -107,25 +106,3 @@ def pausing_batch(device: torch.device | str = "cpu") -> tuple[torch.Tensor, tor
 def pausing_loss(output: torch.Tensor, _target: torch.Tensor | None = None) -> torch.Tensor:
     """Return a scalar from which backward runs through all layers."""
     return output.sum()
-
-
-def in_proportion(work: Work, compute: float, nbytes: float) -> Work:
-    """Scale a work to a time and a size; each layer keeps its share of both.
-
-    Args:
-        work: of a real model, as :func:`~microddp.performance.calibration.measured_work` finds it.
-        compute: seconds of forward, backward and optimizer together.
-        nbytes: bytes of all gradients.
-    """
-    faster = compute / work.seconds
-    values = sum(sum(layer.tensors) for layer in work.layers)
-    smaller = nbytes / work.gradient_size / values
-    layers = [
-        Layer(layer.forward * faster, layer.backward * faster, _scaled(layer.tensors, smaller))
-        for layer in work.layers
-    ]
-    return replace(work, layers=tuple(layers), optimizer=work.optimizer * faster)
-
-
-def _scaled(tensors: Sequence[int], factor: float) -> tuple[int, ...]:
-    return tuple(max(1, round(values * factor)) for values in tensors)

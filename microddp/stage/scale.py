@@ -7,9 +7,11 @@ computing is backward. A stage with equal numbers is the cluster, only slower.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from microddp.plan.library import devices, links, named, network_of
+from microddp.performance import Network
+from microddp.plan.library import Device, Link, devices, links, named, network_of
 from microddp.program import Layer, Work
 from microddp.report import human_bytes, human_seconds
 
@@ -98,14 +100,7 @@ def cluster(
     Raises:
         ValueError: an unknown name, with the closest one; or a number that is not above 0.
     """
-    kind = replace(named("device", device, devices()), node=node)
-    between = named("link", link, links())
-    if between.rails > node:
-        raise ValueError(
-            f"expected {between.rails} devices a node or more, one for each of its rails, got "
-            f"{node}"
-        )
-    network = network_of(kind, between, nodes * node)
+    kind, between, network = _network(device, link, nodes, node)
     work = Work.from_operations(parameters, layers, tokens, kind.rate, value_size)
     nbytes = parameters * value_size
     many, one = ("nodes", f"{node} x ") if node > 1 else ("machines", "")
@@ -118,6 +113,17 @@ def cluster(
         network.seconds("all_reduce", "ring", nbytes),
         network.seconds("all_reduce", "ring", 0.0),
     )
+
+
+def _network(device: str, link: str, nodes: int, node: int) -> tuple[Device, Link, Network]:
+    kind = replace(named("device", device, devices()), node=node)
+    between = named("link", link, links())
+    if between.rails > node:
+        raise ValueError(
+            f"expected {between.rails} devices a node or more, one for each of its rails, got "
+            f"{node}"
+        )
+    return kind, between, network_of(kind, between, nodes * node)
 
 
 # What people train on, from the best connected to the least: device, link, nodes, devices a node.
@@ -145,6 +151,14 @@ def known_clusters(*, parameters: float, tokens: float, layers: int) -> list[Sid
         for words, (device, link, nodes, node) in KNOWN.items()
     }
     return [replace(side, words=words) for words, side in sides.items()]
+
+
+def known_all_reduces(sizes: Sequence[int]) -> dict[str, list[float]]:
+    """Compute the seconds of ring all-reduces of so many bytes on clusters that people have."""
+    return {
+        words: [_network(*parts)[2].seconds("all_reduce", "ring", nbytes) for nbytes in sizes]
+        for words, parts in KNOWN.items()
+    }
 
 
 def stage_of(there: Side, words: str, layer_bytes: int, messages: float, start: float) -> Side:

@@ -33,6 +33,13 @@ if os.environ["RANK"] == "0":
 """
 
 
+OTHER = """
+import os
+
+other_build = {"record": os.environ.get("RECORD"), "there": os.environ.get("THERE")}
+"""
+
+
 def test_findings_are_split_from_what_else_was_printed():
     sentence = "A step takes 143 ms (140 to 146), as long as 5 of `finish`, and this line goes on."
     assert list(pieces(PRINTED)) == [
@@ -47,14 +54,17 @@ def test_findings_are_split_from_what_else_was_printed():
 def test_a_book_lists_its_findings_and_two_builds_are_compared(tmp_path):
     book = Book(tmp_path / "book")
     book.configure(
-        *(*LAUNCHER, "pages.printed_tables", "pages.findings"),
+        *(*LAUNCHER, "builds.other_build", "pages.printed_tables", "pages.findings"),
         launcher={"ranks": 2, "preload": PRELOAD},
     )
+    conf = book.root / "conf.py"
+    conf.write_text(conf.read_text() + OTHER)
     book.chapter("steps", CHAPTER)
     index = "# Book\n\n```{toctree}\nfindings\nchapters/index\n```\n"
     book.write("docs/index.md", index)
     book.write("docs/findings.md", "# Findings\n\n```{findings}\n```\n")
-    build = book.build("-W", STEP="faster")
+    record = str(tmp_path / "record")
+    build = book.build("-W", STEP="faster", RECORD=record)
     assert build.process.returncode == 0, build.output
 
     page = html.unescape(book.page("steps"))
@@ -77,8 +87,13 @@ def test_a_book_lists_its_findings_and_two_builds_are_compared(tmp_path):
     assert read(book.root / "_site") == read(first)
 
     (book.root / "docs/chapters/steps.py.md5").unlink()
-    assert book.build("-W", STEP="slower").ran() == ["steps.py"]
-    assert "A step is slower than" in (book.root / "_site/findings.html").read_text()
+    build = book.build("-W", STEP="slower", THERE=record)
+    assert build.ran() == ["steps.py"], build.output
+    page, listed = book.page("steps"), (book.root / "_site/findings.html").read_text()
+    for name, side in (("finding-step", "slower"), ("finding-step-there", "faster")):
+        assert f"A step is {side} than" in page[page.index(f'id="{name}"') :][:200]
+        assert f'href="chapters/steps.html#{name}"' in listed
+    assert "<em>There: </em>A step is faster than" in listed
     script = EXTENSIONS / "builds/compare_findings.py"
     told = subprocess.run(
         [sys.executable, script, first, book.root / "_site"], capture_output=True, text=True

@@ -6,7 +6,7 @@ from ranks import on_ranks
 
 import microddp
 from microddp.program import Layer, Work
-from microddp.stage import devices, in_proportion, pausing_batch, pausing_loss, pausing_model
+from microddp.stage import devices, pausing_batch, pausing_loss, pausing_model
 
 WORK = Work((Layer(0.001, 0.002, (6, 2)), Layer(0.003, 0.004, (5,))), optimizer=0.01)
 
@@ -64,12 +64,3 @@ def test_their_gradients_are_averaged_as_any(comms):
         (scale * pausing_loss(model(pausing_batch()[0]))).backward()
     # A layer's gradients are ones, whatever comes from behind: it computes nothing.
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
-
-
-def test_a_work_to_scale_keeps_each_layers_share():
-    scaled = in_proportion(WORK, compute=2.0, nbytes=4 * 26)
-    assert scaled.seconds == pytest.approx(2.0)
-    assert [layer.tensors for layer in scaled.layers] == [(12, 4), (10,)]
-    shares = [layer.backward / scaled.seconds for layer in scaled.layers]
-    assert shares == pytest.approx([0.002 / 0.02, 0.004 / 0.02])
-    assert scaled.optimizer == pytest.approx(1.0)

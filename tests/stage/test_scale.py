@@ -5,7 +5,7 @@ import re
 import pytest
 from ranks import on_ranks
 
-from microddp.stage import cluster, known_clusters, set_stage, stage_of, work_of
+from microddp.stage import cluster, known_all_reduces, known_clusters, set_stage, stage_of, work_of
 
 GPT = {"parameters": 355e6, "tokens": 24_576, "layers": 16}
 
@@ -25,6 +25,11 @@ def test_a_node_of_eight_uses_its_own_links():
     assert side.messages == pytest.approx(14 * (710e6 / 8 / 367.6e9 + 3.4e-6))
     first, *_ = known_clusters(**GPT)
     assert first.words == "8 H100 of a node, NVLink"
+
+
+def test_all_reduces_of_known_clusters_are_a_rings():
+    seconds = known_all_reduces([0, 8 * 10**9])["8 machines of an A100, 25 Gbit/s"]
+    assert seconds == pytest.approx([14 * 14e-6, 14 * (1e9 / 3.125e9 + 14e-6)])
 
 
 @pytest.mark.parametrize(
