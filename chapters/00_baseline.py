@@ -169,12 +169,12 @@ ratios = {name: parts["backward"] / parts["forward"] for name, parts in split.it
 small, middle, off = *list(ratios.values())[:2], ratios["batch 1024"] / (31 / 16) - 1
 said = (
     f"Backward takes {small:.2f} times as long as forward at batch 16, {middle:.2f} at 128 and "
-    f"{ratios['batch 1024']:.2f} at 1024, where that is"
+    f"{ratios['batch 1024']:.2f} at 1024, which is"
 )
 find(
     comms,
     "backward",
-    as_predicted=(abs(off) <= 0.05, f"{said} within 5% of the 1.94 that was predicted."),
+    as_predicted=(abs(off) <= 0.05, f"{said} as predicted, within 5%."),
     more=(off > 0.05, f"{said} {off:.0%} more than the 1.94 that was predicted."),
     less=(off < -0.05, f"{said} {-off:.0%} less than the 1.94 that was predicted."),
 )
@@ -370,7 +370,7 @@ find(
     ),
     alike=(
         first.median <= later.spread[1],
-        f"The first step took {times:.2f} of the later ones' median, no more than many of them.",
+        f"The first step took {times:.2f} times the later ones' median, no more than many of them.",
     ),
 )
 

@@ -306,7 +306,8 @@ find(
 # %% [markdown]
 """
 An all-reduce that is under way is not always at work. It may queue behind earlier ones, or wait
-until the slowest rank has started it. So the second column is an upper bound of what is hidden.
+until the slowest rank has started it. And those that are under way together overlap each other, and
+not only backward.
 
 The same spans can be opened in [Perfetto](https://ui.perfetto.dev) or `chrome://tracing`, where
 each one can be clicked. With `MICRODDP_TRACES=FOLDER` in the environment the file is kept:
@@ -345,7 +346,7 @@ find(
     "hooks",
     gain=(
         gain.faster,
-        f"A step with hooks is {gain} as the naive one (the median of the rounds): {n} devices "
+        f"In the median of the rounds a step with hooks is {gain} as the naive one: {n} devices "
         f"are now {best} as one.",
     ),
     loss=(gain.slower, f"Hooks lose here: a step with them is {gain} as the naive one."),
@@ -363,8 +364,8 @@ if stage.sides and n > 1:
     least = max(here.compute, here.compute / 3 + here.messages)
     limit = Prediction(max(here.compute, least + here.layers * here.start), hooks)
     said = (
-        f"Were all hidden that can be, a step would take {human_seconds(least)}, and "
-        f"{human_seconds(limit.predicted)} with its starts. With hooks it took {limit}."
+        f"With all hidden that can be, a step would take {human_seconds(least)}, and with its "
+        f"starts {human_seconds(limit.predicted)}. It took {limit}."
     )
     sides = {"held": limit.held, "longer": limit.longer, "shorter": limit.shorter}
     find(comms, "hooks-limit", **{side: (holds, said) for side, holds in sides.items()})
@@ -538,7 +539,7 @@ what is under way during backward makes backward longer, and hooks gain little.
 
 **Measure.** Two ranks, on links that hold nothing back, a model that computes for real; and the
 same again with layers that pause for as long as each of its layers was measured to compute. The
-gradients and their messages are the same, and every layer takes as long. The one difference: cores
+gradients and their messages are the same, and a layer takes what it was measured to take. Cores
 compute in the first, and nothing does in the second. (Ranks without a
 core of their own leave here.)
 """
@@ -573,7 +574,7 @@ timed.print(table(rows, ["computing is done by", "alone", "naive", "hooks", "hoo
 less = gains["cores"].ratio < gains["devices"].ratio
 said = (
     f"Where cores compute and carry, hooks are {gains['cores'].than('naive')}; where they only "
-    f"carry, {gains['devices'].than('naive')}."
+    f"carry, hooks are {gains['devices'].than('naive')}."
 )
 find(timed, "who-carries", less=(less, said), more=(not less, said))
 

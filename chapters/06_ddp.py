@@ -586,7 +586,7 @@ And {func}`~microddp.shared.comm_hook.all_reduce_hook` takes any all-reduce of c
 
 **Predict.** The ring adds in an order of its own, so it may round differently. Numbers in `float16`
 have 11 significant bits, so each rounding is off by up to $2^{-12}$ to $2^{-11}$ of a number, and
-the gradient by some $10^{-4}$ of itself:
+the gradient by a few $10^{-4}$ of itself:
 """
 
 
@@ -700,18 +700,18 @@ figures.speed_ups(
 # %% tags=["plumbing"]
 gain, top = compare(steps[best], steps["naive (03)"]), speeds[best]
 rivals = [name for name in WAYS if name != best and not compare(steps[best], steps[name]).faster]
-beside = f" (not told apart from {' and '.join(rivals)})" if rivals else ""
+beside = f", not told apart from {' and '.join(rivals)}" if rivals else ""
 said = (
-    f"{best}{beside} takes a step {gain} as averaging after backward: {n} devices are {top} as "
-    f"one, {n - top.ratio:.2f} short of {n}."
+    f"{best}{beside}: its step is {gain} as averaging after backward, and {n} devices are {top} "
+    f"as one, {n - top.ratio:.2f} short of {n}."
 )
 
 # %% tags=["plumbing"]
 find(
     comms,
     "climax",
-    overlap=(n > 1 and gain.faster, f"The fastest, {said}"),
-    nothing=(n > 1 and not gain.faster, f"No way clearly beats the naive one: {said}"),
+    overlap=(n > 1 and gain.faster, f"Fastest is {said}"),
+    nothing=(n > 1 and not gain.faster, f"No way clearly beats the naive one. Fastest is {said}"),
     alone=(n == 1, "One rank has nothing to average."),
 )
 wrappers = compare(steps["microddp.DDP"], steps["PyTorch's DDP"])
@@ -784,7 +784,7 @@ small = measure(calls, timed, repeat=31)
 timed.print(table(small.items(), ["many small gradients", "step, median (quartiles)"]))
 python = compare(small["microddp.DDP"], small["torch"])
 each = (small["microddp.DDP"].median - small["torch"].median) / len(list(models[0].parameters()))
-said = "With many small gradients a step of microddp.DDP is " + python.than("one of PyTorch")
+said = "With many small gradients a step of microddp.DDP is " + python.than("one of PyTorch's")
 gap = "" if python.alike else f": {each * 1e6:+.1f} us a gradient"
 said = f"{said}{gap}."
 find(

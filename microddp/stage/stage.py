@@ -20,6 +20,7 @@ from microddp.strategies import STRATEGIES
 from microddp.timing import Timing, measure
 from microddp.workloads.transformer import Transformer, token_loss
 
+ROW = 8  # messages in a row, as a step sends them
 LARGEST_LAYER = 1 << 25  # bytes
 # What GPUs train, in the order of the arguments: 210 million parameters, on eight sequences each.
 ON_GPUS = {"vocabulary": 8192, "dim": 1024, "depth": 16, "heads": 16, "context": 1024}
@@ -121,10 +122,15 @@ def set_stage(comms: Comms, there: Side, layer_bytes: int = 1 << 19) -> Stage:
 
 def _measure(comms: Comms, layers: int, layer_bytes: int) -> tuple[float, float]:
     """Seconds of an all-reduce of all gradients, and what one by layers costs more for each."""
-    sizes = (layers * layer_bytes, layer_bytes)
-    calls = {str(size): partial(comms.all_reduce, torch.zeros(size // 4)) for size in sizes}
-    whole, layer = measure(calls, comms, repeat=7).values()
-    return whole.median, max(0.0, layer.median - whole.median / layers)
+    whole, layer = torch.zeros(layers * layer_bytes // 4), torch.zeros(layer_bytes // 4)
+
+    def row() -> None:
+        for _ in range(ROW):
+            comms.all_reduce(layer)
+
+    times = measure({"whole": partial(comms.all_reduce, whole), "row": row}, comms, repeat=7)
+    messages = times["whole"].median
+    return messages, max(0.0, times["row"].median / ROW - messages / layers)
 
 
 def _on_gpus(comms: Comms) -> Stage:
