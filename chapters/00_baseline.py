@@ -178,7 +178,10 @@ find(
     more=(off > 0.05, f"{said} {off:.0%} more than the 1.94 that was predicted."),
     less=(off < -0.05, f"{said} {-off:.0%} less than the 1.94 that was predicted."),
 )
-said = f"The optimizer's share falls from {shares[0]:.0%} of a step to {shares[-1]:.0%}."
+said = (
+    f"The optimizer's share falls from {shares[0]:.0%} of a step at batch 16 to {shares[-1]:.0%} "
+    "at batch 1024."
+)
 find(comms, "optimizer", falls=(shares[-1] < shares[0], said))
 
 # %% [markdown] index=["throughput"]
@@ -370,7 +373,8 @@ find(
     ),
     alike=(
         first.median <= later.spread[1],
-        f"The first step took {times:.2f} times the later ones' median, no more than many of them.",
+        f"The first step took {times:.2f} times the median of the later ones, no longer than "
+        "many of them.",
     ),
 )
 

@@ -239,13 +239,13 @@ figures.lines(
 
 # %% tags=["plumbing"]
 said = (
-    f"Cut into {cuts[0]} and {96 - cuts[0]}, the mean of means misses by {wrong[0]:.0%} of the "
-    "gradient"
+    f"With the batch cut into {cuts[0]} and {96 - cuts[0]} samples, the mean of means is off by "
+    f"{wrong[0]:.0%} of the gradient"
 )
 find(
     comms,
     "mean-of-means",
-    more=(wrong[0] > 1, f"{said}: the error is larger than the gradient."),
+    more=(wrong[0] > 1, f"{said}, more than the gradient itself."),
     less=(wrong[0] <= 1, f"{said}."),
 )
 
@@ -315,8 +315,8 @@ find(
     "hidden-by-optimizer",
     each=(
         sgd_sum > adam_sum and adam_mean > sgd_mean,
-        f"Summed gradients: SGD misses by {sgd_sum:.2f} of a step, Adam by {adam_sum:.4f} only. "
-        f"Averaged weights: Adam misses by {adam_mean:.2f}, and SGD by {sgd_mean:.5f} only.",
+        f"Summed gradients: SGD misses by {sgd_sum:.2f} of a step, Adam by only {adam_sum:.4f}. "
+        f"Averaged weights: Adam misses by {adam_mean:.2f}, and SGD by only {sgd_mean:.5f}.",
     ),
 )
 

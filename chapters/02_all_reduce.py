@@ -413,9 +413,9 @@ off = {m: t / (alpha + beta * m) - 1 for m, t in message_seconds.items()}
 most, worst = max(message_seconds), max(off, key=lambda m: abs(off[m]))
 direction = {m: f"{abs(x):.0%} {'more' if x > 0 else 'less'}" for m, x in off.items()}
 said = (
-    f"A message takes {human_seconds(alpha)} to start, and {beta * 1e9:.2f} ns for each byte. Of "
-    f"{human_bytes(most)} it took {direction[most]} than that; farthest off is "
-    f"{human_bytes(worst)}, with {direction[worst]}."
+    f"With {beta * 1e9:.2f} ns a byte, alpha comes out at {human_seconds(alpha)}. A message of "
+    f"{human_bytes(most)} took {direction[most]} than this model says; farthest off is "
+    f"{human_bytes(worst)}, {direction[worst]}."
 )
 find(timed, "alpha-beta", large=(worst == most, said), small=(worst < most, said))
 
@@ -489,7 +489,7 @@ for nbytes, when in ((small, "small"), (large, "large")):
         f"At {human_bytes(nbytes)} the fastest of ours is {least}, with its "
         f"{all_reduce_cost(least, four, nbytes).rounds} rounds"
         + (f", not told apart from {' and '.join(set(rivals) - {least})}" if rivals[1:] else "")
-        + f"; it is {against.than('the backend')}."
+        + f": {against.than('the backend')}."
     )
     find(timed, f"fastest-{when}", ring=(least == "ring", said), other=(least != "ring", said))
 
@@ -511,9 +511,10 @@ definition is that of nccl-tests, Nvidia's benchmark of collectives
 **Explain.** The model is flat where alpha decides, and a straight line where beta does. Three
 things are missing from it, and make calls longer: the additions, which in the direct way and in
 doubling are of whole tensors while nothing travels; the pieces of a chunk (exercise 3), each with
-an alpha of its own; and the work of the cores that carry the messages. One thing makes them
-shorter: a shaped link lets small chunks pass at once, so the upper half of both tables says little
-of the links.
+an alpha of its own; and the work of the cores that carry the messages. Two things make them
+shorter. Alpha includes the wait at the start, which a call of many rounds need not pay in each. And
+a shaped link lets small chunks pass at once. So the upper half of both tables says little of alpha
+or of the links.
 
 gloo's own all-reduce is a ring at every size
 ([allreduce.cc](https://github.com/pytorch/gloo/blob/main/gloo/allreduce.cc)), of $2(n-1)$ rounds.
@@ -547,8 +548,9 @@ if counts:  # with one rank there is none
         off = {c: t[name].median / s for c, t, s in zip(counts, by_count, predicted, strict=True)}
         worst = max(off, key=lambda c, off=off: abs(off[c] - 1))
         said = (
-            f"{name.capitalize()} took {min(off.values()):.2f} to {max(off.values()):.2f} times "
-            f"the predicted time, farthest off on {worst} ranks."
+            f"{'The naive all-reduce' if name == 'naive' else 'The ring'} took "
+            f"{min(off.values()):.2f} to {max(off.values()):.2f} times the predicted time "
+            f"(farthest off: {worst} ranks)."
         )
         find(
             timed,

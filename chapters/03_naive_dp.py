@@ -194,11 +194,11 @@ find(
     equal=(apart32[-1] == 0, "No rounding differs: one rank is one device."),
     amplified=(
         times > 2**32,
-        f"{rounding}: {times / 2**29:.0f} x 2^29 times as far, so training has amplified it.",
+        f"{rounding}: {times / 2**29:.0f} times 2^29 as far apart, so training has amplified it.",
     ),
     alone=(
         0 < times <= 2**32,
-        f"{rounding}: {times / 2**29:.1f} x 2^29 times as far, as the roundings are.",
+        f"{rounding}: {times / 2**29:.1f} times 2^29 as far apart, as the roundings are.",
     ),
     exact=(apart[-1] == 0 < apart32[-1], f"{rounding}."),
 )
@@ -371,7 +371,7 @@ figures.speed_ups({"naive": speed.times}, n, title=f"{n} devices, naively: {spee
 
 # %% tags=["plumbing"]
 more = 1 - steps["alone"].ratio(steps["naive"]).median
-said = f"{more:.0%} of a step is more than computing alone takes"
+said = f"{more:.0%} of a step comes on top of computing"
 find(
     comms,
     "naive",
