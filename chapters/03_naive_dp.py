@@ -392,8 +392,7 @@ if stage.sides and n > 1:
     here = stage.sides[1]
     expected = Prediction(here.compute + here.messages + here.layers * here.start, steps["naive"])
     said = f"With the starts of {here.layers} messages counted, the naive step took {expected}."
-    sides = {"held": expected.held, "longer": expected.longer, "shorter": expected.shorter}
-    find(comms, "naive-predicted", **{side: (holds, said) for side, holds in sides.items()})
+    find(comms, "naive-predicted", **expected.sides(said))
 
 # %% [markdown]
 r"""

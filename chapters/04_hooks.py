@@ -367,8 +367,7 @@ if stage.sides and n > 1:
         f"With all hidden that can be, a step would take {human_seconds(least)}, and with its "
         f"starts {human_seconds(limit.predicted)}. It took {limit}."
     )
-    sides = {"held": limit.held, "longer": limit.longer, "shorter": limit.shorter}
-    find(comms, "hooks-limit", **{side: (holds, said) for side, holds in sides.items()})
+    find(comms, "hooks-limit", **limit.sides(said))
 
 # %% [markdown]
 r"""

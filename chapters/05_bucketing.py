@@ -155,8 +155,7 @@ said = (
     f"In one message the same bytes are {gain.than(f'in {P}')}; "
     f"{guesses[0] / guesses[1]:.1f} times was predicted."
 )
-sides = {"faster": gain.faster, "slower": gain.slower, "alike": gain.alike}
-find(comms, "together", **{side: (holds, said) for side, holds in sides.items()})
+find(comms, "together", **gain.sides(said))
 
 # %% [markdown] index=["bucket", "first bucket"]
 r"""

@@ -716,13 +716,7 @@ find(
 )
 wrappers = compare(steps["microddp.DDP"], steps["PyTorch's DDP"])
 said = wrappers.say("A step of microddp.DDP", "one of PyTorch's DDP") + "."
-find(
-    comms,
-    "wrappers",
-    ours=(wrappers.faster, said),
-    theirs=(wrappers.slower, said),
-    alike=(wrappers.alike, said),
-)
+find(comms, "wrappers", **wrappers.sides(said))
 
 # %% [markdown]
 """
@@ -787,13 +781,7 @@ each = (small["microddp.DDP"].median - small["torch"].median) / len(list(models[
 said = "With many small gradients a step of microddp.DDP is " + python.than("one of PyTorch's")
 gap = "" if python.alike else f": {each * 1e6:+.1f} us a gradient"
 said = f"{said}{gap}."
-find(
-    timed,
-    "python",
-    ours=(python.faster, said),
-    theirs=(python.slower, said),
-    alike=(python.alike, said),
-)
+find(timed, "python", **python.sides(said))
 
 # %% [markdown]
 """

@@ -35,7 +35,7 @@ COLUMNS = 88  # of a terminal
 
 @dataclass(frozen=True)
 class Comparison:
-    """How many times as fast one thing is as another one of the same run.
+    """The speed of one thing beside another of the same run: so many times as fast.
 
     Attributes:
         times: the other's time divided by this one's, round by round: above 1 is faster.
@@ -62,6 +62,11 @@ class Comparison:
     def alike(self) -> bool:
         """True if the run does not tell the two apart."""
         return not (self.faster or self.slower)
+
+    def sides(self, sentence: str) -> dict[str, tuple[bool, str]]:
+        """Return alternatives for :func:`find`, with one sentence for all of them."""
+        sides = {"faster": self.faster, "slower": self.slower, "alike": self.alike}
+        return {side: (holds, sentence) for side, holds in sides.items()}
 
     def __str__(self) -> str:
         low, high = self.times.spread
@@ -115,6 +120,11 @@ class Prediction:
         """Measured median by prediction, less 1: above 0 if it took longer."""
         return self.measured.median / self.predicted - 1
 
+    def sides(self, sentence: str) -> dict[str, tuple[bool, str]]:
+        """Return alternatives for :func:`find`, with one sentence for all of them."""
+        sides = {"held": self.held, "longer": self.longer, "shorter": self.shorter}
+        return {side: (holds, sentence) for side, holds in sides.items()}
+
     def __str__(self) -> str:
         predicted = human_seconds(self.predicted)
         if self.held:
@@ -139,7 +149,7 @@ def compare(this: Timing, other: Timing) -> Comparison:
     return Comparison(other.ratio(this))
 
 
-def find(comms: Comms, name: str, **alternatives: tuple[bool, str]) -> str:
+def find(comms: Comms, name: str, **alternatives: tuple[bool, str]) -> None:
     """Print the one sentence that is true. A collective.
 
     Args:
@@ -147,9 +157,6 @@ def find(comms: Comms, name: str, **alternatives: tuple[bool, str]) -> str:
         name: of the finding, once in a chapter: lower case, with hyphens between words.
         alternatives: by what each means, a condition and the sentence that is true under it. Text
             between backticks is code.
-
-    Returns:
-        The keyword of the alternative that is true.
 
     Raises:
         ValueError: on every rank: the name has another form.
@@ -175,7 +182,6 @@ def find(comms: Comms, name: str, **alternatives: tuple[bool, str]) -> str:
             f"{usual} on the others"
         )
     _show(comms, text, said[0])
-    return true[0]
 
 
 def _show(comms: Comms, text: str, label: str) -> None:

@@ -46,32 +46,19 @@ class Side:
         """M/C."""
         return self.messages / self.compute
 
-    def column(self) -> list[str]:
-        """Return the numbers in words, in the order of :data:`ROWS`."""
-        return [
-            self.words,
-            str(self.devices),
-            str(self.layers),
-            human_bytes(self.nbytes),
-            human_seconds(self.compute),
-            human_seconds(self.messages),
-            f"{self.ratio:.2f}",
-            human_seconds(self.start),
-            f"{self.start / self.compute:.4f}",
-        ]
-
-
-ROWS = (
-    "",
-    "devices",
-    "layers, a message each",
-    "gradients",
-    "C, computing alone",
-    "M, messages alone",
-    "M/C",
-    "start of a message",
-    "start/C",
-)
+    def in_words(self) -> dict[str, str]:
+        """Return the numbers in words, by what they are."""
+        return {
+            "": self.words,
+            "devices": str(self.devices),
+            "layers, a message each": str(self.layers),
+            "gradients": human_bytes(self.nbytes),
+            "C, computing alone": human_seconds(self.compute),
+            "M, messages alone": human_seconds(self.messages),
+            "M/C": f"{self.ratio:.2f}",
+            "start of a message": human_seconds(self.start),
+            "start/C": f"{self.start / self.compute:.4f}",
+        }
 
 
 def cluster(

@@ -14,7 +14,7 @@ from microddp.comms import Comms
 from microddp.findings import Comparison, compare
 from microddp.report import table
 from microddp.stage.devices import PausingOptimizer, pausing_batch, pausing_loss, pausing_model
-from microddp.stage.scale import ROWS, Side, stage_of, work_of
+from microddp.stage.scale import Side, stage_of, work_of
 from microddp.step import Loss, Strategy, take_step
 from microddp.strategies import STRATEGIES
 from microddp.timing import Timing, measure
@@ -78,10 +78,9 @@ class Stage:
         n = self.comms.world_size
         if not self.sides:
             return f"{n} of {n} ranks are timed, on {self.comms.device.type}: not to scale"
-        rows = zip(ROWS, *(side.column() for side in self.sides), strict=True)
-        (_, *names), *rows_below = rows
-        timed = f"{n} of {n} ranks are timed: devices of known speed"
-        return f"{timed}\n{table(rows_below, ['', *names])}"
+        columns = [side.in_words() for side in self.sides]
+        headers, *rows = ([name, *(words[name] for words in columns)] for name in columns[0])
+        return f"{n} of {n} ranks are timed: devices of known speed\n{table(rows, headers)}"
 
 
 def set_stage(comms: Comms, there: Side, layer_bytes: int = 1 << 19) -> Stage:
