@@ -1,11 +1,11 @@
 # %% [markdown]
 r"""
-# 07. The other collectives
+# 07. Collectives, and when they hang
 
-Which other collectives are there, and what are they for? An all-reduce gives everybody the sum.
-Around it stand seven more, for waiting, copying, dealing out and collecting. This chapter draws
-who has what before and after those that move data, does the chores of a training job with them,
-and counts and times what they send. Appendices show the mistakes that leave a job hanging.
+Which other collectives are there, what do they cost, and what if one hangs? A job that hangs prints
+nothing, or an error on a rank that did nothing wrong: to read it, you must know what every rank
+was to do. The first half of this chapter draws who has what before and after, and counts what is
+sent. The second half makes the mistakes that hang, and reads them.
 """
 
 # %% tags=["imports"]
@@ -16,27 +16,26 @@ import os
 import re
 import socket
 import struct
-import tempfile
 import time
 from functools import partial
-from pathlib import Path
 from textwrap import fill, shorten
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import DistributedSampler
 
 import microddp
 from microddp import figures
-from microddp.allreduce import fit_alpha_beta, ring_reduce_scatter
+from microddp.allreduce import ring_reduce_scatter
+from microddp.comms import name_ranks
 from microddp.data import ShardedBatches, load_digits, shard
 from microddp.ddp import DDP
+from microddp.findings import compare, find
+from microddp.hang import torch_calls
 from microddp.model import FullMLP, SimpleCNN
-from microddp.replicas import broadcast_parameters, check_replicas
 from microddp.report import human_bytes, human_seconds, table
 from microddp.timing import measure
 
@@ -52,9 +51,9 @@ comms.print(comms.describe())
 """
 ## Who waits: the barrier
 
-The simplest collective moves nothing. Nobody leaves a *barrier* before everybody has come to it.
-Here each rank comes a little later than the one before. (`all_gather_data` lets everybody know what
-each rank has to tell, in numbers, texts and lists.)
+Nobody leaves a *barrier* before everybody has come to it. Here each rank comes a little later than
+the one before. (`all_gather_data` tells all ranks what each has to say, as JSON. PyTorch's
+`all_gather_object` sends pickles, which are programs: read them from nobody whom you do not trust.)
 """
 
 # %%
@@ -69,9 +68,8 @@ if comms.box or comms.local_world_size == n:
 
 # %% [markdown] index=["collectives", "all_gather", "reduce_scatter"]
 r"""
-A barrier makes ranks meet in time. It is needed before something that is not a message: before a
-clock is read, or a file that another rank wrote. Before a collective it is of no use, since whoever
-needs the data of others waits for them anyway.
+A barrier is needed before something that is not a message: before a clock is read, or a file that
+another rank wrote. A collective needs none: whoever needs the data of others waits for them anyway.
 
 ## Who has what
 
@@ -79,16 +77,15 @@ The others move data:
 
 - *Broadcast*: every rank gets a copy of what one rank has.
 - *Scatter*: one rank deals its tensor out, a part for each rank.
-- *Gather*: one rank collects a part from every rank, in rank order. It is scatter backwards.
+- *Gather*: one rank collects a part from every rank, in rank order.
 - *All-gather*: every rank collects.
 - *Reduce-scatter*: all tensors are added up, and each rank keeps one part of the sum.
-- *All-to-all*: every rank deals out, and every rank collects. Read as a table of ranks and parts,
-  the data is transposed.
+- *All-to-all*: every rank deals out, and every rank collects.
 
 **Predict.** Let part $p$ of rank $r$ be the number $(p + 1) \cdot 10^r$. Then every rank writes to
 a decimal digit of its own, and a sum tells who is in it. With these numbers in `data[r][p]`, one
-line defines each collective: what every rank holds at the end, in rank order. (The ranks form
-groups of at most four, so that the picture stays small: it shows the first.)
+line defines each collective: what every rank holds at the end. (The picture shows the first four
+ranks.)
 """
 
 # %%
@@ -113,9 +110,8 @@ DEFINED = {
 
 # %% [markdown]
 """
-**Build.** The calls have the names of the collectives. Broadcast and all-reduce overwrite the
-tensor they are given, the others return a new one. To a gather or an all-gather, every rank brings
-only the part with its own number; to a scatter, all but rank 0 bring nothing:
+**Build.** Broadcast and all-reduce overwrite their tensor, the others return a new one. To a gather
+or an all-gather every rank brings one part; to a scatter all but rank 0 bring nothing:
 """
 
 
@@ -133,7 +129,7 @@ def brings(name, whole, group):
 
 # %% [markdown]
 """
-**Measure.** What every rank really held before and after, told by the ranks themselves:
+**Measure.** What every rank really held before and after:
 """
 
 # %%
@@ -151,470 +147,451 @@ rooted = {name: panels.pop(name) for name in ("broadcast", "scatter", "gather")}
 figures.holdings(rooted, title="One rank gives to all, or takes from all")
 figures.holdings(panels, title="Every rank gives, and every rank gets")
 
-# %% [markdown]
+# %% [markdown] index=["device mesh", "subgroup"]
 """
 The colour of a square is the rank whose number it is; in a sum, each digit is on the colour of
-its own rank. Two identities can be read off: a reduce-scatter and then an all-gather make an
-all-reduce, which is how chapter 02's ring works; and an all-to-all undoes itself:
-"""
+its own rank. A reduce-scatter and then an all-gather make an all-reduce: that is chapter 02's ring.
 
-# %%
-x = torch.arange(3 * n, device=comms.device) * (rank + 1)
-total = x.clone()
-comms.all_reduce(total)
-assert torch.equal(comms.all_gather(comms.reduce_scatter(x)).flatten(), total)
-assert torch.equal(comms.all_to_all(comms.all_to_all(x)), x)
-comms.print("reduce-scatter, all-gather = all-reduce; all-to-all twice = no change")
-
-# %% [markdown]
-r"""
 ## What they are for
 
-A training job needs several of them. Here is one, from its start to its last number.
+Broadcast brings rank 0's model to all (chapter 06). All-gather and reduce-scatter make sharded
+training: parameters are gathered where they are used, gradients summed where they are kept (chapter
+16). All-to-all takes tokens to their experts. Large jobs arrange ranks in a grid, a *device mesh*,
+with a group for each row and column ({func}`microddp.register_mesh`). Three uses have a trap.
 
-**Broadcast: one model.** Each rank makes a model from a seed of its own. A broadcast replaces
-every rank's parameters by rank 0's. `DDP` would do the same in its constructor; with
-`verify_replicas` it only checks:
-"""
-
-# %%
-torch.manual_seed(rank)
-module = FullMLP(64, depth=4, outputs=10).to(comms.device, torch.float64)
-
-
-def first_weights():
-    return [f"{w:+.4f}" for w in comms.all_gather_data(module.layers[0].weight[0, 0].item())]
-
-
-before = first_weights()
-broadcast_parameters(module, comms)
-rows = list(zip(range(n), before, first_weights(), strict=True))
-comms.print("the first weight of each rank's model")
-comms.print(table(rows, ["rank", "made", "after broadcast"]))
-model = DDP(module, comms, verify_replicas=True)
-
-# %% [markdown]
-"""
-**Scatter: data that one rank has.** Only rank 0 would need to read the file. The number of images
-here is a prime, so it never divides: the first ranks get one image more.
+**Stop together: the maximum of flags.** The last rank has ten images, the others share the rest.
+Each looks at the loss on *its* images to decide whether it has trained long enough. One that left
+its loop alone would leave the others waiting. So each says 0 or 1, and the maximum counts:
 """
 
 # %%
 digits = load_digits(comms.device)
-images, labels = (tensor[:359] for tensor in digits.test.tensors)  # "read" by rank 0 alone
+images, labels = (tensor[:359] for tensor in digits.test.tensors)
 images = images.double()
-x = comms.scatter(images if rank == 0 else None)
-y = comms.scatter(labels if rank == 0 else None)
-sizes = comms.all_gather_data(len(x))
-comms.print(f"{len(images)} images, dealt out as {sizes}")
-assert sum(sizes) == len(images)
-
-# %% [markdown]
-"""
-**All-reduce of a flag: stop together.** A rank looks at the loss on *its* images to decide
-whether it has trained long enough. The ranks need not decide alike, and one that leaves its loop
-alone leaves the others waiting. So each says 0 or 1, and the maximum counts: all stop as soon as
-one wants to. (With the minimum, they stop as soon as all want to.)
-"""
+rest = [len(part) for part in torch.arange(349).tensor_split(max(1, n - 1))]
+sizes = [*rest, 10] if n > 1 else [359]
+x = comms.scatter(images.split(sizes) if rank == 0 else None)
+y = comms.scatter(labels.split(sizes) if rank == 0 else None)
 
 # %%
-batches = ShardedBatches(digits.train, 96 - 96 % n, rank, n)
+torch.manual_seed(0)
+module = FullMLP(64, depth=4, outputs=10).to(comms.device, torch.float64)
+model = DDP(module, comms)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-wished = None
+batches = ShardedBatches(digits.train, 96 - 96 % n, rank, n)
+
+# %%
 for epoch in range(1, 21):
     for a, b in batches.epoch(epoch):
         optimizer.zero_grad()
         cross_entropy(model(a.double()), b).backward()
         optimizer.step()
     with torch.no_grad():
-        content = cross_entropy(module(x), y).item() < 0.17  # on its own images
-    wished = epoch if content and wished is None else wished
+        content = cross_entropy(module(x), y).item() < 0.17
     flag = torch.tensor([int(content)], device=comms.device)
     comms.all_reduce(flag, "max")
     if flag.item():
         break
 
-# %%
-stops = comms.all_gather_data([wished, epoch])
-rows = [(r, "not yet" if w is None else w, e) for r, (w, e) in enumerate(stops)]
-comms.print(table(rows, ["rank", "wants to stop after epoch", "stops after epoch"]))
-assert len({stopped for _, stopped in stops}) == 1
+# %% tags=["plumbing"]
+ends = comms.all_gather_data([epoch, content])
+assert len({stopped for stopped, _ in ends}) == 1
+wish = [r for r, (_, content) in enumerate(ends) if content]
+find(
+    comms,
+    "stop-together",
+    parted=(
+        0 < len(wish) < n,
+        f"All stop after epoch {epoch}, for the sake of {name_ranks(wish)}. The others would have "
+        "gone on, and waited in the next all-reduce.",
+    ),
+    alike=(len(wish) in (0, n), f"After epoch {epoch} all ranks decide alike."),
+)
 
 # %% [markdown]
 """
-**All-reduce of sums and counts: a metric.** Each rank has the losses of its own images, and which
-of them were classified correctly: the *hits*. The mean of the ranks' means gives an image of a
-smaller part a larger weight. The sums of all ranks, divided by the count of all ranks, are what
-one device would have found:
+**A metric: sums and counts.** The mean of the ranks' means gives an image of a smaller part a
+larger weight. The sums of all ranks, divided by the count of all ranks, are what one device would
+have found:
 """
 
-
 # %%
-@torch.no_grad()
-def losses_and_hits(x, y):
-    """Two rows: of each image its loss, and 1 where the class is right."""
-    output = module(x)
-    return torch.stack(
-        [cross_entropy(output, y, reduction="none"), (output.argmax(1) == y).double()]
-    )
-
-
-# %%
-values = losses_and_hits(x, y)
-means = values.mean(1)
+with torch.no_grad():
+    sums = torch.stack([cross_entropy(module(x), y, reduction="sum"), x.new_tensor(len(x))])
+    single = cross_entropy(module(images), labels).item()
+means = sums[0] / sums[1]
 comms.all_reduce_mean(means)
-sums = torch.cat([values.sum(1), values.new_tensor([len(x)])])
 comms.all_reduce(sums)
-single = losses_and_hits(images, labels).mean(1)
 
-# %%
-rows = [("mean of means", means), ("sums and counts", sums[:2] / sums[2]), ("one device", single)]
-rows = [(name, *both.tolist(), (both[0] - single[0]).abs().item()) for name, both in rows]
-headers = ["", "loss", "accuracy", "loss off by"]
-comms.print(table(rows, headers, floats=("", ".6f", ".6f", ".0e")))
-assert rows[1][3] < 1e-12
-assert n == 1 or rows[0][3] > 1e-9
+# %% tags=["plumbing"]
+right, off = sums[0].item() / sums[1].item(), abs(means.item() / single - 1)
+assert abs(right - single) < 1e-12
+find(
+    comms,
+    "mean-of-means",
+    off=(
+        n > 1,
+        f"The loss on all images is {single:.3f}, by sums and counts too. The mean of the ranks' "
+        f"means is {means.item():.3f}: {off:.1%} off.",
+    ),
+    alone=(n == 1, "On one rank the mean of means is the mean."),
+)
 
 # %% [markdown]
 """
-**Gather: predictions, in the right order.** Gather joins parts in rank order. Scatter had cut the
-images into blocks, so the predictions come back in the order of the images. PyTorch's
-`DistributedSampler` does not cut blocks: rank r takes images r, r + n, r + 2n and so on. So that
-all ranks have equally many, it takes some images twice. Joined in rank order, such predictions
-belong to other images. They have to be dealt back, one from each rank in turn, and cut to length:
+**Predictions, in the right order.** Gathers join parts in rank order. That is the order of the data
+if each rank had a block. PyTorch's `DistributedSampler` gives rank r the images r, r + n, r + 2n
+and so on (and some twice, so that all ranks have equally many). Their predictions have to be dealt
+back, one from each rank in turn, and cut to length:
 """
 
 # %%
 strided = torch.tensor(list(DistributedSampler(images, n, rank, shuffle=False)))
 with torch.no_grad():
-    blocks = comms.gather(module(x).argmax(1))  # on rank 0
     everyone = comms.all_gather(module(images[strided.to(comms.device)]).argmax(1))
-orders = {
-    "blocks": blocks,
-    "every n-th, rank by rank": everyone.flatten(),
-    "every n-th, dealt back": everyone.T.flatten(),
-}
+    hits = (module(images).argmax(1) == labels).double().mean().item()
+joined, dealt = (
+    (predicted.flatten()[: len(labels)] == labels).double().mean().item()
+    for predicted in (everyone, everyone.T)
+)
+assert dealt == hits
 
-# %%
-found = {
-    name: (predicted[: len(labels)] == labels).double().mean().item()
-    for name, predicted in orders.items()
-    if predicted is not None
-}
-
-# %%
-comms.print(table(found.items(), ["predictions", "accuracy"], floats=".4f"))
-assert all(abs(found[name] - single[1]) < 1e-12 for name in found if "rank by" not in name)
-assert n == 1 or found["every n-th, rank by rank"] < 0.5
-
-# %% [markdown]
-"""
-The second line is the accuracy of a good model whose predictions were shuffled. No error says so.
-"""
-
-# %% [markdown] index=["device mesh", "subgroup"]
-"""
-## Whom to ask: a mesh
-
-So far one group was enough, and `comms` was at hand. Larger jobs arrange ranks in a grid, a *mesh*,
-with a group along each row and each column. One dimension may be the GPUs of a machine and the
-other the machines, or one the copies of a model and the other its parts. A rank then has several
-numbers. {func}`microddp.get` takes a word and answers for one dimension of a mesh: `"ws"` is the
-world size, `"rank"` the rank in that dimension, `"grank"` the rank in the whole job, `"lrank"` the
-one on its machine, `"pg"` the process group. `register_mesh` says for which dimension, so that a
-function deep inside a model need not be handed it:
-"""
-
-# %%
-shape = (2, n // 2) if n > 2 and n % 2 == 0 else (1, n)
-device_type = "cuda" if comms.backend == "nccl" else "cpu"
-mesh = init_device_mesh(device_type, shape, mesh_dim_names=("across", "within"))
-mine = [microddp.get("grank"), microddp.get("lrank")]
-for name in mesh.mesh_dim_names:
-    microddp.register_mesh(mesh[name])
-    mine.append(f"{microddp.get('rank')} of {microddp.get('ws')}")
-comms.print(f"a mesh of {shape[0]} x {shape[1]}" + ("; 2 x 2 takes four ranks" if n < 4 else ""))
-comms.print(table(comms.all_gather_data(mine), ["grank", "lrank", *mesh.mesh_dim_names]))
-
-# %% [markdown]
-"""
-Groups along two dimensions add up to all ranks. A sum within each row and then across the rows is
-the sum over everybody. That pays where the links within a machine are faster than those between; on
-hosts in a box all are alike. The second argument of `get` names a dimension, registered or not:
-"""
-
-# %%
-total = torch.tensor([10.0**rank], dtype=torch.float64, device=comms.device)
-whole = total.clone()
-comms.all_reduce(whole)
-for name in ("within", "across"):
-    dist.all_reduce(total, group=microddp.get("pg", mesh[name]))
-    comms.print(f"rank 0 after the sum {name}: {total.item():.0f}")
-assert torch.equal(total, whole)
-microddp.register_mesh(None)
+# %% tags=["plumbing"]
+find(
+    comms,
+    "order",
+    shuffled=(
+        n > 1,
+        f"Dealt back, {dealt:.0%} of the predictions are right. Joined rank by rank, {joined:.0%} "
+        "are: the same model, and no error.",
+    ),
+    alone=(n == 1, "One rank has one order."),
+)
 
 # %% [markdown]
 r"""
 ## What they cost
 
-**Predict.** Let $S$ be the bytes of the largest tensor that a rank holds before or after.
+**Predict.** Let $S$ be the bytes of the largest tensor that a rank holds before or after. What
+counts is the busiest link: the most that a rank sends, or receives.
 
-- Broadcast is a tree from rank 0. Each round reaches twice as many ranks, so it takes
-  $\lceil\log_2 n\rceil$ rounds of $S$. A barrier takes as many, with nothing to carry.
-- Scatter and gather are $n-1$ messages of $S/n$ through rank 0's link.
-- The other four are rings, or exchanges with one rank after the other: $n-1$ rounds of $S/n$, and
-  for all-reduce twice as many.
+- gloo broadcasts by a tree. Each round reaches twice as many ranks, so there are
+  $\lceil\log_2 n\rceil$, and rank 0 sends $S$ in each.
+- NCCL broadcasts around a ring, in pieces, and in no other way
+  ([tuning.cc](https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc) skips all others):
+  each rank passes on a piece as soon as it has it. So nobody sends more than $S$.
+- The others send each part of $S/n$ to or from $n-1$ ranks, or around a ring; all-reduce twice.
 
-`COST` holds three numbers for each: the rounds, and as shares of $S$ the bytes of a round and the
-bytes that the busiest rank sends. As in chapter 02, ranks that only send can all be timed where
-they have links of their own; elsewhere those without a core or GPU leave. `m` ranks stay:
+`COST` has the busiest link's bytes by $S$, over gloo and with NCCL's rings. (Inside a node, and for
+small tensors, NCCL has other ways.) Ranks that only send can all be timed where they have links of
+their own; elsewhere those without a core or GPU leave. `m` ranks stay:
 """
 
 # %%
 timed = comms.timed(computing=False)
 m = timed.world_size
-doublings = math.ceil(math.log2(m))
+levels, most = math.ceil(math.log2(m)), (m - 1) / m
 timed.print(f"{m} of {n} ranks stay")
-
-# %%
 COST = {
-    "barrier": (doublings, 0, 0),
-    "broadcast": (doublings, 1, doublings),
-    "scatter": (m - 1, 1 / m, (m - 1) / m),
-    "gather": (m - 1, 1 / m, 1 / m),
-    "all-gather": (m - 1, 1 / m, (m - 1) / m),
-    "reduce-scatter": (m - 1, 1 / m, (m - 1) / m),
-    "all-to-all": (m - 1, 1 / m, (m - 1) / m),
-    "all-reduce": (2 * (m - 1), 1 / m, 2 * (m - 1) / m),
+    "broadcast": (levels, 1),
+    "broadcast, our ring": (1, 1),
+    "scatter": (most, most),
+    "gather": (most, most),
+    "all-gather": (most, most),
+    "reduce-scatter": (most, most),
+    "reduce-scatter, our ring": (most, most),
+    "all-to-all": (most, most),
+    "all-reduce": (2 * most, 2 * most),
 }
 
 # %% [markdown]
 """
-**Measure.** First the bytes. gloo's messages travel over TCP, between two processes of one machine,
-too. Linux counts what each connection has sent, and what it had to send again
-(`tcpi_bytes_sent` and `tcpi_bytes_retrans` in the kernel's `linux/tcp.h`). The sum over a
-process's connections tells what a collective really sent, whatever the backend does inside:
+**Build.** NCCL's broadcast, to be tried beside gloo's. (Chapter 02 has a ring's reduce-scatter.)
 """
 
 
 # %%
-def bytes_sent():
-    """What this process has sent over each of its TCP connections."""
+def ring_broadcast(tensor, group, pieces=8):
+    chunks, receiving, sending = tensor.chunk(pieces), [], []
+    if group.rank > 0:
+        receiving = [group.recv(chunk, group.rank - 1, async_op=True) for chunk in chunks]
+    for chunk, coming in itertools.zip_longest(chunks, receiving):
+        if coming:
+            coming.wait()
+        if group.rank < group.world_size - 1:
+            sending.append(group.send(chunk, group.rank + 1, async_op=True))
+    for pending in sending:
+        pending.wait()
+
+
+# %% tags=["plumbing"]
+def calls_on(parts):
+    """Calls whose largest tensor has ``parts`` numbers for each rank."""
+    x = torch.zeros(m * parts, device=timed.device)
+    mine = x[:parts].clone()
+    wire = timed.to_wire(mine).clone()  # for those that gloo takes from a processor only
+    whole = [wire.clone() for _ in range(m)] if timed.rank == 0 else None
+    return {
+        "broadcast": partial(timed.broadcast, x),
+        "broadcast, our ring": partial(ring_broadcast, x, timed),
+        "scatter": partial(dist.scatter, wire, whole, group=timed.group, group_src=0),
+        "gather": partial(dist.gather, wire, whole, group=timed.group, group_dst=0),
+        "all-gather": partial(timed.all_gather, mine),
+        "reduce-scatter": partial(timed.reduce_scatter, x),
+        "reduce-scatter, our ring": partial(ring_reduce_scatter, x, timed),
+        "all-to-all": partial(timed.all_to_all, x),
+        "all-reduce": partial(timed.all_reduce, x),
+        "microddp's scatter": partial(timed.scatter, x),
+    }
+
+
+# %% [markdown]
+"""
+**Measure.** First the bytes. gloo's messages travel over TCP, and Linux counts what each connection
+has carried. So the kernel can say what a collective really sent, whatever the backend does inside:
+"""
+
+
+# %%
+def carried():
+    """Bytes sent, bytes received and packets sent, of each of this process's TCP connections."""
     counts = {}
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError, struct.error):  # not TCP, or an old kernel
             connection = socket.socket(fileno=int(fd))
             try:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 216)
-                sent, sent_again = struct.unpack_from("QQ", info, 200)
-                counts[fd] = sent - sent_again
             finally:
                 connection.detach()  # it is not ours to close
+            received, packets, sent, again = (
+                struct.unpack_from(form, info, at)[0]
+                for form, at in (("Q", 128), ("I", 156), ("Q", 200), ("Q", 208))
+            )
+            counts[fd] = torch.tensor([sent - again, received, packets])
     return counts
 
 
 # %%
-def sent_since(before):
-    """Those to ranks that left may be closed by now: what they sent is in no difference."""
-    return sum(count - before.get(fd, 0) for fd, count in bytes_sent().items())
-
-
-# %%
-def call_on(name, parts):
-    """A call of a collective whose largest tensor has ``parts`` numbers for each rank."""
-    x = brings(name, torch.ones(m * parts, device=comms.device), timed)
-    if name == "reduce-scatter, ring":
-        return partial(ring_reduce_scatter, x, timed)
-    return timed.barrier if name == "barrier" else partial(collective, name, timed, x)
+def carried_by(call):
+    """What a call carries, on the rank where each is most."""
+    timed.barrier()
+    time.sleep(0.05)  # until what is buffered has left
+    before = carried()
+    call()
+    time.sleep(0.05)
+    counts = sum(count - before.get(fd, 0) for fd, count in carried().items())
+    return torch.tensor(timed.all_gather_data(counts.tolist())).amax(0).tolist()
 
 
 # %%
 PART = 2**18  # numbers: 1 MiB
 S = 4 * PART * m
-COST["reduce-scatter, ring"] = COST["reduce-scatter"]  # chapter 02's
-can_count = comms.backend == "gloo" and hasattr(socket, "TCP_INFO") and any(bytes_sent().values())
-
-# %%
-counted = {}
-for name in COST if m > 1 and all(timed.all_gather_data(can_count)) else ():
-    call = call_on(name, PART)
-    timed.barrier()
-    before = bytes_sent()
-    call()
-    timed.barrier()
-    counted[name] = max(timed.all_gather_data(sent_since(before)))
-
-# %%
-rows = [(name, human_bytes(COST[name][2] * S), human_bytes(sent)) for name, sent in counted.items()]
-if counted:
-    timed.print(f"S = {human_bytes(S)}, {m} ranks: bytes of the rank that sends most")
-    timed.print(table(rows, ["", "predicted", "counted"]))
-else:
-    timed.print("Bytes are counted for two ranks and more, on gloo, under Linux.")
-for name, sent in counted.items():
-    expected = COST["all-reduce" if name == "reduce-scatter" else name][2] * S
-    assert abs(sent - expected) < 0.02 * S, (name, sent, expected)
+can_count = timed.backend == "gloo" and hasattr(socket, "TCP_INFO") and bool(carried())
+can_count = m > 1 and all(timed.all_gather_data(can_count))
+tiny, full = (
+    {name: carried_by(call) for name, call in calls_on(parts).items()} if can_count else {}
+    for parts in (1, PART)
+)
 
 # %% [markdown]
-r"""
-**Explain.** The few hundred bytes of the barrier, and of the one that ends the count, are messages
-without content. All others send
-what was predicted, except one: over gloo, a reduce-scatter sends what an all-reduce sends. PyTorch
-makes it from all-reduces, after which every rank throws all parts but one away. The name of a
-collective says who has what at the end, not what it costs to get there. The last line is the
-first half of chapter 02's ring, which sends half of that.
-
-Now the time. As in chapter 02, $\alpha$ comes from single exchanges, and so does
-$\beta$ where the links' speed is not known:
+"""
+Then the time, of as many bytes and of a single number for each rank. The unit is what $S$ takes on
+a link of known speed; elsewhere, what it takes to exchange $S$ with a neighbour:
 """
 
 # %%
 right, left = (timed.rank + 1) % m, (timed.rank - 1) % m
-exchanges = {}
-for nbytes in (2**i for i in range(10, 23, 2)):
-    out, into = torch.zeros(2, nbytes // 4, device=comms.device).unbind()
-    exchange = partial(timed.sendrecv, out, right, into, left)
-    exchanges[nbytes] = exchange if m > 1 else partial(into.copy_, out)  # alone, one can only copy
-single = {size: t.median for size, t in measure(exchanges, timed, repeat=31).items()}
-known = timed.box.seconds_per_byte if timed.box else None
-alpha, beta = fit_alpha_beta(list(single), list(single.values()), known)
-timed.print(f"alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte")
-
-# %%
-timings = {
-    parts: measure({name: call_on(name, parts) for name in COST}, timed, repeat=9)
-    for parts in (1, PART)
-}
+out, into = torch.zeros(2, S // 4, device=timed.device).unbind()
+swap = partial(timed.sendrecv, out, right, into, left) if m > 1 else partial(into.copy_, out)
+large = measure({"swap": swap, **calls_on(PART)}, timed, repeat=9)
+small = measure(calls_on(1), timed, repeat=9)
+unit = S * timed.box.seconds_per_byte if timed.box else large["swap"].median
 
 # %% tags=["plumbing"]
-rows = {name: [name] for name in COST}
-for parts, by_name in timings.items():
-    for name, timing in by_name.items():
-        rounds, share, _ = COST[name]
-        predicted = rounds * (alpha + beta * share * 4 * m * parts)
-        rows[name] += [human_seconds(predicted), human_seconds(timing.median)]
-headers = [f"{human_bytes(4 * m * parts)}, {w}" for parts in timings for w in ("pred.", "meas.")]
-timed.print(table(rows.values(), ["", *headers]))
-for parts, by_name in timings.items():
-    costs = {name: COST[name][0] * (alpha + beta * COST[name][1] * 4 * m * parts) for name in COST}
-    del costs["barrier"]  # has no bytes
-    quicker = sum(by_name[name].median < seconds for name, seconds in costs.items())
-    timed.print(f"{human_bytes(4 * m * parts)}: {quicker} of the {len(costs)} with bytes took less")
+counted = {name: max(full[name][:2]) / S for name in COST if can_count}
+took = {name: large[name].median / unit for name in COST}
+rows = [
+    (
+        name,
+        float(gloo),
+        counted.get(name),
+        took[name],
+        float(nccl),
+        human_seconds(small[name].median),
+    )
+    for name, (gloo, nccl) in COST.items()
+]
+headers = ["", "predicted", "counted", "took", "NCCL, worked out", f"time of {4 * m} B"]
+timed.print(f"{timed.backend}, {m} ranks, S = {human_bytes(S)}: the busiest link's bytes, in S")
+if not can_count:
+    timed.print("Bytes are counted for two ranks and more, on gloo, under Linux.")
+timed.print(table(rows, headers))
+
+# %% tags=["plumbing"]
+real = {name: gloo for name, (gloo, _) in COST.items()}
+real["reduce-scatter"] = real["all-reduce"] if can_count else most
+assert all(abs(counted[name] - real[name]) < 0.02 for name in counted)
+twice = counted.get("reduce-scatter", 0.0)
+find(
+    timed,
+    "bytes",
+    counted=(
+        can_count,
+        "Each sent what was predicted, except gloo's reduce-scatter: it sent "
+        f"{twice:.2f} S, as much as an all-reduce, where {most:.2f} S would do.",
+    ),
+    not_counted=(not can_count, "No bytes were counted."),
+)
+
+# %% tags=["plumbing"]
+miss = {name: took[name] / real[name] for name in COST} if m > 1 else {"": 1.0}
+worst = max(miss, key=lambda name: abs(math.log(miss[name])))
+close = sum(0.9 < ratio < 1.1 for ratio in miss.values())
+find(
+    timed,
+    "times",
+    several=(
+        m > 1,
+        f"Of {len(miss)} ways {close or 'none'} took the time of the bytes that they sent, to a "
+        f"tenth. Missed most is {worst}: it took {miss[worst]:.2g} times that.",
+    ),
+    alone=(m == 1, "One rank sends nothing, so there is nothing to predict."),
+)
+
+# %% tags=["plumbing"]
+tree, half = (
+    compare(large[f"{name}, our ring"], large[name]) for name in ("broadcast", "reduce-scatter")
+)
+find(
+    timed,
+    "rings",
+    several=(
+        m > 1,
+        tree.say("A broadcast around our ring", "the backend's")
+        + ". "
+        + half.say("A reduce-scatter around a ring", "the backend's")
+        + ".",
+    ),
+    alone=(m == 1, "One rank has no ring."),
+)
+
+# %% tags=["plumbing"]
+figures.stacked_bars(
+    {
+        name: {
+            "its bytes on the link": unit * min(real[name], took[name]),
+            "more": unit * max(0.0, took[name] - real[name]),
+        }
+        for name in COST
+    },
+    title=f"Around a ring, a reduce-scatter is {half.than('the one of ' + timed.backend)}",
+    xlabel=f"time of {human_bytes(S)}",
+)
+
+# %% tags=["plumbing"]
+mine, direct = (tiny.get(name, [0])[-1] for name in ("microddp's scatter", "scatter"))
+slow = compare(small["scatter"], small["microddp's scatter"])
+find(
+    timed,
+    "small-scatter",
+    counted=(
+        can_count,
+        f"Of {4 * m} B, gloo's scatter is {slow.than('that of microddp')}: its busiest rank "
+        f"sends {direct} packets, and with microddp's {mine}.",
+    ),
+    not_counted=(not can_count, "No packets were counted."),
+)
 
 # %% [markdown]
 r"""
-**Explain.** For small tensors the bytes do not count: what does is the start of each round. A round
-inside a collective may start faster than an exchange that is called on its own, which is where
-$\alpha$ comes from, or slower, with what PyTorch and gloo do around it. Scatter and gather also say
-first what comes, because parts may differ in size, which doubles their messages. For large tensors
-the bytes are what counts; a barrier has none, so its two times show the noise. Not in the model are
-copies and additions, and messages that share a link. gloo starts all messages of a broadcast's root
-at once: of four ranks, the one that passes a broadcast on has its data only after both of rank 0's
-messages, which is three rounds' time, not two. It starts all of an all-to-all at once, too. Where
-several senders meet at one receiver's link, they slow each other down: the direct way of chapter 02
-took 2.8 times what a ring's bytes take when it sent that way, and 2.2 since it goes by rounds (16
-MiB on four hosts at 1 Gbit/s, 2 cores of an AMD EPYC, November 2026). A reduce-scatter over gloo
-takes about the time of the bytes that it really sends.
+**Explain.** PyTorch makes gloo's reduce-scatter from all-reduces, after which every rank throws all
+parts but its own away ("2x communication", says [its
+author](https://github.com/pytorch/pytorch/pull/118911)). A collective's name says who has what at
+the end, not what it costs to get there. Not in the model are starts, which are all that a small
+tensor pays; copies and sums; and that a rank must have a piece before it can pass it on. In
+gloo's tree rank 0 starts all its messages at once, and they share its link: so the rank that passes
+one on has it late. A scatter of gloo's must be told on every rank what will come. In microddp's the
+ranks first agree, in two all-gathers, that there is something to deal out, and rank 0 sends a
+header before each part.
 
-## What to take along
-
-- A collective is defined by who has what before and after. What it sends depends on how the
-  backend does it: count.
-- For a metric, add up sums and counts. For predictions, know in which order the samples were dealt
-  out. To stop, agree.
-- Every rank must make the same calls in the same order with the same shapes. A rank that does not
-  shows up as a time-out somewhere else, or as a wrong number (first appendix).
-- Do not unpickle what a rank or a file sends, unless you would run its program.
+:::{admonition} On GPUs
+Who has what stays, and so does the order that the second half is about. What changes is the
+column of NCCL: a broadcast does not grow with $n$, and a reduce-scatter is half an all-reduce, on
+which sharded training rests. On 8 H200, with 16 GiB, a link carried 367 GB/s in a ring's
+all-reduce, 363 in a reduce-scatter and 361 in an all-gather
+([ml-engineering](https://github.com/stas00/ml-engineering/tree/master/network), August 2026): as
+fast, with half the bytes. On yours, run `reduce_scatter_perf` of nccl-tests.
+:::
 """
 
 # %% [markdown] index=["time-out", "timeout"]
 r"""
-## Appendix: when it hangs
+## When it hangs
 
-This appendix is about mistakes. Each is a few lines that many have written, and the ranks that
-stayed run them all.
-"""
-
-# %% [markdown] index=["deadlock"]
-r"""
-## Where it breaks: only rank 0 enters
-
-Collectives are paired by their order. Whoever enters one waits for those it receives from, in an
-all-reduce for everybody, and may wait for those it sends to. If they do not come, it waits until
-the time-out. A group in which a collective was given up is of no use afterwards, so `outcomes`
-makes each mistake in a group of its own, with a time-out of one second. It returns how each rank
-fared: its error, or "went on". (With NCCL the time-out ends the process, so there the mistakes are
-not made.)
+Collectives are paired by their order. Whoever enters one waits for the others, until the time-out.
+Each mistake below is a function that takes the ranks which depart from the others. `outcomes` makes
+it in a group of its own, with a time-out of one second, and returns how each rank fared: its error,
+or "went on". (With NCCL a time-out ends the process, so there they are not made.)
 """
 
 # %%
-rank, n = timed.rank, m
-STUCK = n > 1 and timed.backend == "gloo"  # whether there is somebody to wait for
+STUCK = m > 1 and timed.backend == "gloo"  # whether there is somebody to wait for
 
 
 def outcomes(mistake, *args, debug="0"):
-    """How each rank fares when all ranks call ``mistake(group, *args)``."""
-    os.environ["MICRODDP_DEBUG"] = debug  # read when a group is made; the next section turns it on
+    os.environ["MICRODDP_DEBUG"] = debug  # read when a group is made; a later section turns it on
     timed.barrier()  # the time-out counts while the group is made, too
-    hasty, ending = timed.subgroup(range(n), timeout=1.0), "went on"
+    hasty, ending = timed.subgroup(range(m), timeout=1.0), "went on"
     os.environ["MICRODDP_DEBUG"] = "0"
     try:
         if timed.backend == "gloo":
             mistake(hasty, *args)
     except RuntimeError as error:
-        without_folder = re.sub(r"\[\S*/", "[", str(error))
-        ending = shorten(without_folder, 150, placeholder=" ...")
-    endings = timed.all_gather_data(ending)
+        ending = re.sub(r"\[\S*/", "[", str(error))  # without the source's folder
+    endings = timed.all_gather_data(shorten(ending, 150, placeholder=" ..."))
     hasty.close()
     return endings
 
 
-# %%
+# %% tags=["plumbing"]
+FARED = {}  # by mistake
+
+
 def show(endings):
     for r, ending in enumerate(endings):
         timed.print(fill(f"[rank {r}] {ending}", 90, subsequent_indent=" " * 9))
 
 
-# %% [markdown]
+# %% [markdown] index=["deadlock"]
 """
-The usual way in: only rank 0 prints a number, so only rank 0 averages it. Each mistake below is a
-function that takes the ranks which depart from what the others do. With an empty list nobody does,
-and the function is right. Here it takes the ranks that stay away:
+## Where it breaks: only rank 0 enters
+
+Only rank 0 prints a number, so only rank 0 averages it:
 """
 
 
 # %%
 def log_loss(group, away):
     loss = torch.ones(1, device=timed.device)
-    if rank not in away:
+    if group.rank not in away:
         group.all_reduce_mean(loss)
     group.print(f"loss {loss.item():.3f}")
 
 
-endings = outcomes(log_loss, range(1, n))
+FARED["only rank 0 enters"] = endings = outcomes(log_loss, range(1, m))
 show(endings)
-assert [ending != "went on" for ending in endings] == [STUCK] + [False] * (n - 1)
+assert [ending != "went on" for ending in endings] == [STUCK] + [False] * (m - 1)
+assert set(outcomes(log_loss, [])) == {"went on"}  # all average, one prints
 
 # %% [markdown]
 """
-Read the error for what it does not say. It names a wait, and neither the collective nor the ranks
-that did not come. It is raised where the program is right to wait. The culprits went on. In a job
-with the usual time-out of minutes they hang by now at their own next collective, somewhere else in
-the program. So ask every rank where it is: `py-spy dump --pid` shows the stack of a running
-process. Then look for the last collective that all of them passed.
+The error names a wait, and neither the collective nor the ranks that did not come. It is raised
+where the program is right to wait. The culprits went on: with a time-out of minutes they hang by
+now at their own next collective, somewhere else.
 
-The fix is to average on all ranks and to print on one:
-"""
-
-# %%
-assert set(outcomes(log_loss, [])) == {"went on"}
-
-# %% [markdown]
-"""
 ## Where it breaks: another order, another shape
 
-Rank 0 broadcasts a threshold and then sums up a loss; the others do it the other way round. All of
-them enter a collective, but not the same one:
+Rank 0 broadcasts a threshold and then sums up a loss; the others do it the other way round:
 """
 
 
@@ -622,216 +599,262 @@ them enter a collective, but not the same one:
 def two_orders(group, odd):
     loss, threshold = torch.ones(2, 1, device=timed.device)
     calls = [lambda: group.all_reduce(loss), lambda: group.broadcast(threshold)]
-    for call in reversed(calls) if rank in odd else calls:
+    for call in reversed(calls) if group.rank in odd else calls:
         call()
 
 
-endings = outcomes(two_orders, [0])
-show(endings)
+FARED["two orders"] = endings = outcomes(two_orders, [0])
 assert all((ending != "went on") == STUCK for ending in endings)
 
 # %% [markdown]
 """
-All of them wait, and that is the lucky case. Two calls of one kind and shape fit each other, and
-add up what does not belong together. A loop over a `set` of names does that: Python hashes strings
-differently in every process, so each may walk it in another order. A tensor of another shape may
-fit as well. In the second function below, the last rank expects one number more than rank 0
-broadcasts:
+To wait is the lucky case. Two calls of one kind and shape fit, and add up what does not belong
+together. A loop over a `set` of names does that: Python hashes strings differently in every
+process. Another shape may fit, too. Below, the last rank expects one number more than rank 0 sends:
 """
 
 
 # %%
 def swapped_sums(group, odd):
     sums = {"loss": 0.5, "images": 100.0}
-    for name in sorted(sums, reverse=rank in odd):
+    for name in sorted(sums, reverse=group.rank in odd):
         total = torch.tensor([sums[name]], device=timed.device)
         group.all_reduce(total)
         sums[name] = total.item()
     group.print(f"0.5 and 100, summed over the ranks: {sums}")
 
 
-# %%
 def other_shape(group, odd):
-    tensor = torch.full((4 if rank in odd else 3,), float(rank), device=timed.device)
+    tensor = torch.full((4 if group.rank in odd else 3,), float(group.rank), device=timed.device)
     group.broadcast(tensor)
     received = timed.all_gather_data(tensor.tolist())
     group.print(f"rank 0 sent {received[0]}, the last rank has {received[-1]}")
 
 
 # %%
-MISTAKES = ((two_orders, [0]), (swapped_sums, [0]), (other_shape, [n - 1]))
-for mistake, odd in MISTAKES[1:]:
-    assert set(outcomes(mistake, odd)) == {"went on"}
+FARED["sums in another order"] = outcomes(swapped_sums, [0])
+FARED["another shape"] = outcomes(other_shape, [m - 1])
+assert {*FARED["sums in another order"], *FARED["another shape"]} == {"went on"}
 
 # %% [markdown]
 """
-No error, on any rank. Nor can you count on that: a tensor too *long* for its receiver ends the
-process in gloo (`Received data size doesn't match expected size`, in its
-[pair.cc](https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/pair.cc)), and NCCL promises
-nothing ("undefined behavior, including hangs, crashes, or data corruption", [NCCL's user
+Nor can you count on that: a tensor too *long* for its receiver ends the process in gloo, and NCCL
+promises nothing ("undefined behavior, including hangs, crashes, or data corruption", [its user
 guide](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/collectives.html)).
 
-With `MICRODDP_DEBUG=1` in the environment, all ranks first tell each other what they are about to
-do. On a difference all of them raise, at once, and name who is not with the most, or, where there
-is no most, who differs from the first:
+With `MICRODDP_DEBUG=1` all ranks first tell each other what they are about to do. On a difference
+all raise and name the ranks in the minority or, without a majority, those that differ from rank 0.
+(PyTorch's own: `TORCH_DISTRIBUTED_DEBUG=DETAIL`.) It is blind to swapped sums, of which all say the
+same, and sees the other shape:
 """
 
 # %%
-for mistake, odd in (MISTAKES[0], MISTAKES[2]):
-    endings = outcomes(mistake, odd, debug="1")
-    show(endings[:1])
-    assert all(("the ranks disagree" in ending) == STUCK for ending in endings)
+endings = outcomes(other_shape, [m - 1], debug="1")
+show(endings[:1])
+assert all(("the ranks disagree" in ending) == STUCK for ending in endings)
 
 # %% [markdown]
 """
-Where no majority agrees, nobody can tell who is right. The comparison cannot
-see swapped sums of one shape, for all ranks say the same. Nor can it name a rank that stays away:
-it waits for that rank, too. PyTorch has such a comparison for its own calls,
-`TORCH_DISTRIBUTED_DEBUG=DETAIL`.
-
 The fix is one order and one shape by construction: a list instead of a set, and shapes that are
 told before they are used.
-"""
 
-# %%
-for mistake, _ in MISTAKES:
-    assert set(outcomes(mistake, [])) == {"went on"}
-
-# %% [markdown]
-"""
 ## Where it breaks: evaluation through the wrapper
 
-Training is done by all ranks, but one is enough to evaluate. Does the model know? The forward
-pass of a `DDP` begins with a collective if the model has buffers: rank 0's are broadcast, as
-chapter 06 showed. Here rank 0 evaluates between two training steps: through the wrapper or through
-`.module`, which is the model inside it, and with or without gradients. In two of the four cases
-all ranks meet at a barrier afterwards:
+One rank is enough to evaluate. Does the model know? The forward pass of a `DDP` begins with a
+collective if the model has buffers: rank 0's are broadcast (chapter 06). Here rank 0 evaluates
+between two training steps: through the wrapper or through `.module`, the model inside it, with or
+without gradients, and with or without a barrier of all ranks afterwards:
 """
 
 
 # %%
 def evaluation(group, wrap, through, gradients, barrier):
     model = wrap(SimpleCNN().to(timed.device), group)
+    evaluated = model if through == "wrapper" else model.module
     a, b = next(batches.epoch(0))
     for step in range(4):
-        if step == 3 and rank == 0:
+        if step == 3 and group.rank == 0:
             with torch.set_grad_enabled(gradients):
-                (model.module if through == "module" else model).eval()(images.float())
+                evaluated.eval()(images.float())
         if step == 3 and barrier:
             group.barrier()
         cross_entropy(model.train()(a), b).backward()
 
 
-# %%
 def torch_ddp(module, group):
     return TorchDDP(module, process_group=group.group)
 
 
-_ = torch_ddp(nn.Linear(1, 1).to(timed.device), timed)  # imports longer than the time-out below
+_ = torch_ddp(nn.Linear(1, 1).to(timed.device), timed)  # imports longer than the time-out
 
 # %%
 HANG = [("wrapper", True, False), ("wrapper", False, True)]
 GO_ON = [("wrapper", False, False), ("module", True, True)]
 rows = []
 for case, wrap in itertools.product(HANG + GO_ON, (DDP, torch_ddp)):
-    hangs = {ending != "went on" for ending in outcomes(evaluation, wrap, *case)}
+    endings = outcomes(evaluation, wrap, *case)
+    FARED.setdefault("evaluation through the wrapper", endings)
+    hangs = {ending != "went on" for ending in endings}
     name = "microddp" if wrap is DDP else "torch"
     rows.append((*case, name, "hangs" if any(hangs) else "goes on"))
     assert hangs == {STUCK and case in HANG}
+
+# %% tags=["plumbing"]
 headers = ["rank 0 evaluates", "gradients", "barrier", "DDP", "the job"]
 timed.print(table(rows, headers))
 
 # %% [markdown]
 """
-**Explain.** With gradients, rank 0 has broadcast its buffers for one forward more than the others,
-and everybody's next collective meets the wrong one. Under `no_grad` and without a barrier nothing
-hangs, by luck: after a forward without gradients the wrapper skips its next broadcast, because
-nothing was trained in between. So rank 0 sends its buffers in the evaluation and not in the
-training step, and the others receive them in the training step. The numbers of collectives happen
-to agree. Put one between, such as the barrier, and the order does not.
-
-The fix is the last case: evaluate through `.module`, which has none of the wrapper's collectives.
-Or let all ranks evaluate, each a part, and add up sums and counts.
+**Explain.** With gradients, rank 0 broadcasts its buffers once more than the others, and the next
+collective of each meets the wrong one. Under `no_grad` and without a barrier nothing hangs, by
+luck: after a forward without gradients the wrapper skips its next broadcast, because nothing was
+trained in between. The numbers of collectives agree again; with a barrier, their order does not.
+The fix is the last case: evaluate through `.module`. Or let all ranks evaluate, each a part.
 
 ## Where it breaks: save, then barrier
 
 Rank 0 saves, and the others wait until the file is there. Two lines, and one indentation:
 """
 
+
 # %%
-folder = tempfile.TemporaryDirectory()
-path = Path(timed.all_gather_data(folder.name)[0], "model.pt")  # rank 0's
-
-
 def save(group):
-    if rank == 0:
-        torch.save(module.state_dict(), path)
-        group.barrier()
+    if group.rank == 0:
+        torch.save(module.state_dict(), os.devnull)
+        group.barrier()  # belongs after the if
 
 
-endings = outcomes(save)
-show(endings)
-assert [ending != "went on" for ending in endings] == [STUCK] + [False] * (n - 1)
+FARED["save, then barrier"] = endings = outcomes(save)
+assert [ending != "went on" for ending in endings] == [STUCK] + [False] * (m - 1)
 
-# %% [markdown]
-"""
-The barrier belongs to all ranks, so it stands outside of the `if`. Then everybody may read
-(on several machines, if they share the folder). A saved model is a *pickle*, a program that runs
-when it is read; `weights_only=True` lets it make tensors, plain containers, and little else:
-"""
+# %% tags=["plumbing"]
+late = [name for name, endings in FARED.items() if set(endings) != {"went on"}]
+silent = [name for name in FARED if name not in late]
+find(
+    timed,
+    "mistakes",
+    made=(
+        STUCK,
+        f"Of {len(FARED)} mistakes {len(late)} end in a time-out, and {len(silent)} in wrong "
+        f"numbers and no error: {' and '.join(silent)}.",
+    ),
+    not_made=(not STUCK, "Left out: mistakes that hang take two ranks, and gloo."),
+)
 
-# %%
-if rank == 0:
-    torch.save(module.state_dict(), path)
-timed.barrier()
-restored = FullMLP(64, depth=4, outputs=10).to(timed.device, torch.float64)
-restored.load_state_dict(torch.load(path, weights_only=True, map_location=timed.device))
-check_replicas(restored, timed)
-timed.barrier()  # before rank 0 takes the folder away
-folder.cleanup()
-timed.print(f"{n} equal models from one file")
-
-# %% [markdown]
-"""
-## Appendix: objects
-
-Ranks have more to tell each other than tensors of one shape. `all_gather_data` takes plain data:
-numbers, texts, lists, dictionaries. It sends them as JSON, in two all-gathers: first the lengths,
-then the texts, padded to the longest. What JSON does not know, it changes or refuses: a key becomes
-a text, a tuple a list.
-"""
-
-# %%
-told = timed.all_gather_data({"rank": rank, 1: (2, 3), "note": "x" * rank})
-timed.print(f"from the last rank: {told[-1]}")
-assert [entry["rank"] for entry in told] == list(range(n))
-
-# %% [markdown]
-"""
-PyTorch's `all_gather_object` takes *any* object, because it sends a pickle. A pickle is a program:
-it names functions to call, and whoever reads it calls them. Below, the last rank sends an object
-that asks to be rebuilt by calling `os.getpid`:
-"""
-
-
-# %%
-class Surprise:
-    def __reduce__(self):  # how pickle is to make this object again
-        return os.getpid, ()
-
-
-received = [None] * n
-last = Surprise() if rank == n - 1 else "a text"
-dist.all_gather_object(received, last, group=timed.group)
-timed.print(f"rank 0 received {received[-1]}; its process is number {os.getpid()}")
-assert received[-1] == os.getpid()
-
-# %% [markdown]
+# %% [markdown] index=["flight recorder"]
 r"""
-No object arrived. Every rank ran a function that the sender chose, and got its own process's
-number. It could as well have been `os.system`. Among the ranks of one job that is no loss: one user
-runs them, who could have called it anyway. But a port can be reached by others, and a file may
-come from anywhere. JSON has nothing to call.
+## The flight recorder
+
+**Predict.** A time-out cannot name who did not come. A list of each rank's calls can: a group
+numbers its collectives, so a rank that is behind has a smaller last number. PyTorch keeps such a
+list, the *flight recorder*, for NCCL and for gloo: the last collectives of each process, as many as
+`TORCH_FR_BUFFER_SIZE` says, with number, sizes and stack.
+
+**Measure.** An early `continue` on one rank, and the two orders of above. `torch_calls` reads the
+recorder, by a private call of PyTorch's (`torch._C._distributed_c10d._dump_fr_trace`):
+"""
+
+
+# %%
+def early_continue(group, odd):
+    for batch in range(4):
+        if group.rank in odd and batch == 2:
+            continue  # "this loss is not finite, leave it out"
+        group.all_reduce(torch.ones(4, device=timed.device))
+
+
+# %%
+def recorded(mistake, odd):
+    """Each rank's last collective in the group of a mistake: number, call, line."""
+    calls = []
+
+    def watched(group, odd):
+        try:
+            mistake(group, odd)
+        finally:
+            name = group.group.group_name
+            calls.extend(c for c in torch_calls(stacks=True) if c["process_group"][0] == name)
+
+    outcomes(watched, odd)
+    last = calls[-1]
+    line = next(f["line"] for f in last["frames"] if f["name"] == mistake.__name__)
+    what = f"{last['profiling_name']} of {last['input_sizes'][0]}"
+    return timed.all_gather_data([last["collective_seq_id"], what, line])
+
+
+# %% tags=["plumbing"]
+seen, READS = {}, STUCK and torch_calls() is not None
+for mistake, odd in ((early_continue, [m - 1]), (two_orders, [0])) if READS else ():
+    seen[mistake.__name__] = recorded(mistake, odd)
+rows = [(name, r, *last) for name, ranks in seen.items() for r, last in enumerate(ranks)]
+timed.print(table(rows, ["mistake", "rank", "last number", "last collective", "line"]))
+numbers = [number for number, *_ in seen.get("early_continue", ())]
+ahead, behind = max(numbers, default=0), min(numbers, default=0)
+absent = [r for r, number in enumerate(numbers) if number < ahead]
+assert absent == [m - 1] or not READS
+assert len({number for number, *_ in seen.get("two_orders", ())}) <= 1
+find(
+    timed,
+    "not-come",
+    named=(
+        READS,
+        f"Others wait in collective {ahead}, and {name_ranks(absent)} made only {behind}: that is "
+        "who did not come. With two orders the numbers are equal, and the calls differ.",
+    ),
+    not_made=(not READS, "Left out: nobody waits, so there is nothing to read."),
+)
+
+# %% [markdown] index=["watchdog"]
+"""
+So look for ranks that are behind, and on them not for the recorded line but for where they are
+*now*: `py-spy dump --pid` shows the stack of a running process. If no rank is behind, compare the
+calls. (While a job hangs, the field `retired` says whether a call is over; gloo's `state` stays
+"scheduled".)
+{doc}`Chapter 13 <13_faults>` has a program that does all this on a job that hangs.
+
+## With NCCL
+
+NCCL's calls return before anything has moved. They put a kernel on a *stream*, a queue of the GPU,
+and `wait()` makes another stream wait and not the host: Python goes on to queue more. So a hang is
+seen late and elsewhere. Python stops where it needs a number from the GPU, at `loss.item()` or
+`synchronize()`. There `py-spy` finds it, any number of lines behind the collective that hangs. Nor
+can that collective's line raise an error: it has returned.
+
+Instead a thread of PyTorch's, the *watchdog*, looks after each collective. At the time-out (10
+minutes, if nothing else was set) it prints what it found and ends the process. From one such
+job ([NVIDIA/nccl 1409](https://github.com/NVIDIA/nccl/issues/1409), August 2024):
+
+```text
+[Rank 7] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=80078, OpType=BROADCAST,
+    NumelIn=5056, NumelOut=5056, Timeout(ms)=600000) ran for 600026 milliseconds before timing out.
+[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=80078, OpType=ALLREDUCE,
+    NumelIn=2106881, NumelOut=2106881, Timeout(ms)=600000) ran for 600013 milliseconds before timing
+    out.
+```
+
+Read it as the table above: one number, two calls. So these ranks had parted: look in the program
+before you look at the network. Other lines tell the last collective that was *queued*, and the
+program's line or `Stack trace of the failed collective not found, potentially because
+FlightRecorder is disabled`. Where the recorder is on, each rank's record is in a file after the
+time-out, and [PyTorch's
+tutorial](https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html) has a script
+that compares them.
+
+Meta found over 60 % of such time-outs to come from the CPU side, mostly from ranks that part ways
+([PyTorch's blog][blog], March 2026): mistakes like those above. One is NCCL's own. Its barrier is
+an all-reduce on a GPU, and a process that has not said which is its own may take another's. Pass
+`device_ids=[local_rank]` to `dist.barrier`, or `device_id` to `init_process_group`.
+
+[blog]: https://pytorch.org/blog/flight-recorder-a-new-lens-for-understanding-nccl-watchdog-timeouts/
+
+## What to take along
+
+- A collective is who has what before and after. What it sends depends on the backend: count.
+- For a metric, add up sums and counts. For predictions, know the order of the samples. To stop,
+  agree.
+- Every rank must make the same calls in the same order with the same shapes. One that does not
+  shows up as a time-out somewhere else, or as a wrong number.
+- At a hang, ask every rank for its last collective, and those behind for their stack.
 
 ## Exercises
 
@@ -842,27 +865,16 @@ come from anywhere. JSON has nothing to call.
 $ python -m microddp.labs start 07
 ```
 
-1. Write `gather` with `all_to_all`, and count the bytes that each rank sends. Which of the two
-   takes parts of unequal length?
+1. Let rank 1 sleep for two seconds before an all-reduce in a group with a time-out of one. What
+   do the others see, and what does rank 1 see?
 
    <details class="solution"><summary>Solution</summary>
 
-   Every rank puts its part in the place of rank 0 and zeros in all others; rank 0 keeps what it
-   gets:
-
-   ```python
-   def gather_by_all_to_all(part):
-       parts = part.new_zeros(m, *part.shape)
-       parts[0] = part
-       result = timed.all_to_all(parts.flatten(0, 1))
-       return result if timed.rank == 0 else None
-   ```
-
-   The zeros travel, too. With `bytes_sent` before and `sent_since` after both, each rank sends
-   $m - 1$ parts, where with `gather` all but rank 0 send one part and rank 0 almost nothing.
-   Unequal parts take `gather`: it first tells everybody the lengths. `all_to_all` cuts each tensor
-   into $m$ equal parts, so ranks with unequal parts call it with different shapes, and gloo then
-   ended the processes.
+   After one second the others raise a time-out: whoever waits cannot tell late from absent. Rank 1
+   comes after two, to a group that was given up. With gloo it reads `Connection closed by peer`,
+   "typically caused by a remote worker crashing". But none has crashed: the rank that is late is
+   told that the fault is another's. Of such errors, look for the one that was raised first, and for
+   the rank that did not raise it.
 
    </details>
 
@@ -871,44 +883,8 @@ $ python -m microddp.labs start 07
 
    <details class="solution"><summary>Solution</summary>
 
-   Add the flags up, and stop if more than half of the ranks want to:
-
-   ```python
-   comms.all_reduce(flag)  # the sum
-   if 2 * flag.item() > n:
-       break
-   ```
-
-   All ranks read the same sum, so all decide alike. More than half of two ranks is both, so with
-   two the vote is the minimum.
-
-   </details>
-
-3. Let rank 1 sleep for two seconds before an all-reduce in a group with a time-out of one. What
-   do the others see, and what does rank 1 see?
-
-   <details class="solution"><summary>Solution</summary>
-
-   After one second the others raise a time-out, as when rank 1 never comes: whoever waits cannot
-   tell late from absent. Rank 1 comes after two, to a group that was given up. With gloo it reads
-   `Connection closed by peer`, "typically caused by a remote worker crashing". But none has
-   crashed: the rank that is late is told that the fault is another's. Of such errors, look for the
-   one that was raised first, and for the rank that did not raise it. And a time-out has to be
-   longer than the longest time by which a rank may rightly be late.
-
-   </details>
-
-4. Let rank 0 evaluate two batches through the wrapper instead of one. By how many collectives is it
-   ahead, with gradients and without? Chapter 06's `collectives` counts them. To keep the count from
-   hanging, let all ranks evaluate.
-
-   <details class="solution"><summary>Solution</summary>
-
-   With gradients by two: each forward broadcasts the buffers, in one message. Without gradients by
-   one, for any number of batches: only the first forward after a training step broadcasts. The
-   training step after it makes one collective fewer, and rank 0 is level again. That is why the job
-   went on in the table, and why it would go on with two batches. PyTorch's wrapper makes twice as
-   many: `SimpleCNN` has buffers of two dtypes, and there a broadcast carries one.
+   Add the flags up, and stop if `2 * flag.item() > n`. All ranks read the same sum, so all decide
+   alike. More than half of two ranks is both, so with two the vote is the minimum.
 
    </details>
 """

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from microddp.allreduce import ring_cost
-from microddp.buckets import bucket_caps, plan_in_order
 from microddp.comms import Comms
 from microddp.model import gradient_bytes
 from microddp.program import Program
@@ -241,24 +240,6 @@ class Strategy:
 
     def remove(self) -> None:
         """Leave the model as it was."""
-
-    @classmethod
-    def plan(
-        cls, model: nn.Module, arrival: Sequence[int], bucket_cap_mb: float | None
-    ) -> list[list[int]]:
-        """Which gradients travel together, in the order of sending.
-
-        Args:
-            model: its parameters that require gradients, in their order, are meant by number.
-            arrival: the order in which their gradients come.
-            bucket_cap_mb: as above.
-        """
-        if not cls.averages:
-            return []
-        order = arrival if cls.overlaps else sorted(arrival)
-        if cls.buckets:
-            return plan_in_order(model, order, bucket_caps(bucket_cap_mb))
-        return [[i] for i in order]
 
     @classmethod
     def program(cls, program: Program) -> None:

@@ -8,7 +8,7 @@ each gradient once says so by its own ``plan``, ``program`` and ``sent_bytes``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
@@ -114,12 +114,6 @@ class Bucketed(Hooked):
 
     def _hooks(self, bucket_cap_mb: float | None) -> Hooks:
         return BucketedDDPHooks(self.module, self.comms, bucket_cap_mb)
-
-    @classmethod
-    def plan(
-        cls, model: nn.Module, arrival: Sequence[int], bucket_cap_mb: float | None
-    ) -> list[list[int]]:
-        return super().plan(model, sorted(arrival, reverse=True), bucket_cap_mb)
 
 
 @register("ddp")

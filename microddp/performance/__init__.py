@@ -13,12 +13,9 @@ from microddp.performance.link_speed import LinkSpeed, probe_links
 from microddp.performance.memory import Kept, bytes_kept
 from microddp.performance.network import Network, Port, Processor
 from microddp.performance.prediction import (
-    cores_for_each_rank,
     measure_all_reduce,
     measure_compute,
-    plan_by_name,
     predict_plan,
-    predict_step,
 )
 from microddp.performance.profiler import ProfileSummary, profile_steps, quiet_profile
 from microddp.performance.rank_times import CollectiveTimes, RankTimes

@@ -10,20 +10,18 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import nn
 
 from microddp.allreduce import FittedCost, fit_alpha_beta, ring_cost
-from microddp.comms import Comms, cpu_cores
+from microddp.comms import Comms
 from microddp.hooks import HookTracker
 from microddp.report import MIB
 from microddp.step import Loss, Strategy, take_step
 from microddp.step_times import Bucket, ComputeTimes, Prediction, break_down
-from microddp.strategies import STRATEGIES
 from microddp.timing import Timeline, measure, slowest_rank, timed_together
 
 SWEEP = tuple(1 << shift for shift in range(10, 25, 2))  # 1 KiB to 16 MiB
@@ -117,64 +115,6 @@ def _copy(comms: Comms) -> float:
     return measure({"": bring_in}, comms, repeat=7)[""].median / float(gradients.nbytes)
 
 
-def plan_by_name(
-    strategy: str, model: nn.Module, arrival: Iterable[str], bucket_cap_mb: float | None = None
-) -> list[Bucket]:
-    """List the buckets in which a strategy sends a model's gradients, in the order of sending.
-
-    Args:
-        strategy: key of ``microddp.strategies.STRATEGIES``.
-        model: model whose gradients are sent.
-        arrival: names of the parameters in the order in which their gradients are ready.
-        bucket_cap_mb: size of a bucket in MiB, as for the strategy.
-    """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    numbers = {name: i for i, (name, _) in enumerate(named)}
-    plan = STRATEGIES[strategy].plan(model, [numbers[name] for name in arrival], bucket_cap_mb)
-    return [
-        Bucket(tuple(named[i][0] for i in members), sum(named[i][1].nbytes for i in members))
-        for members in plan
-    ]
-
-
-def predict_step(
-    strategy: str,
-    model: nn.Module,
-    compute: ComputeTimes,
-    cost: FittedCost,
-    cores: float | None = None,
-    bucket_cap_mb: float | None = None,
-    world_size: int = 1,
-) -> Prediction:
-    """Predict the time of a strategy's step from its parts.
-
-    In sharding, half an all-reduce reduces gradients while backward computes, and another half
-    gathers parameters while forward does; in stage 3 once more while backward does.
-
-    Args:
-        strategy: key of ``microddp.strategies.STRATEGIES``.
-        model: model to train.
-        compute: times of that model, from :func:`measure_compute`.
-        cost: cost of an all-reduce, from :func:`measure_all_reduce`.
-        cores: processor cores for each rank, from :func:`cores_for_each_rank`; ``None`` if moving
-            bytes takes nothing from computing.
-        bucket_cap_mb: size of a bucket in MiB, as for the strategy.
-        world_size: number of ranks among which sharding divides the optimizer's work.
-    """
-    kind = STRATEGIES[strategy]
-    buckets = plan_by_name(strategy, model, compute.ready, bucket_cap_mb)
-    if not kind.stage:
-        return predict_plan(compute, buckets, cost, cores, overlap=kind.overlaps)
-    compute = replace(compute, optimizer=compute.optimizer / world_size)
-    half = replace(cost, alpha=cost.alpha / 2, beta=cost.beta / 2)
-    gather = sum(half.seconds(bucket.nbytes) for bucket in buckets)
-    waited = max(0.0, gather - compute.forward)
-    backward = predict_plan(compute, buckets, cost if kind.stage == 3 else half, cores)
-    return Prediction(
-        backward.step + waited, backward.exposed + waited, backward.hidden + gather - waited
-    )
-
-
 def predict_plan(
     compute: ComputeTimes,
     buckets: Sequence[Bucket],
@@ -189,10 +129,10 @@ def predict_plan(
     one travels, backward goes on with the cores that are left over.
 
     Args:
-        compute: times as for :func:`predict_step`.
+        compute: times of the model, from :func:`measure_compute`.
         buckets: buckets in the order of sending.
         cost: cost of an all-reduce.
-        cores: processor cores for each rank, as for :func:`predict_step`.
+        cores: processor cores for each rank; ``None`` if moving bytes takes nothing from computing.
         overlap: whether a bucket is sent as soon as it is full, or only after backward.
     """
     ready = [
@@ -226,8 +166,3 @@ def predict_plan(
     clock += total - done
     step = compute.forward + clock + compute.optimizer
     return Prediction(step, waited, sent - waited)
-
-
-def cores_for_each_rank(comms: Comms) -> float | None:
-    """Return the processor cores for each rank where ranks compute on them; else ``None``."""
-    return cpu_cores() / comms.local_world_size if comms.device.type == "cpu" else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -113,12 +113,6 @@ class Zero1(Sharded):
 
     def parameters(self) -> list[nn.Parameter]:
         return self.sharded.shards
-
-    @classmethod
-    def plan(
-        cls, model: nn.Module, arrival: Sequence[int], bucket_cap_mb: float | None
-    ) -> list[list[int]]:
-        return super().plan(model, sorted(arrival, reverse=True), bucket_cap_mb)
 
     @classmethod
     def program(cls, program: Program) -> None:

@@ -44,13 +44,6 @@ class Timing:
         pairs = zip(self.seconds, other.seconds, strict=True)
         return Timing(tuple(mine / theirs for mine, theirs in pairs))
 
-    def clearly_below(self, other: Timing) -> bool:
-        """True if this run tells that this takes less time than another one of the same run.
-
-        It does where the quartiles of their ratios, taken round by round, lie below 1.
-        """
-        return self.ratio(other).spread[1] < 1
-
     def __str__(self) -> str:
         low, high = self.spread
         unit, many = ("s", 1) if self.median >= 1 else ("ms", 1e3)
