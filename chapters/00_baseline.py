@@ -2,9 +2,9 @@
 r"""
 # 00. One device, measured
 
-How fast is one device, and why is that not enough? Before anything is distributed, this chapter
-trains a small network on one device, splits the time and the memory of a step into parts, and
-works out how long a large data set would take.
+How fast is one device, and why is that not enough? This chapter trains a small network on one
+device, splits the time and the memory of a step into parts, and works out how long a large data set
+would take.
 """
 
 # %% tags=["imports"]
@@ -73,9 +73,9 @@ def accuracy(model, dataset):
 
 # %% [markdown]
 """
-An *epoch* is one pass over the data. Here are twenty, each in a new order; the last few images of
-an epoch, which do not fill a batch, are left out. `ShardedBatches` divides every batch among the
-ranks. How many they are is the *world size*, here 1, so rank 0 gets all of it:
+An *epoch* is one pass over the data. Here are twenty, each in a new order; images that do not fill
+a batch are left out. `ShardedBatches` divides every batch among the ranks. Their number is the
+*world size*, here 1, so rank 0 gets all of it:
 """
 
 # %%
@@ -310,8 +310,7 @@ figures.stacked_bars(
 """
 **Explain.** The model's share is fixed and is needed again on every device that holds a copy of
 the model. The activations are divided when the batch is. That is the first argument for *data
-parallelism*, in which each device has a copy of the model and a part of the batch. The same
-batch, on more devices, takes less memory on each.
+parallelism*, in which each device has a copy of the model and a part of the batch.
 
 ## A million samples
 
@@ -333,9 +332,9 @@ comms.print(table(rows, headers))
 
 # %% [markdown]
 """
-The first row is the measured rate, multiplied out. The other rows are a hope: they assume that n
-devices are n times as fast. The rest of this book finds out when that holds. And the network is
-small. The operations of a step grow in proportion to the parameters. If its time does, too:
+The other rows are a hope: they assume that n devices are n times as fast. The rest of this book
+finds out when that holds. And the network is small. The operations of a step grow in proportion to
+the parameters. If its time does, too:
 """
 
 # %%
@@ -349,8 +348,8 @@ That is the wall this book is about.
 ## Where it breaks: timing without a warm-up
 
 The first call of anything also allocates memory and loads code. On a GPU it also compiles or picks
-*kernels*, the programs that run there. Most of that has happened by now. Even so, the first step
-of a fresh network can differ from the median of the steps that follow:
+*kernels*, the programs that run there. Here is the first step of a fresh network, beside those that
+follow:
 """
 
 # %%
@@ -380,10 +379,10 @@ find(
 
 # %% [markdown]
 r"""
-A benchmark of one call reports the first number. On a GPU there is a second trap. A
-call returns as soon as the work is queued, so a benchmark must wait for the device before it reads
-the clock. {func}`microddp.timing.clock.measure` avoids both traps: it warms up, and it waits. With
-several ranks, it also lets all of them begin each call together.
+A benchmark of one call reports the first number. On a GPU there is a second trap: a call returns as
+soon as the work is queued, so a benchmark must wait for the device before it reads the clock.
+{func}`microddp.timing.clock.measure` warms up, and waits. With several ranks, it also lets all of
+them begin each call together.
 
 :::{admonition} On GPUs
 The same shape, with other numbers: a call costs some microseconds of the CPU, which queues it, and
@@ -420,9 +419,8 @@ $ python -m microddp.labs start 00
    operations, and about a quarter of the throughput is left. `FlopCounterMode` of
    `torch.utils.flop_counter` counts exactly 4 times as many in forward and backward.
 
-   On a CPU we measured a little more than a quarter. Not everything grows fourfold: ReLU and the
-   loss have only twice the work, and the calls cost what they did before. Where the narrow network
-   does not fill the device, as may be on a GPU, still more is left.
+   What does not grow fourfold leaves more: ReLU and the loss have only twice the work, and the
+   calls cost what they did before. So does a device that the narrow network did not fill.
 
    </details>
 
@@ -449,8 +447,7 @@ $ python -m microddp.labs start 00
    Let a step of $b$ samples take $t_0 + c\,b$. The best throughput is $1/c$, for a very large
    batch. Half of it is reached where $t_0 + c\,b = 2\,c\,b$, so at $b = t_0 / c$. There, half of
    the step is start-up. The start-up time is therefore that batch size, divided by the best
-   throughput. It has everything in it that does not depend on the batch: the calls, reading the
-   weights, the optimizer. A batch 9 times as large as that one reaches 90 % of the best.
+   throughput. A batch 9 times as large as that one reaches 90 % of the best.
 
    </details>
 """

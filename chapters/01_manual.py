@@ -179,13 +179,10 @@ figures.lines(
 
 # %% [markdown]
 r"""
-**Explain.** The upper curve is the distance between two replicas that never exchange gradients.
-The other two are the distance between an averaged replica and a single model. The averaged replicas
-themselves are bitwise equal, and a distance of zero has no place on a logarithmic axis.
-
-The two lower curves rise, although every average is right to rounding: roundings add up, and
-training may amplify them. (The distance can be below one rounding unit, because most weights agree
-exactly, and few differ in the last bit.)
+**Explain.** The averaged replicas are bitwise equal, and a distance of zero has no place on a
+logarithmic axis: the two lower curves are their distance from a single model. Every average is
+right to rounding, but roundings add up, and training may amplify them. (The distance can be below
+one rounding unit, because most weights agree exactly.)
 """
 
 # %% tags=["plumbing"]
@@ -210,9 +207,8 @@ compare whole training runs use `float64`: a real mistake, however small, stands
 
 The formula needed shards of equal size. The last batch of an epoch may not divide evenly. With
 text, the loss is a mean over tokens, and shards with equally many sentences have different numbers
-of tokens.
-So suppose a batch of 96 is cut into parts of $a$ and $96-a$ samples. Each part's loss is the mean
-over its own samples. The mean of the two means gives the samples in the small part too much weight:
+of tokens. So suppose a batch of 96 is cut into parts of $a$ and $96-a$ samples. The mean of the two
+parts' mean losses gives the samples in the small part too much weight:
 """
 
 # %%
@@ -324,11 +320,9 @@ find(
 r"""
 Summed gradients make SGD's step twice as long, so it misses by the whole length of a step. Adam
 divides by the size of the gradient and hides the mistake, until something that depends on that
-size, such as gradient clipping, brings it out. Averaging weights is harmless with SGD and wrong
-with Adam. For plain SGD the step is linear in the gradient, and what is left is rounding. (It is
-the rounding of the weights, which are far larger than a step, so it is a larger share of the step.)
-Adam's step is not linear, and the result is another algorithm. A mistake that one optimizer hides
-is found by testing with another.
+size, such as gradient clipping, brings it out. Averaging weights is harmless with plain SGD, whose
+step is linear in the gradient. Adam's is not, and the result is another algorithm. A mistake that
+one optimizer hides is found by testing with another.
 
 :::{admonition} On GPUs
 All of this holds there, with larger roundings. A matrix product may use TF32, with 11 significant
@@ -365,8 +359,7 @@ $ python -m microddp.labs start 01
    They stay as far apart as they start, up to rounding. Both optimizers get the same gradients and
    have the same state, so both replicas make the same steps, and the difference of their weights
    never changes. That holds for SGD, with momentum or without, and for Adam. The gradient is an
-   average over two different models and fits neither. In a run of five epochs, both replicas read
-   fewer of the test images than two that start equal.
+   average over two different models and fits neither.
 
    The optimizer's weight decay brings them together, because its step depends on the weights. With
    SGD without momentum it multiplies their difference by $1 - \eta \lambda$ in each step, where
@@ -384,8 +377,7 @@ $ python -m microddp.labs start 01
    need no weights: cuts of 4 and 92 samples, or 24 and 72, give the right gradient to rounding.
 
    The price is that the gradient grows with the batch. For 96 samples it is 96 times that of the
-   mean, so SGD needs a learning rate 96 times smaller. Then it makes the same steps as before. With
-   the old learning rate the loss of this chapter's model becomes `nan` within five steps.
+   mean, so SGD needs a learning rate 96 times smaller. Then it makes the same steps as before.
 
    </details>
 
@@ -397,8 +389,7 @@ $ python -m microddp.labs start 01
    The layer subtracts the mean of the batch that it sees and divides by its standard deviation. A
    replica sees half of the batch, so the same sample comes out differently, and its loss depends on
    the rest of the shard. The loss is then no sum of terms that belong to one sample each, as the
-   formula needs. When we tried it, the averaged gradient missed that of the whole batch by three
-   tenths of its length, in `float64`.
+   formula needs.
 
    Layer normalisation, which looks at one sample only, brings the distance back to rounding. So
    does batch normalisation in `eval()` mode, with a fixed mean and deviation. A third way is to

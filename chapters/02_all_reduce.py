@@ -4,16 +4,14 @@ r"""
 
 How do n processes agree on a sum? Each one has a tensor, and each one should end with the sum of
 all: an *all-reduce*. It is a *collective*, an operation that all processes call together. This
-chapter builds three ways to do it from messages between two processes, and counts what they send.
-It times them against the all-reduce of the *backend*, the library that carries PyTorch's messages:
+chapter builds three ways to do it from messages between two processes, counts what they send, and
+times them against the all-reduce of the *backend*, the library that carries PyTorch's messages:
 gloo between CPUs, NCCL between Nvidia GPUs.
 """
 
 # %% tags=["imports"]
 import functools
 import itertools
-import os
-import time
 
 import torch
 
@@ -25,7 +23,7 @@ from microddp.allreduce import (
     bus_bandwidth,
     fit_alpha_beta,
 )
-from microddp.comms import MessageCounter, schedule_threads
+from microddp.comms import MessageCounter
 from microddp.findings import compare, find
 from microddp.report import human_bytes, human_seconds, mark_least, table
 from microddp.stage import known_all_reduces
@@ -44,12 +42,11 @@ comms.print(comms.describe())
 
 This file runs as a *job*: n processes run it, each from the first line on, and each has a number,
 its *rank*, from 0 to n-1. The number of processes is the *world size*. A rank
-can `send` a tensor to another rank, which must call `recv` with room for it. If two ranks both
-call `send` first, each may wait for the other's `recv` for ever. `sendrecv` sends and receives at
-once, so neither waits for ever.
+can `send` a tensor to another rank, which must call `recv` with room for it. Two ranks that both
+call `send` first may wait for each other for ever; `sendrecv` does both at once.
 
-Here every rank sends its number to its right-hand neighbour, and receives one from the left. Of
-all the ranks, `comms.print` lets only rank 0 print:
+Here every rank sends its number to its right-hand neighbour, and receives one from the left. Only
+rank 0 prints:
 """
 
 # %%
@@ -206,8 +203,7 @@ figures.traffic(
 # %% [markdown]
 """
 And the ring as it ran. Each panel shows what the ranks hold before a round: a number says how many
-ranks' values a chunk contains. A frame marks the chunk that its rank sends next, to the rank below
-(the last one to the first):
+ranks' values a chunk contains, a frame marks the chunk that its rank sends next, to the rank below:
 """
 
 # %%
@@ -220,9 +216,9 @@ if n > 1:
 
 # %% [markdown]
 """
-The same messages as they travel, with those of naive and direct beside them. A step is a round of
-each. **Try:** with eight ranks, let a step be the same time instead, and see which one ends first.
-Then go from two ranks to eight: which counts grow without bound, and which stays below 2S?
+The same messages as they travel, beside those of naive and direct. **Try:** with eight ranks, let
+a step be the same time instead of a round, and see which one ends first. Then go from two ranks to
+eight: which counts grow without bound, and which stays below 2S?
 """
 
 # %%
@@ -292,11 +288,10 @@ is added up along one path and then copied.
 ## From a chapter to the package
 
 The ring of the package, `microddp`, is {func}`~microddp.allreduce.ring.ring_all_reduce`:
-the one above for any operation, any dtype and tensors that are not contiguous. It cuts large chunks
-into pieces, as exercise 3 shows. microddp also has a fourth way, *recursive doubling*: exchange
-whole tensors with the rank 1 away, then 2 away, then 4, so that $\log_2 n$ rounds are enough if n
-is a power of two. (Ways without messages are chapter 15's.) All four must agree with the backend's
-all-reduce, here for four operations:
+the one above for any operation and any dtype. It cuts large chunks into pieces, so that what
+arrives is still in the cache when it is added. microddp also has a fourth way, *recursive
+doubling*: exchange whole tensors with the rank 1 away, then 2 away, then 4, so that $\log_2 n$
+rounds are enough if n is a power of two. All four must agree with the backend's all-reduce:
 """
 
 # %%
@@ -315,17 +310,16 @@ comms.print(f"{', '.join(WAYS)}: equal to the backend's for sum, max, min and pr
 r"""
 ## What a message costs
 
-The simplest useful model of a message has two numbers. It takes $\alpha$ seconds to start one,
-whatever its size, and $\beta$ seconds for each byte. A message of $m$ bytes then takes
+The simplest useful model of a message has two numbers: $\alpha$ seconds to start one, whatever its
+size, and $\beta$ seconds for each byte. A message of $m$ bytes then takes
 
 $$ t(m) = \alpha + \beta m . $$
 
 On the website this chapter runs on eight *hosts in a box*: one machine, in which each rank has a
 network of its own, with a *shaped* link: the kernel lets so many bits through a second and no more.
-The ranks share few cores. That is fair for sending, because the link is the bottleneck, and unfair
-for computing: chapters that time computing say how they do it. ({doc}`/install` says what such
-hosts need. Without them, a machine with too few cores or GPUs times only as many ranks as it has;
-the others leave at `timed()`, and those that stay form a smaller group, a *sub-group*.)
+The ranks share the machine's cores. That is fair for sending, because the link is the bottleneck,
+and unfair for computing. ({doc}`/install` says what such hosts need. Without them, only as many
+ranks are timed as there are cores or GPUs; the others leave at `timed()`.)
 """
 
 # %%
@@ -336,12 +330,12 @@ if timed.world_size == 1:
 
 # %% [markdown]
 """
-This section and the next one measure four of them, so that fewer share the cores; the others sleep,
-and are told the result:
+This section and the next one measure four of them, so that fewer share the cores. The others wait
+for the result:
 """
 
 # %%
-counts = sorted({count for count in (2, 3, 4, 6, 8, timed.world_size) if count <= timed.world_size})
+counts = sorted({count for count in (2, 4, 8, timed.world_size) if count <= timed.world_size})
 groups = {count: timed.subgroup(range(count)) for count in counts}
 four = min(4, timed.world_size)
 
@@ -372,28 +366,20 @@ def exchange(group, outgoing, incoming):
 
 
 # %%
-POOL = torch.zeros(2, 2**23, device=comms.device)  # 32 MiB each way
-
-
 def exchanges(group):
-    """A call for each size, somewhere else each time, as in a large tensor."""
-
-    def exchange_next(count, starts):
-        start = next(starts)
-        exchange(group, *POOL[:, start : start + count].unbind())
-
-    sizes = (2**k for k in range(10, 23, 2))
-    starts = {size: itertools.cycle(range(0, 2**23, size // 4)) for size in sizes}
-    return {str(m): functools.partial(exchange_next, m // 4, turn) for m, turn in starts.items()}
+    """A call for each size in bytes."""
+    there_and_back = torch.zeros(2, 2**20, device=comms.device)
+    sizes = [2**k for k in range(10, 23, 2)]
+    return {str(m): functools.partial(exchange, group, *there_and_back[:, : m // 4]) for m in sizes}
 
 
-times = measure_among(four, exchanges, warmup=5, repeat=31)
+times = measure_among(four, exchanges, warmup=3, repeat=15)
 message_seconds = {int(size): timing.median for size, timing in times.items()}
 
 # %% [markdown]
 """
 The line that fits these times with the least *relative* error gives alpha and beta. Where the
-links' speed is known, that is beta, and alpha is what is left of the small messages' times:
+links' speed is known, that is beta, here and in what follows, and alpha is what is left:
 """
 
 # %% tags=["plumbing"]
@@ -403,7 +389,6 @@ if timed.box:
     known = timed.box.seconds_per_byte
     timed.print(f"the links: {known * 1e9:.3f} ns/byte; the fit is {beta / known:.2f} of that")
     alpha, beta = fit_alpha_beta(*zip(*message_seconds.items(), strict=True), beta=known)
-    timed.print(f"with beta as it is known, alpha {human_seconds(alpha)}")
 rows = [
     (human_bytes(m), human_seconds(t), human_seconds(alpha + beta * m))
     for m, t in message_seconds.items()
@@ -421,18 +406,13 @@ find(timed, "alpha-beta", large=(worst == most, said), small=(worst < most, said
 
 # %% [markdown]
 r"""
-The predictions below take the links' speed as beta where it is known. (A fit can differ: a shaped
-link lets the first 68 KiB after a pause through at once, and a core works on each message beside
-the link.) Alpha includes the wait for the slower rank at the start.
-
 ## Time by size
 
 **Predict.** An algorithm of $r$ rounds, each of $m$ bytes, should take $r(\alpha + \beta m)$. For
 small tensors $\alpha$ decides, so fewer rounds should win. For large ones $\beta$ decides: the
 ring's rounds are shortest, and it should win by a factor that grows with the number of ranks.
 
-**Measure.** The book's four ways and the backend's take turns, so that whatever disturbs the
-machine meets all of them:
+**Measure.** The book's four ways and the backend's take turns:
 """
 
 
@@ -446,7 +426,7 @@ def reductions(nbytes, names, group):
 
 # %%
 timings, names = {}, ("backend", *WAYS)
-for nbytes in (2**k for k in range(13, 24, 2)):
+for nbytes in (2**k for k in range(14, 23, 2)):
     calls = functools.partial(reductions, nbytes, names)
     for name, t in measure_among(four, calls, warmup=1, repeat=4).items():
         timings.setdefault(name, {})[nbytes] = t
@@ -503,38 +483,31 @@ find(timed, "ring", gain=(ring_gain.faster, said), none=(not ring_gain.faster, s
 
 # %% [markdown]
 r"""
-*GB/s* is the ring's *bus bandwidth*, $\frac{S}{t}\cdot\frac{2(n-1)}{n}$. It is what each link must
-have carried in a second, and can be compared between algorithms and numbers of ranks. The
-definition is that of nccl-tests, Nvidia's benchmark of collectives
-([PERFORMANCE.md](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md)).
+*GB/s* is the ring's *bus bandwidth*, $\frac{S}{t}\cdot\frac{2(n-1)}{n}$: what each link must have
+carried in a second. It can be compared between algorithms and numbers of ranks. (The definition is
+[nccl-tests'](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).)
 
-**Explain.** The model is flat where alpha decides, and a straight line where beta does. Three
-things are missing from it, and make calls longer: the additions, which in the direct way and in
-doubling are of whole tensors while nothing travels; the pieces of a chunk (exercise 3), each with
-an alpha of its own; and the work of the cores that carry the messages. Two things make them
-shorter. Alpha includes the wait at the start, which a call of many rounds need not pay in each. And
-a shaped link lets small chunks pass at once. So the upper half of both tables says little of alpha
-or of the links.
+**Explain.** The model leaves out what makes calls longer: the additions, which in the direct way
+and in doubling are of whole tensors while nothing travels, and the work of the cores that carry the
+messages. And it leaves out what makes them shorter: alpha includes the wait for the slower rank,
+which a call of many rounds need not pay in each; and a shaped link lets the first 68 KiB after a
+pause through at once. So the upper rows say little of the links. gloo's own all-reduce is a ring
+[at every size](https://github.com/pytorch/gloo/blob/main/gloo/allreduce.cc), of $2(n-1)$ rounds.
 
-gloo's own all-reduce is a ring at every size
-([allreduce.cc](https://github.com/pytorch/gloo/blob/main/gloo/allreduce.cc)), of $2(n-1)$ rounds.
-NCCL has trees for small tensors.
-
-How much the ring gains depends on the links. Naive's bytes pass through rank 0's link one way, then
-the other, $2(n-1)S$ one after the other. The ring sends and receives at once, each way
-$\frac{2(n-1)}{n}S$. That is $n$ times less. Where the ranks share a machine and its cores copy all
-messages, it is the sum of all bytes that counts, and that is the same for both.
+Naive's bytes pass through rank 0's link one way, then the other: $2(n-1)S$. The ring sends and
+receives at once, each way $\frac{2(n-1)}{n}S$, which is $n$ times less. Where cores copy all
+messages, on loopback, the sum of all bytes counts, and that is the same for both.
 
 ## Time by ranks
 
 **Predict.** Naive's time should grow as $n-1$. The ring's bytes grow as $2(n-1)/n$: less and less,
 and never to twice those of two ranks. On top come the alphas of its rounds.
 
-**Measure.** 4 MiB, among the first 2, 3, 4, 6 and 8 ranks, where there are so many:
+**Measure.** 2 MiB, among the first 2, 4 and 8 ranks, where there are so many:
 """
 
 # %%
-calls = functools.partial(reductions, 2**22, ("naive", "ring"))
+calls = functools.partial(reductions, 2**21, ("naive", "ring"))
 counts = [count for count in counts if count > 1]
 by_count = [measure_among(count, calls, warmup=1, repeat=3) for count in counts]
 
@@ -542,7 +515,7 @@ by_count = [measure_among(count, calls, warmup=1, repeat=3) for count in counts]
 if counts:  # with one rank there is none
     curves = {}
     for name in ("naive", "ring"):
-        predicted = [all_reduce_cost(name, c, 2**22).seconds(alpha, beta) for c in counts]
+        predicted = [all_reduce_cost(name, c, 2**21).seconds(alpha, beta) for c in counts]
         curves[name] = counts, [times[name].median * 1e3 for times in by_count]
         curves[f"{name}, predicted"] = counts, [s * 1e3 for s in predicted]
         off = {c: t[name].median / s for c, t, s in zip(counts, by_count, predicted, strict=True)}
@@ -566,19 +539,18 @@ if counts:
         curves,
         title=f"{counts[-1]} ranks: the ring is {gain.than('naive')}",
         xlabel="ranks",
-        ylabel="time of an all-reduce of 4 MiB, ms",
+        ylabel="time of an all-reduce of 2 MiB, ms",
     )
 
 # %% [markdown]
 r"""
-**Explain.** The links explain the shape of both curves. Rank 0's carries everything in one, and
-each carries its share in the other. With more ranks than cores a message may also wait for a core,
-in every round. Over loopback all ranks share the memory's bus, and both curves rise alike.
+**Explain.** In the naive way rank 0's link carries everything; in the ring each link carries its
+share. With more ranks than cores a message may also wait for a core, in every round.
 
 :::{admonition} On GPUs
-NCCL's rings send what these do, through the links between GPUs, and there are trees and switches
-that add, too. By the same model, and the latencies and bandwidths that `microddp/plan/library.toml`
-has sources for, a ring takes:
+NCCL's rings send what these do; it also has trees, for small tensors, and switches that add. By the
+same model, and the latencies and bandwidths that `microddp/plan/library.toml` has sources for, a
+ring takes:
 :::
 """
 
@@ -594,72 +566,7 @@ r"""
 - A ring all-reduce is a reduce-scatter followed by an all-gather. With three or more ranks, its
   busiest rank sends less than that of any other way here. Recursive doubling and the direct way
   need fewer rounds.
-- On gloo, in Linux's default class, small messages can measure the scheduler as much as the
-  network.
 - The sum must be formed in one order on all ranks.
-
-## Appendix: the pauses
-
-Some small messages take far longer than others, and the network is not the only cause. Linux's
-scheduler decides which thread gets a core, and treats threads by their *class*. Below, two ranks
-exchange 64 KiB again and again, always in the same memory, under two classes that take turns.
-Between the calls there is no *barrier*, which would make every rank wait for all others. A curve
-shows the share of calls that took longer than a given time:
-"""
-
-
-# %%
-def call_times(call, group, policy):
-    group.barrier()
-    schedule_threads(policy)
-    seconds = []
-    for _ in range(220):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    schedule_threads("batch")
-    return seconds[20:]
-
-
-# %%
-paused, group = {}, groups[min(2, timed.world_size)]
-if comms.device.type == "cpu" and group:
-    call = functools.partial(exchange, group, *torch.zeros(2, 1 << 14).unbind())
-    for _, policy in itertools.product(range(2), ("other", "batch")):
-        title = f"{'default' if policy == 'other' else policy} class"
-        paused[title] = paused.get(title, []) + call_times(call, group, policy)
-
-# %% tags=["plumbing"]
-rows = []
-for name, seconds in paused.items():
-    long = sum(s > 1e-3 for s in seconds) / len(seconds)
-    rows.append((name, human_seconds(sum(seconds) / len(seconds)), long))
-if not hasattr(os, "SCHED_BATCH"):
-    timed.print("Left out: this system has no classes to choose from. Both curves are of its own.")
-if paused:  # not on GPUs
-    timed.print(table(rows, ["", "mean", "share over 1 ms"], floats=".1%"))
-    long = {name: share for name, _, share in rows}
-    figures.pauses(
-        paused,
-        title=f"Exchanges over 1 ms: {long['default class']:.1%} in the default class, "
-        f"{long['batch class']:.1%} in the batch class",
-        xlabel="one call",
-    )
-
-# %% [markdown]
-"""
-Why can a call be long? gloo has a
-background thread that reads the sockets. When data arrive, it wakes up and *tries* to lock the
-connection. If the main thread holds the lock, because it is in the middle of sending, the
-background thread does not sleep: it tries again and again (`Pair::handleEvents` in [gloo's TCP
-transport](https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/pair.cc)). That is harmless
-as long as both threads have a core. But on waking it may have pushed the main thread off its core.
-Then it waits for a thread that cannot run, until the scheduler's next tick: a 250th of a second
-where the kernel ticks at 250 Hz.
-
-Threads of Linux's *batch* class do not push others off on waking. `microddp.init()` puts its
-threads into that class. What is left of the pauses are threads that wait for a core, where there
-are more of them than cores.
 """
 
 # %% [markdown]
@@ -705,23 +612,6 @@ $ python -m microddp.labs start 02
 
    </details>
 
-3. The book's ring cuts a chunk into pieces of `PIECE_BYTES`, and two pieces go all the way round
-   before the next two begin. A ring of 2 ranks reduces 64 MiB. How many messages does each rank
-   send if `PIECE_BYTES` in `microddp/allreduce/ring.py` is 16 KiB, 768 KiB, or 1 GiB? Predict which
-   of them is slowest by far. Then change it and run
-   `torchrun --nproc-per-node=2 -m microddp.bench allreduce --algorithm ring --size-mb 64`.
-
-   <details class="solution"><summary>Solution</summary>
-
-   A chunk is 32 MiB, and each of its pieces travels in 2 rounds. With 16 KiB that makes 2048 pieces
-   and 4096 messages. With 768 KiB it makes 43 pieces and 86 messages. A chunk is less than 1 GiB,
-   so there it travels whole, in 2 messages. The bytes are the same each time.
-
-   The small pieces are slowest by far, because every message costs its alpha, and there are 48
-   times as many. Whole chunks save 84 alphas, but they do not fit into the cache: what arrives
-   is no longer there when it is added and sent on. That costs much less than thousands of messages.
-
-   </details>
 """
 
 # %%

@@ -4,9 +4,8 @@ r"""
 
 When is each gradient ready? The naive step of chapter 03 does not ask: it communicates when all
 of backward is over. But a gradient is final as soon as backward has passed its parameter. PyTorch
-can call a function at that moment, a *hook*. This chapter records when the hooks are called,
-starts an all-reduce in each one, and measures how much of the communication then disappears
-behind backward.
+can call a function at that moment, a *hook*. This chapter starts an all-reduce in each hook, and
+measures how much of the communication then disappears behind backward.
 """
 
 # %% tags=["imports"]
@@ -24,11 +23,7 @@ import microddp
 from microddp import figures
 from microddp.data import ShardedBatches, load_digits
 from microddp.findings import Prediction, compare, find
-from microddp.hooks import (
-    AllReduceHooks,
-    HookTracker,
-    demonstrate_hook_order,
-)
+from microddp.hooks import AllReduceHooks, demonstrate_hook_order
 from microddp.hosts import relink
 from microddp.model import FullMLP, SimpleCNN, gradient_bytes
 from microddp.performance import compare_strategies, measure_compute, measured_work
@@ -44,7 +39,6 @@ from microddp.stage import (
 )
 from microddp.step_times import exposed, overlapped
 from microddp.timing import Timeline, measure
-from microddp.workloads import Transformer
 
 # %%
 # sphinx_gallery_builds = "an all-reduce that starts inside backward"
@@ -91,17 +85,16 @@ assert calls == [
 # %% [markdown]
 """
 The tensor hook sees each new gradient by itself; the post-accumulate hook finds what an optimizer
-would find. Averaging wants the second. If a step takes several backward passes, it is their sum
-that has to be averaged. And `.grad` is a tensor that an all-reduce can change in place.
+would find. Averaging wants the second: if a step takes several backward passes, it is their sum
+that has to be averaged. And an all-reduce can change `.grad` in place.
 
 ## The order
 
 **Predict.** Backward goes through the model from its end to its beginning. So the gradients of
 the last layer are ready first, after a small part of the time, and those of the first layer last.
-A {class}`~microddp.hooks.HookTracker` puts a post-accumulate hook on every parameter and notes
-the time. {func}`~microddp.hooks.demonstrate_hook_order` runs one backward under it, prints the
-table, and checks that its ranks saw the same order. The model is a stack of eight linear layers. It
-computes for real, so two ranks run it, and the others wait:
+{func}`~microddp.hooks.demonstrate_hook_order` runs one backward with a post-accumulate hook on
+every parameter, prints when each was called, and checks that the ranks saw the same order. The
+model, a stack of eight linear layers, computes for real, so two ranks run it, and the others wait:
 """
 
 # %%
@@ -135,33 +128,16 @@ The parameters stand in the order of forward, from top to bottom; a dot's area i
 size. All hidden layers cost the same, so in a backward that nothing disturbs their dots lie on a
 straight line.
 
-It is not always so simple. A parameter that is used twice is ready when both uses are done. This
-transformer's embedding is its output layer, too, so backward meets it first and completes it last.
-A parameter that is frozen has no hook, and one that the loss does not need has no time:
+A parameter that is used twice, as an embedding that is the output layer, too, is ready when both
+uses are done. One that is frozen has no hook, and one that the loss does not need has no time.
 """
-
-# %%
-torch.manual_seed(0)
-model = Transformer(vocabulary=64, dim=32, depth=1, heads=2, context=16).to(comms.device)
-model.spare = nn.Parameter(torch.zeros(3, device=comms.device))  # that nothing uses
-model.norm.requires_grad_(False)
-tokens = torch.arange(8, device=comms.device)[None]
-with HookTracker(model) as tracker:
-    logits = model(tokens[:, :-1])
-    tracker.start(cross_entropy(logits[0], tokens[0, 1:])).backward()
-comms.print(tracker)
-assert [row.name for row in tracker.rows if row.order is None] == ["spare"]
-assert not any(row.name.startswith("norm.") for row in tracker.rows)
-order = [row.name for row in tracker.rows]
-assert order.index("tokens.weight") > order.index("blocks.0.qkv.weight")
 
 # %% [markdown] index=["overlap"]
 """
 ## An all-reduce inside backward
 
 **Build.** An *asynchronous* collective returns at once, with a `Work` to wait for, while the
-backend's own threads or streams carry the data. So a hook can start one and let backward go on.
-The chapter's version starts an all-reduce for each gradient, and remembers what it has to wait for:
+backend's own threads or streams carry the data. So a hook can start one and let backward go on:
 """
 
 
@@ -186,14 +162,10 @@ class Hooks:
 # %% [markdown]
 """
 Nothing in a message says which gradient it carries: the ranks' first all-reduces belong together,
-then their second ones. That is right as long as every rank's gradients come in the same order, as
-they do where all run the same code.
+then their second ones. That is right as long as every rank's gradients come in the same order.
 
-microddp's {class}`~microddp.hooks.AllReduceHooks` do the same, and also know the parameters' names,
-which errors and timelines need.
-
-**Measure.** Do both train as one device does on the whole batch, and exactly alike? One epoch on
-the digits, in `float64`:
+**Measure.** Do these and microddp's {class}`~microddp.hooks.AllReduceHooks` train as one device
+does on the whole batch, and exactly alike? One epoch on the digits, in `float64`:
 """
 
 # %%
@@ -242,11 +214,9 @@ then left to wait for is called *exposed* communication, as against that which i
 computation. In the naive step all of it is exposed.
 
 The stage is that of chapter 03: devices of known speed, to the scale of machines with an A100 each
-and 25 Gbit/s between them.
-
-The timeline has up to four lanes: what the rank computes, a tick for every gradient that is ready,
-each all-reduce from its start until it is complete, and the time that is spent on waiting. Of five
-steps of each kind, the one of median length is drawn, on rank 0:
+and 25 Gbit/s between them. The timeline has up to four lanes: what the rank computes, a tick for
+every gradient that is ready, each all-reduce from its start until it is complete, and the time that
+is spent on waiting. Of three steps of each kind, the one of median length is drawn, on rank 0:
 """
 
 # %%
@@ -264,7 +234,7 @@ def length(spans):
 def median_step(kind):
     strategy, recorded = stage.strategy(kind), []
     step = stage.step(strategy)
-    for _ in range(5):
+    for _ in range(3):
         strategy.record(timeline := Timeline(comms))
         step()
         recorded.append(timeline.gather())
@@ -306,14 +276,13 @@ find(
 # %% [markdown]
 """
 An all-reduce that is under way is not always at work. It may queue behind earlier ones, or wait
-until the slowest rank has started it. And those that are under way together overlap each other, and
-not only backward.
+until the slowest rank has started it.
 
-The same spans can be opened in [Perfetto](https://ui.perfetto.dev) or `chrome://tracing`, where
-each one can be clicked. With `MICRODDP_TRACES=FOLDER` in the environment the file is kept:
+The same spans can be opened in [Perfetto](https://ui.perfetto.dev), where each one can be clicked:
+with `MICRODDP_TRACES=FOLDER` in the environment the file is kept.
 """
 
-# %%
+# %% tags=["plumbing"]
 with tempfile.TemporaryDirectory() as scratch:
     path = Path(os.environ.get("MICRODDP_TRACES", scratch), "04_hooks.json")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -335,7 +304,7 @@ $\max(C, \frac{1}{3} C + M)$.
 # %%
 kinds = {"one by one, after backward": "naive", "one by one, by hooks": "hooks"}
 calls = {name: stage.step(kind) for name, kind in kinds.items()}
-times = measure({"alone": stage.step("none"), **calls}, comms, repeat=9)
+times = measure({"alone": stage.step("none"), **calls}, comms, warmup=1, repeat=7)
 speeds = {name: stage.speed_up(times[name], times["alone"]) for name in kinds}
 naive, hooks = (times[name] for name in kinds)
 
@@ -371,17 +340,15 @@ if stage.sides and n > 1:
 
 # %% [markdown]
 r"""
-**Explain.** What travels during backward is not waited for after it. The rest is: messages take
-longer than the two thirds of $C$ in which they could hide. And every gradient still travels on its
-own, and pays for its start, now also while backward runs. Sending fewer and larger messages is the
-next chapter.
+**Explain.** What travels during backward is not waited for after it. What is longer than backward,
+two thirds of $C$, cannot hide behind it. And every gradient still travels on its own, and pays for
+its start. Sending fewer and larger messages is the next chapter.
 
 :::{admonition} On GPUs
-The limit, $\max(C, \frac{1}{3} C + M)$, depends on $n$ and $M/C$, where starts are short. Here are
-both steps for the same model on clusters that people have, worked out from the figures of
-`microddp/plan/library.toml`. Two things keep a GPU from it. NCCL's kernels take some of its
-processors while they send. And it is the CPU that starts them: its calls must stay ahead of the
-GPU.
+Where starts are short, the limit follows from $n$ and $M/C$. Here are both steps for the same model
+on clusters that people have, worked out from the figures of `microddp/plan/library.toml`. Two
+things keep a GPU from it. NCCL's kernels take some of its processors while they send. And it is the
+CPU that starts them: its calls must stay ahead of the GPU.
 :::
 """
 
@@ -433,8 +400,8 @@ def train_and_watch(make_hooks):
 
 # %% [markdown]
 """
-There is no error, and the loss falls as it should. But what it averages is the weights, in the
-middle of backward, and the gradients stay each rank's own:
+There is no error. But what it averages is the weights, in the middle of backward, and the gradients
+stay each rank's own:
 """
 
 # %%
@@ -460,18 +427,16 @@ else:
 
 # %% [markdown]
 """
-Every step pulls the weights together and then lets each rank take a step of its own. With SGD the
-mean of the ranks' weights is almost where it ought to be, which is why the loss looks right. Adam
-and gradient clipping are not linear in the gradient, so with them even the mean goes astray. One
-word fixes it: what has to be averaged is `parameter.grad`. And one call finds it:
-{func}`~microddp.replicas.check_replicas`.
+Every step pulls the weights together and then lets each rank take a step of its own. A step of SGD
+is linear in the gradient, so the mean of the ranks' weights moves by the mean of their steps, and
+the loss looks right. With Adam or gradient clipping even the mean goes astray. What has to be
+averaged is `parameter.grad`; {func}`~microddp.replicas.check_replicas` finds out if it was not.
 
 ## Where it breaks: reading gradients before finish()
 
 When `backward()` returns, the all-reduces may still be under way, in the very tensors that
-`.grad` holds. Clip or log gradients now, and the numbers depend on who was faster. Here the last
-rank is late, so that all others read before anything has been added up. (A first step is there to
-warm up: on a GPU, a kernel's first call may wait for all that is under way, and hide the race.)
+`.grad` holds. Clip or log gradients now, and the numbers depend on who was faster. Here, after a
+step to warm up, the last rank is late, so that all others read before anything has been added up:
 """
 
 
@@ -505,9 +470,9 @@ assert n == 1 or early_norms[0] != final_norms[0]
 
 # %% [markdown]
 """
-The norms after backward are each rank's own, of a gradient that is divided by n already and not yet
-added up. Where messages are quicker, they are anything between that and the average. The rule:
-between `backward()` and `finish()` nobody touches a gradient.
+The norm of a rank that reads too early is of a gradient that is divided by n already and not yet
+added up, or of one in which some parts are. The rule: between `backward()` and `finish()` nobody
+touches a gradient.
 
 ## Where it breaks: no finish() at all
 
@@ -527,8 +492,7 @@ hooks.finish()
 
 # %% [markdown]
 r"""
-They cannot notice the first step. A wrapper that calls `finish` by itself at the end of backward
-removes the trap; chapter 06 builds it.
+They cannot notice the first step. Chapter 06 builds a wrapper that calls `finish` by itself.
 
 ## Where the cores carry the messages
 
@@ -536,11 +500,9 @@ removes the trap; chapter 06 builds it.
 does not: it copies a message from process to process itself, and cannot compute meanwhile. Then
 what is under way during backward makes backward longer, and hooks gain little.
 
-**Measure.** Two ranks, on links that hold nothing back, a model that computes for real; and the
-same again with layers that pause for as long as each of its layers was measured to compute. The
-gradients and their messages are the same, and a layer takes what it was measured to take. Cores
-compute in the first, and nothing does in the second. (Ranks without a
-core of their own leave here.)
+**Measure.** Two ranks, on links that hold nothing back, and a model that computes for real; then
+the same gradients and messages with layers that pause for as long as each was measured to compute.
+(Ranks without a core of their own leave here.)
 """
 
 # %%
@@ -559,12 +521,12 @@ def sgd(model):
 
 # %%
 KINDS = ("none", "naive", "hooks")
-carried = {"cores": compare_strategies(KINDS, wide, timed, batch, cross_entropy, repeat=11)}
+carried = {"cores": compare_strategies(KINDS, wide, timed, batch, cross_entropy, repeat=9)}
 compute = measure_compute(wide, cross_entropy, batch, sgd, timed)
 counts = {name: parameter.numel() for name, parameter in wide.named_parameters()}
 pauses = pausing_model(measured_work(compute, counts), timed.device)
 data = pausing_batch(timed.device)
-carried["devices"] = compare_strategies(KINDS, pauses, timed, data, pausing_loss, repeat=11)
+carried["devices"] = compare_strategies(KINDS, pauses, timed, data, pausing_loss, repeat=9)
 
 # %% tags=["plumbing"]
 gains = {who: compare(times["hooks"], times["naive"]) for who, times in carried.items()}
@@ -581,15 +543,15 @@ find(timed, "who-carries", less=(less, said), more=(not less, said))
 r"""
 **Explain.** Overlap is not saving: it helps only if the message uses nothing that backward needs. A
 network card takes messages off the host. On a GPU the sums of NCCL take some of its processors, and
-slow backward down by as much. A processor that is its own network card has nothing to hide behind.
+slow backward down. A processor that is its own network card has nothing to hide behind.
 
 ## What to take along
 
 - Gradients are ready one after the other, those that are used last first, and in the same order on
   ranks that run the same model.
 - A post-accumulate hook is given the parameter. What it should average is `parameter.grad`.
-- An asynchronous all-reduce in the hook moves communication into backward. Only the part that is
-  then still waited for is exposed, and only what backward can do without is hidden at no cost.
+- An asynchronous all-reduce in the hook moves communication into backward. Only what is then still
+  waited for is exposed.
 - Between `backward()` and `finish()` the gradients belong to the backend.
 
 ## Exercises
@@ -630,11 +592,10 @@ $ python -m microddp.labs start 04
    <details class="solution"><summary>Solution</summary>
 
    The messages start with backward, and one follows the other. So a step with hooks takes
-   $\max(C, \frac{1}{3} C + M)$. (The last message must wait for the end of backward, but it is one
-   of many.) The naive step takes $C + M$. As long as $\frac{1}{3} C + M < C$, more communication
-   is hidden at no cost, and the ratio grows. Beyond that, both steps grow alike, and the ratio
-   falls. The best is $M = \frac{2}{3} C$, which is as long as backward: hooks are then
-   $\frac{5}{3}$ times as fast. With much more or much less communication the ratio tends to 1.
+   $\max(C, \frac{1}{3} C + M)$, and the naive one $C + M$. As long as $\frac{1}{3} C + M < C$, more
+   communication is hidden at no cost, and the ratio grows. Beyond that, both steps grow alike, and
+   the ratio falls. The best is $M = \frac{2}{3} C$, which is as long as backward: hooks are then
+   $\frac{5}{3}$ times as fast.
 
    </details>
 

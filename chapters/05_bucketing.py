@@ -34,7 +34,6 @@ from microddp.report import MIB, human_bytes, human_seconds, mark_least, table
 from microddp.stage import cluster, set_stage
 from microddp.step_times import ComputeTimes
 from microddp.timing import Timing, measure
-from microddp.workloads import Transformer
 
 # %%
 # sphinx_gallery_builds = "a bucket plan, and hooks that follow it"
@@ -48,14 +47,13 @@ r"""
 ## The price of a message
 
 Chapter 02 fitted $t(m) = \alpha + \beta m$ to single messages. Here is a whole all-reduce, the
-backend's, by size. Each call sends up to eight of them in a row, as a step does; the time shown is
-of one. Each reduces another part of a large tensor, because a step's gradients are not in the cache
-either:
+backend's, by size. A call sends up to eight in a row, as a step does, each of another part of a
+large tensor. The time shown is of one:
 """
 
 # %%
 POOL = torch.zeros(2**23, device=comms.device)  # 32 MiB
-ROW = {2**k: min(8, 2**23 // 2**k) for k in range(10, 24)}  # how many, by the bytes of each
+ROW = {2**k: min(8, 2**23 // 2**k) for k in range(10, 23, 2)}  # how many, by the bytes of each
 
 
 def reduce_row(nbytes, starts):
@@ -70,9 +68,9 @@ for nbytes in ROW:
 
 # %% [markdown]
 r"""
-An all-reduce of a few KiB has as many rounds as one of many, $2(n-1)$ around a ring, and each wakes
-a process up. While a chunk is on the link, that costs nothing. So the time has a floor $t_0$, below
-which no message gets; above it count the bytes, and an $\alpha$ for what the link does not hide:
+However small it is, an all-reduce has $2(n-1)$ rounds around a ring, and each wakes a process up.
+While a large chunk is on the link, that costs nothing. So the time has a floor $t_0$; above it
+count the bytes, and an $\alpha$ for what the link does not hide:
 
 $$ t(m) = \max(t_0, \; \alpha + \beta m) . $$
 
@@ -159,8 +157,6 @@ find(comms, "together", **gain.sides(said))
 
 # %% [markdown] index=["bucket", "first bucket"]
 r"""
-The bytes are the same, so all of the difference is start-up cost.
-
 ## The plan
 
 Which gradients should travel together? Those that are ready at about the same time. Backward goes
@@ -209,8 +205,8 @@ comms.print(table(rows, ["bucket", "parameters (bytes)"], form="grid"))
 # %% [markdown]
 """
 Reverse order is a guess: that the model uses its parameters in the order in which it names them.
-This model names all its convolutions before all its normalisations, though it alternates between
-them. The result is right all the same, but a bucket waits longer for its last gradient. PyTorch's
+This one does not: it names all its convolutions before all its normalisations. The result is right
+all the same, but a bucket waits longer for its last gradient. So PyTorch's
 `DistributedDataParallel`, or DDP, plans anew after the first step, in the order in which the
 gradients came.
 
@@ -218,14 +214,13 @@ gradients came.
 
 In 2020 somebody traced the all-reduces of ResNet-18 under PyTorch's DDP ([issue
 48880](https://github.com/pytorch/pytorch/issues/48880)), and wondered why some were larger than
-the cap. To plan, shapes are enough. Tensors on PyTorch's *meta* device have a shape and no
-memory:
+the cap. To plan, shapes are enough:
 """
 
 
-# %%
+# %% tags=["plumbing"]
 def resnet18():
-    """The parameters of ResNet-18, in torchvision's order."""
+    """The parameters of ResNet-18, in torchvision's order, with shapes and without memory."""
 
     def convolution(size, before, after):  # and the weight and bias of its normalisation
         return [(after, before, size, size), (after,), (after,)]
@@ -259,15 +254,15 @@ figures.buckets(
 
 # %% [markdown]
 """
-Each colour is a bucket, each cell a parameter. The sizes are the published ones, to the byte. The
-first bucket is the classifier at the end of the network, which fills it at once.
+Each colour is a bucket, each cell a parameter. The first is the classifier at the end of the
+network, which fills a bucket at once.
 
 PyTorch's own planner can be called, too. It should make the same plans for more models and caps,
 and so should microddp's, which also keeps dtypes and devices apart:
 """
 
 
-# %%
+# %% tags=["plumbing"]
 def in_reverse(planner, tensors, *caps):
     """The plan of one that takes tensors in the order given."""
     last = len(tensors) - 1
@@ -279,14 +274,7 @@ def torch_planner(tensors, caps):
 
 
 # %%
-torch.manual_seed(0)
-deep = FullMLP(256, depth=32)
-transformer = Transformer(vocabulary=1024, dim=128, depth=4, heads=4, context=32)
-
-# %%
-several = {"CNN": cnn, "MLP": deep, "transformer": transformer}
-models = {name: list(model.parameters()) for name, model in several.items()}
-models["ResNet-18"] = resnet
+models = {"CNN": tensors, "MLP": list(FullMLP(256, depth=32).parameters()), "ResNet-18": resnet}
 for tensors in models.values():
     for caps in itertools.product((1, 1 << 16, MIB), (1, 1 << 18, MIB, 25 * MIB)):
         ours = plan(tensors, *caps)
@@ -415,8 +403,7 @@ def predict(sizes, forward, backward):
 # %% [markdown]
 """
 **Measure.** The stage is that of chapters 03 and 04. What travels is sent by this chapter's own
-hooks, at caps from a gradient alone to all in one bucket. (A MiB here stands for 75 of the
-cluster's.)
+hooks, at caps from a gradient alone to all in one bucket:
 """
 
 # %%
@@ -440,12 +427,12 @@ def bucketed_step(plan):
 
 # %%
 parameters, total = list(stage.model.parameters()), gradient_bytes(stage.model)
-CAPS = {"alone": 1} | {human_bytes(k * MIB): k * MIB for k in (0.5, 1, 2, 4)}
+CAPS = {"alone": 1} | {human_bytes(k * MIB): k * MIB for k in (0.5, 1, 2)}
 CAPS["all in one"] = total
 sent = {name: sizes(parameters, plan(parameters, cap, cap)) for name, cap in CAPS.items()}
 calls = {name: bucketed_step(plan(parameters, cap, cap)) for name, cap in CAPS.items()}
 calls |= {"one device": stage.step("none"), "naive": stage.step("naive")}
-steps = measure(calls, comms, warmup=1, repeat=7)
+steps = measure(calls, comms, warmup=1, repeat=5)
 device, naive = steps.pop("one device"), steps.pop("naive")
 
 # %% tags=["plumbing"]
@@ -472,8 +459,10 @@ figures.lines(
 )
 
 # %% tags=["plumbing"]
-left, right = (compare(steps[best], steps[end]) for end in ("alone", "all in one"))
-ends = f"{left} as gradients alone, and {right} as all in one"
+against = {end: compare(steps[best], steps[end]) for end in ("alone", "all in one")}
+left, right = against.values()
+words = {"alone": "gradients alone", "all in one": "all in one"}
+ends = ", and ".join(gain.than(words[end]) for end, gain in against.items() if end != best)
 find(
     comms,
     "valley",
@@ -510,12 +499,12 @@ figures.speed_ups(
 # %% [markdown]
 r"""
 **Explain.** From left to right, messages are saved, and with each its start-up cost. On the right a
-bucket is full only when backward is almost over, and too little of backward is left to hide it. In
-between lies the best cap. What the model leaves out: messages that are under way at the same time,
-and ranks that wait for a core.
+bucket is full only when backward is almost over, and too little of backward is left to hide it.
+What the model leaves out: messages that are under way at the same time, and ranks that wait for a
+core.
 
-With the same model you can choose the cap. The all-reduces are predicted with the alpha and beta of
-above; the dots are the steps that ran. Move the cap from one end to the other, and see how the
+Now choose the cap. The all-reduces are predicted with the alpha and beta of above, without the
+floor; the dots are the steps that ran. Move the cap from one end to the other, and see how the
 first all-reduce leaves later, and what becomes of the exposed part:
 """
 
@@ -540,21 +529,21 @@ r"""
 **Predict.** A scale model can be trusted only if its speed does not matter: stages of another
 speed, with the same numbers without units, must give the same speed-ups. Of these, $n$ and $M/C$
 can be kept. Start/C cannot: each stage measures its own. From $C$, $M$ and the starts a naive
-step's speed-up follows (chapter 03), beside which the measured one is set.
+step's speed-up follows, as in chapter 03.
 
-**Measure.** The stage again, on links of half and of a quarter of the speed:
+**Measure.** The stage again, and on links of a quarter of the speed:
 """
 
 # %%
 WAYS = {"naive": ("naive", None), "buckets of 1 MiB": ("bucketed", 1)}
 found, starts, guessed, usual = {}, {}, {}, comms.box and comms.box.links[0].option
-for speed in ("1gbit", "500mbit", "250mbit") if usual and n > 1 else ():
+for speed in ("1gbit", "250mbit") if usual and n > 1 else ():
     relink(comms, speed)
-    slower = set_stage(comms, there, layer_bytes=3 << 17)
-    calls = {name: slower.step(*way) for name, way in WAYS.items()}
-    got = measure({"alone": slower.step("none"), **calls}, comms, warmup=1, repeat=3)
-    found[speed] = {name: slower.speed_up(got[name], got["alone"]).ratio for name in WAYS}
-    here = slower.sides[1]
+    other = set_stage(comms, there, layer_bytes=3 << 17)
+    calls = {name: other.step(*way) for name, way in WAYS.items()}
+    got = measure({"alone": other.step("none"), **calls}, comms, warmup=1, repeat=3)
+    found[speed] = {name: other.speed_up(got[name], got["alone"]).ratio for name in WAYS}
+    here = other.sides[1]
     starts[speed] = here.start / here.compute
     whole = here.compute + here.messages + here.layers * here.start
     guessed[speed] = n * here.compute / whole
@@ -587,7 +576,7 @@ find(
 # %% [markdown]
 r"""
 :::{admonition} On GPUs
-There an all-reduce takes some 0.2 ms to start ($2(n-1)$ rounds of 14 us, NCCL's own figure, for
+An all-reduce takes some 0.2 ms to start ($2(n-1)$ rounds of 14 us, NCCL's own figure, for
 eight machines), and 25 MiB take 0.9 ms on links of 400 Gbit/s: at PyTorch's default cap less than a
 fifth is start-up. That cap is smaller than a layer of this chapter's cluster, 28 MiB, so there
 every layer is a bucket. Some of PyTorch's developers call it too small for today's models, and one
@@ -643,16 +632,14 @@ assert rows[0][4] == human_bytes(4 * gradient_bytes(model))
 # %% [markdown]
 """
 The gradients are *right* in both: old gradients travel along and are averaged once more, and nobody
-reads them. So no comparison of losses or weights finds it. Only the message grows, and the memory
-that holds all gradients ever computed. Count the bytes of each step, and you see it. In the hooks
-above, `finish` does the emptying, where no step can forget it.
+reads them. So no comparison of losses or weights finds it. Only the message grows, and the memory.
+Count the bytes of each step, and you see it. In the hooks above, `finish` does the emptying.
 
 ## Where it breaks: buckets sent as they fill
 
 Why must a full bucket wait for those before it? Collectives are paired by their order, not by what
-is in them. Here is a model of two branches, which even and odd ranks compute in a different order.
-(A model whose path depends on its data can do that.) So its gradients come in a different order,
-too. These hooks send whatever is full:
+is in them. Here is a model of two branches, which even and odd ranks compute in a different order,
+as a model whose path depends on its data can. These hooks send whatever is full:
 """
 
 
@@ -691,16 +678,14 @@ for hook in (EagerHooks, Hooks):
 r"""
 With more than one rank, the eager hooks added one branch's gradient to the other's: no error, no
 wait, only a wrong result, because the two buckets have the same size. Had their sizes differed, the
-backend would have ended the job, or waited until the time-out. A fixed order costs a little waiting
-and nothing else. (With `MICRODDP_DEBUG=1` all ranks compare what they are about to send. That finds
-different sizes, but not this.)
+backend would have ended the job, or waited until the time-out. (With `MICRODDP_DEBUG=1` all ranks
+compare what they are about to send. That finds different sizes, but not this.)
 
 ## What to take along
 
 - An all-reduce has a price, however small it is. Below the size that takes as long to send, send
   more at once.
-- A plan needs three rules: reverse order, fill up to the cap, split no parameter. With them it is
-  PyTorch's, to the byte.
+- A plan needs three rules: reverse order, fill up to the cap, split no parameter.
 - The best cap depends on alpha, on beta and on how much of the communication the hardware hides.
   Measure it where you train.
 - Buckets are sent in one order on all ranks, and emptied after every step. A mistake in either may
@@ -709,16 +694,16 @@ different sizes, but not this.)
 
 # %% [markdown] index=["gradient_as_bucket_view"]
 r"""
-## Footnote: views against copies
+## Appendix: views against copies
 
-In the hooks above, `parameter.grad` is a view of the bucket, and the optimizer reads the average
-where it arrived. PyTorch's DDP does not do that unless asked (`gradient_as_bucket_view=True`): it
-copies the averages back, so that a gradient kept aside stays as it is. **Predict:** with copies,
-gradients and buckets take twice the memory of the gradients.
+In the hooks above, `parameter.grad` is a view of the bucket. PyTorch's DDP does that only if asked
+(`gradient_as_bucket_view=True`); else it copies the averages back, so that a gradient kept aside
+stays as it is. **Predict:** with copies, gradients and buckets take twice the memory of the
+gradients.
 """
 
 
-# %%
+# %% tags=["plumbing"]
 def held(hooks):
     """Bytes of memory under gradients and buckets, shared memory counted once."""
     tensors = [p.grad for p in hooks.buckets.parameters] + [b.buffer() for b in hooks.buckets]
@@ -756,8 +741,6 @@ $ python -m microddp.labs start 05
    The first bucket holds the first layer, whose gradients come last. The other buckets are full
    long before, and wait for it. So every all-reduce starts in the hook of the very last gradient,
    with nothing to hide behind, and the step takes what a naive one with as many messages does.
-   (`predict` does not see it: it takes for granted that buckets are full in the order in which they
-   are sent.)
 
    </details>
 
@@ -774,13 +757,7 @@ $ python -m microddp.labs start 05
    $$ bm + \frac{S}{m}(\alpha + \beta m) = bm + \frac{\alpha S}{m} + \beta S. $$
 
    The derivative, $b - \alpha S / m^2$, is zero at $m = \sqrt{\alpha S / b}$. The best size grows
-   with the root of the model: twice the size is best for four times the model. A cap of 25 MiB, or
-   $2.6 \cdot 10^7$ bytes, is best at $S = b \, (2.6 \cdot 10^7)^2 / \alpha$.
-
-   If $\beta < b$, the network keeps up with backward from $m = \alpha / (b - \beta)$ on, where a
-   message takes as long as the gradients of the next bucket. Then only the last message counts,
-   and a larger one costs more. So the best size is the smaller of $\sqrt{\alpha S / b}$ and
-   $\alpha / (b - \beta)$: it stops growing with the model.
+   with the root of the model: twice the size is best for four times the model.
 
    </details>
 """

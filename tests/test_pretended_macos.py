@@ -85,7 +85,6 @@ def test_chapters(macos, numbers):
         assert number in ("13", "14") or "0 figures" not in text
     # A chapter that leaves something out says so.
     for number, words in (
-        ("02", "Left out: this system has no classes to choose from"),
         ("07", "Bytes are counted for two ranks and more, on gloo, under Linux."),
         ("08", "links of known speed: none here"),
         (

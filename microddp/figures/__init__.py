@@ -21,7 +21,7 @@ _OFFERED = {
     "live_plan": ["explore_plan"],
     "live_timelines": ["explore_timelines"],
     "speed_ups": ["speed_ups"],
-    "plots": ["buckets", "lines", "pauses", "stacked_bars", "times_by_size"],
+    "plots": ["buckets", "lines", "stacked_bars", "times_by_size"],
     "ring": ["all_reduces", "ring_rounds"],
     "gantt": ["gradient_order", "timeline", "timelines"],
     "who_has_what": ["contributors", "holdings", "traffic"],

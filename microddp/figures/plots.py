@@ -268,28 +268,3 @@ def times_by_size(
     figure.tell("Curves", list(ends))
     _name_curves(figure, axes, ends)
     return figure
-
-
-@drawing
-def pauses(series: Mapping[str, Sequence[float]], *, title: str, xlabel: str) -> Drawing:
-    """Draw the share of calls that took longer than x seconds.
-
-    Args:
-        series: seconds of every call, by name.
-        title: finding, in words.
-        xlabel: name of the calls.
-    """
-    figure, axes = new_axes(title, xlabel, "share of calls that took longer")
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(human_seconds))
-    axes.xaxis.set_minor_locator(NullLocator())
-    for color, (name, seconds) in zip(itertools.cycle(COLORS), series.items(), strict=False):
-        ordered = sorted(seconds)
-        share = [1 - i / len(ordered) for i in range(len(ordered))]
-        axes.step(ordered, share, where="post", color=color, label=name)
-        figure.points(axes, name, ordered, share, [f"{of:.1%}" for of in share])
-    axes.set_ylim(0, 1)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0%}"))
-    figure.tell("Curves", list(series))
-    axes.legend()
-    return figure

@@ -52,7 +52,6 @@ KINDS = {
     "times_by_size": lambda: figures.times_by_size(
         {"ring": {4**k: Timing((1.0, 2.0, 4.0)) for k in range(3, 14)}}, title=LONG
     ),
-    "pauses": lambda: figures.pauses({"default class": [1e-3, 2e-3]}, title=LONG, xlabel="a call"),
     "timelines": lambda: figures.timelines({"naive": STEP, "hooks": STEP}, title=LONG),
     "gradient_order": lambda: figures.gradient_order(
         [GradientReady(0, "layers.0.weight", (2, 2), 16, 1.0)], title=LONG

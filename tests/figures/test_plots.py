@@ -137,14 +137,6 @@ def test_times_are_drawn_with_quartiles_and_prediction():
     assert sorted(texts(axes)) == ["ring", "ring, predicted"]
 
 
-def test_pauses_fall_from_all_calls_to_few():
-    figures.pauses({"calls": [3.0, 1.0, 2.0, 4.0]}, title="", xlabel="")
-    (axes,) = plt.gcf().axes
-    x, share = axes.lines[0].get_data()
-    assert list(x) == [1, 2, 3, 4]
-    assert list(share) == [1, 0.75, 0.5, 0.25]
-
-
 def drawn(axes):
     boxes = [(p.get_x(), p.get_width(), p.get_y(), p.get_height()) for p in axes.patches]
     return [tuple(round(number, 6) for number in box) for box in boxes]
@@ -222,7 +214,7 @@ def test_gradients_are_drawn_at_their_times_in_the_order_asked_for():
 def test_figures_are_kept_where_they_are_asked_for(tmp_path, monkeypatch):
     monkeypatch.setenv("MICRODDP_FIGURES", str(tmp_path / "new"))
     monkeypatch.setattr("sys.argv", ["chapters/99_test.py"])
-    figures.pauses({"calls": [1.0]}, title="", xlabel="")
+    figures.lines({"calls": ([1.0], [1.0])}, title="", xlabel="", ylabel="")
     (saved,) = (tmp_path / "new").iterdir()
     assert saved.name == f"99_test-{plt.gcf().number}.png"
     assert saved.read_bytes().startswith(b"\x89PNG")
@@ -230,7 +222,7 @@ def test_figures_are_kept_where_they_are_asked_for(tmp_path, monkeypatch):
 
 @on_ranks(2)
 def test_only_rank_0_draws(comms):
-    figures.pauses({"calls": [1.0]}, title="", xlabel="")
+    figures.lines({"calls": ([1.0], [1.0])}, title="", xlabel="", ylabel="")
     assert plt.get_fignums() == ([1] if comms.rank == 0 else [])
     plt.close("all")
 

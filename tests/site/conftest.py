@@ -20,6 +20,16 @@ FLAGS = (
     "--disable-sync",
 )
 
+# A minute each in Lighthouse: the first page, the longest chapter, which has two live pictures, the
+# one with most figures, the lists of findings and of labs. Whatever else is a page is like these.
+ONE_OF_EACH_KIND = (
+    "index",
+    "chapters/08_performance",
+    "chapters/10_compression",
+    "findings",
+    "labs",
+)
+
 
 def pytest_addoption(parser):
     parser.addoption("--site", type=Path, required=True, help="folder of the built site")
@@ -36,14 +46,14 @@ def pages_of(site):
 
 
 def pytest_generate_tests(metafunc):
-    """One test for each page: `page_path` for all of them, `chapter` for the chapters."""
+    """One test for each page, each chapter, or one page of each kind."""
     site = metafunc.config.getoption("site").resolve()
     pages = pages_of(site)
     assert pages, f"no pages in {site}"
     for name, chosen in (
         ("page_path", pages),
         ("chapter", [p for p in pages if p.parent.name == "chapters" and p.stem[0].isdigit()]),
-        ("main_page", [site / "index.html", *(p for p in pages if p.stem[0].isdigit())]),
+        ("kind_of_page", [site / f"{name}.html" for name in ONE_OF_EACH_KIND]),
     ):
         if name in metafunc.fixturenames:
             metafunc.parametrize(name, chosen, ids=[str(p.relative_to(site)) for p in chosen])

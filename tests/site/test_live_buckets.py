@@ -55,13 +55,13 @@ def test_equals_pythons(browser, page, monkeypatch):
             computes, (0, 1e-5, 1e-2), (0, 1e-9, 3e-7), (0, 0.25, 1), (None, 0.5, 1, 4), (1, 3)
         )
     )
+    plans = [planned(cap) for cap in caps]
     cases, ours = [], []
     for compute, alpha, beta, busy, cores, threads in grid:
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         cost = FittedCost(alpha, beta, busy)
         cases.append(picture(compute, cost, cores).data)
-        for cap in caps:
-            plan, buckets = planned(cap)
+        for plan, buckets in plans:
             ours.append((plan, asdict(predict_plan(compute, buckets, cost, cores))))
     with Visit(browser, page) as visit:
         theirs = visit.page.evaluate(

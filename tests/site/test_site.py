@@ -1,5 +1,6 @@
 """What every page of the built site keeps to, seen in a browser."""
 
+import functools
 import gzip
 import re
 from pathlib import Path
@@ -48,120 +49,102 @@ def test_every_chapter_has_a_page(site):
     assert pages == CHAPTERS
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_loads_quietly_and_alone(browser, page_path, scheme):
-    with Visit(browser, page_path, until="networkidle", color_scheme=scheme) as visit:
-        foreign = [u for u in visit.requests if not u.startswith(("file:", "data:", "blob:"))]
-        assert not visit.complaints
-        assert not foreign
+# A visit takes a second of two cores: one of each kind of reader sees all that a page keeps to.
+READERS = {
+    "phone in the light": {
+        "viewport": {"width": 360, "height": 800},
+        "device_scale_factor": 2,  # which loads the larger pictures
+    },
+    "screen in the dark": {"viewport": {"width": 1280, "height": 800}, "color_scheme": "dark"},
+}
+# A thumbnail stands beside the title that it belongs to, the mark beside the book's name.
+SEEN = """async () => {
+    const images = [...document.images];
+    const addresses = chosen => chosen.map(i => i.src);
+    for (const i of images) { i.loading = 'eager'; await i.decode().catch(() => {}); }
+    return {
+        unloaded: addresses(images.filter(i => !i.naturalWidth)),
+        silent: addresses(images.filter(i => !i.alt.trim())
+            .filter(i => !i.closest('.sphx-glr-thumbcontainer, .sidebar-brand'))),
+        unsized: addresses(images.filter(i => !i.getAttribute('width'))),
+        targets: [...document.querySelectorAll('[href], [src]')]
+            .map(e => e.href?.baseVal ?? e.href ?? e.src),
+    };
+}"""
 
 
-@pytest.mark.parametrize("width", [360, 1280])
-def test_does_not_scroll_sideways(browser, page_path, width):
-    with Visit(browser, page_path, viewport={"width": width, "height": 800}) as visit:
+@pytest.mark.parametrize("reader", READERS)
+def test_page_is_sound(browser, page_path, site, reader):
+    with Visit(browser, page_path, until="networkidle", **READERS[reader]) as visit:
+        loaded = list(visit.requests)  # before all images are asked for
         needed = visit.page.evaluate("document.documentElement.scrollWidth")
-        assert needed <= width
-
-
-def test_links_and_images_resolve(browser, page_path, site):
-    with Visit(browser, page_path) as visit:
-        targets = visit.page.evaluate(
-            """[...document.querySelectorAll('[href], [src]')]
-                .map(e => e.href?.baseVal ?? e.href ?? e.src)"""
-        )
-        unloaded = visit.page.evaluate(
-            """async () => {
-                const images = [...document.images];
-                for (const i of images) { i.loading = 'eager'; await i.decode().catch(() => {}); }
-                return images.filter(i => !i.naturalWidth).map(i => i.src);
-            }"""
-        )
-    assert not unloaded
-    missing = []
-    for target in filter(None, targets):
-        url, fragment = urldefrag(target)
-        if not url.startswith("file:"):
-            continue
-        path = Path(unquote(urlparse(url).path))
-        path = path / "index.html" if path.is_dir() else path
-        inside = path.is_file() and site in path.parents
-        anchored = path.suffix == ".html" and fragment
-        if not inside or (anchored and not has_anchor(path, unquote(fragment))):
-            missing.append(target)
-    assert not missing
-
-
-def has_anchor(page, fragment):
-    text = page.read_text(encoding="utf-8")
-    return any(f'{key}="{fragment}"' in text for key in ("id", "name"))
-
-
-def test_images_say_what_they_show(browser, page_path):
-    with Visit(browser, page_path) as visit:
-        # A thumbnail stands beside the title that it belongs to, the mark beside the book's name.
-        silent = visit.page.evaluate(
-            """[...document.images].filter(i => !i.alt.trim())
-                .filter(i => !i.closest('.sphx-glr-thumbcontainer, .sidebar-brand'))
-                .map(i => i.src)"""
-        )
-        unsized = visit.page.evaluate(
-            "[...document.images].filter(i => !i.getAttribute('width')).map(i => i.src)"
-        )
-    assert not silent
-    assert not unsized
-
-
-def test_is_light_enough(browser, page_path):
-    # A phone's screen is the one that loads the larger pictures.
-    with Visit(browser, page_path, until="networkidle", device_scale_factor=2) as visit:
-        files = {Path(unquote(urlparse(u).path)) for u in visit.requests if u.startswith("file:")}
-    size = 0
-    for path in files:
-        data = path.read_bytes()
-        size += len(gzip.compress(data) if path.suffix in COMPRESSED else data)
+        seen = visit.page.evaluate(SEEN)
+        faults = {"complaints": visit.complaints, **seen}
+        faults["foreign"] = [
+            u for u in visit.requests if not u.startswith(("file:", "data:", "blob:"))
+        ]
+    faults["missing"] = [target for target in faults.pop("targets") if not leads(target, site)]
+    found = {fault: where for fault, where in faults.items() if where}
+    assert not found
+    files = {Path(unquote(urlparse(u).path)) for u in loaded if u.startswith("file:")}
+    size = sum(
+        len(gzip.compress(path.read_bytes()) if path.suffix in COMPRESSED else path.read_bytes())
+        for path in files
+    )
+    assert needed <= READERS[reader]["viewport"]["width"]
     assert size <= MOST_BYTES
 
 
-def test_shows_the_expected_ranks(browser, chapter):
-    source = (REPOSITORY / "chapters" / f"{chapter.stem}.py").read_text(encoding="utf-8")
-    own = re.search(r"^# sphinx_gallery_ranks = (\d+)$", source, re.MULTILINE)
-    wish = re.search(r'^# sphinx_gallery_hosts = "(.+)"$', source, re.MULTILINE)
+def leads(target, site):
+    """Whether a link into the site has a file there, and a place in it."""
+    url, fragment = urldefrag(target)
+    if not url.startswith("file:"):
+        return True
+    path = Path(unquote(urlparse(url).path))
+    path = path / "index.html" if path.is_dir() else path
+    anchored = path.suffix == ".html" and fragment
+    inside = path.is_file() and site in path.parents
+    return inside and (not anchored or unquote(fragment) in anchors(path))
+
+
+@functools.cache
+def anchors(page):
+    return set(re.findall(r'(?:id|name)="([^"]*)"', page.read_text(encoding="utf-8")))
+
+
+def test_chapter_is_complete_and_readable_without_javascript(browser, chapter):
+    source = REPOSITORY / "chapters" / chapter.with_suffix(".py").name
+    settings = source.read_text(encoding="utf-8")
+    own = re.search(r"^# sphinx_gallery_ranks = (\d+)$", settings, re.MULTILINE)
+    wish = re.search(r'^# sphinx_gallery_hosts = "(.+)"$', settings, re.MULTILINE)
     hosts = book_run.hosts(wish[1]) if wish else None
     expected = int(own[1]) if own else sum(hosts.ranks) if hosts else book_run.ranks()
-    with Visit(browser, chapter) as visit:
-        said = visit.page.locator(".measured-on").inner_text()
-        text = visit.page.locator("article").inner_text()
+    with Visit(
+        browser, chapter, java_script_enabled=False, viewport={"width": 1280, "height": 800}
+    ) as visit:
+        article = visit.page.locator("article")
+        assert article.locator("h1").is_visible()
+        assert article.locator("h2", has_text="Exercises").is_visible()
+        solution = article.locator("details.solution").first
+        assert not solution.locator("p").first.is_visible()
+        solution.locator("summary").click()
+        assert solution.locator("p").first.is_visible()
+        assert article.locator(".highlight a[href*='reference.html#microddp']").count() > 0
+        said = article.locator(".measured-on").inner_text()
+        text = article.inner_text()
+        links = article.locator(".sphx-glr-download a").evaluate_all("all => all.map(a => a.href)")
+    assert "Traceback (most recent call last)" not in text
     ranks = re.search(r"Measured on (gloo|nccl), (\d+) ranks? on ", said)
     assert ranks, said
     assert int(ranks[2]) == expected
     # The chapter's own first output said the same, which the page leaves out.
     described = re.split(r"\.(?:\s+Over loopback|$)", said.removeprefix("Measured on "))[0]
     assert text.count(described) == 1
-
-
-def test_shows_no_traceback(browser, chapter):
-    with Visit(browser, chapter) as visit:
-        text = visit.page.locator("article").inner_text()
-    assert "Traceback (most recent call last)" not in text
-
-
-def test_offers_script_and_notebook(browser, chapter):
-    with Visit(browser, chapter) as visit:
-        links = visit.page.locator(".sphx-glr-download a").evaluate_all(
-            "all => all.map(a => a.href)"
-        )
     files = {Path(unquote(urlparse(link).path)) for link in links}
     (script,) = (path for path in files if path.suffix == ".py")
     (notebook,) = (path for path in files if path.suffix == ".ipynb")
-    original = REPOSITORY / "chapters" / f"{chapter.stem}.py"
-    assert script.read_bytes() == original.read_bytes()
+    assert script.read_bytes() == source.read_bytes()
     assert notebook.is_file()
-
-
-def test_code_links_to_the_reference(browser, chapter):
-    with Visit(browser, chapter) as visit:
-        links = visit.page.locator(".highlight a[href*='reference.html#microddp']")
-        assert links.count() > 0
 
 
 def test_the_ring_moves(browser, site):
@@ -200,16 +183,3 @@ def test_search_leads_to_the_section(browser, site, words, section):
     leads = [urlparse(address)._replace(query="").geturl().endswith(section) for address in first]
     assert any(leads), first
     assert " > " in names[leads.index(True)]  # the section's name behind the chapter's
-
-
-def test_can_be_read_without_javascript(browser, chapter):
-    with Visit(
-        browser, chapter, java_script_enabled=False, viewport={"width": 1280, "height": 800}
-    ) as visit:
-        article = visit.page.locator("article")
-        assert article.locator("h1").is_visible()
-        assert article.locator("h2", has_text="Exercises").is_visible()
-        solution = article.locator("details.solution").first
-        assert not solution.locator("p").first.is_visible()
-        solution.locator("summary").click()
-        assert solution.locator("p").first.is_visible()
