@@ -108,7 +108,7 @@ CAP = 1.0  # MiB of a bucket; it stands for 75 MiB of the cluster
 recorded = {name: [] for name in ("naive", "hooks", "bucketed", "ddp")}
 ways = {name: stage.strategy(name, CAP) for name in recorded}
 optimizers = {name: stage.make_optimizer(way.module.parameters()) for name, way in ways.items()}
-for _ in range(6):
+for _ in range(5):
     for name, steps in recorded.items():
         timeline = Timeline(comms)
         ways[name].record(timeline)
@@ -237,7 +237,7 @@ if not stage.sides:
     del CHANGES["a device twice as fast"]  # GPUs are as fast as they are
 built = {name: ddp_step(**options) for name, (options, _) in CHANGES.items()}
 calls = {"alone": stage.step("none")} | {name: step for name, (step, _) in built.items()}
-times = measure(calls, comms, warmup=2, repeat=5)
+times = measure(calls, comms, warmup=2, repeat=4)
 alone = times.pop("alone")
 
 # %% [markdown]
@@ -302,67 +302,74 @@ find(
 misses = {name: saved[name] - (expected - predicted[name]) for name in ranked}
 worst = max(misses, key=lambda name: abs(misses[name]))
 said = (
-    f"The prediction is off most for '{worst}', by {human_seconds(abs(misses[worst]))}: it saved "
-    f"{'more' if misses[worst] > 0 else 'less'} than predicted."
+    f"The prediction is off most for '{worst}', by {human_seconds(abs(misses[worst]))}: it is "
+    f"{'faster' if misses[worst] > 0 else 'slower'} than predicted."
 )
-in_order = sorted(predicted, key=predicted.get) == ranked
+order = sorted(predicted, key=predicted.get)
+in_order = order == ranked
 find(
     comms,
     "list-predicted",
     order=(n > 1 and in_order, f"The prediction ranks all changes as the run does. {said}"),
-    other=(n > 1 and not in_order, f"The prediction ranks them otherwise. {said}"),
+    other=(
+        n > 1 and not in_order,
+        f"The prediction ranks them otherwise: {', '.join(order)}. {said}",
+    ),
     alone=(n == 1, "With one rank there is nothing to predict."),
 )
 
 # %% [markdown]
 """
-**Explain.** A change helps as far as it shortens what is exposed, and no further. What the loop
-leaves out costs time: hooks and copies in Python, buckets that wait for a late rank, messages that
-share a link. And a change has a price that no clock shows: twice the batch, or four micro-batches,
+**Explain.** A change helps as far as it shortens what is exposed, and no further. The loop
+leaves out what costs time: hooks and copies in Python, and buckets that wait for a late rank. And
+it leaves out what saves some: gloo works on several messages at a time, so that their starts
+overlap. And a change has a price that no clock shows: twice the batch, or four micro-batches,
 take half or a quarter as many steps for the same data, which is another training (chapter 14).
 bf16 messages round what is sent (chapter 10).
 
 ## Against the speed of the link
 
-**Predict.** A naive step takes $C + M$, where $M$ is the time of all messages, and one that hides
-all it can takes $\\max(C, \\frac{1}{3} C + M)$, as chapter 04 worked out. So overlap can gain most
-where $M$ is two thirds of $C$, as long as backward. On a slow link there is too little computing to
-hide behind; on a fast one there is little to hide.
+**Predict.** A step that sends all gradients in one bucket hides nothing: it takes $C + M$, where
+$M$ is the time of all messages. One that hides all it can takes $\\max(C, \\frac{1}{3} C + M)$, as
+chapter 04 worked out. So overlap can gain most where $M$ is two thirds of $C$, as long as backward.
+On a slow link there is too little computing to hide behind; on a fast one there is little to hide.
 
 **Measure.** `relink` changes the speed of every host's link while the job runs. (TCP connections
 keep the pace that they began with, so new ones are made on the fastest.)
 """
 
 # %%
-SPEEDS = ("250mbit", "500mbit", "1gbit", "2gbit", "4gbit") if comms.box and stage.sides else ()
+SPEEDS = ("500mbit", "1gbit", "2gbit", "4gbit") if comms.box and stage.sides else ()
 usual, by_speed = comms.box and comms.box.links[0].option, {}
 if SPEEDS:
     relink(comms, SPEEDS[-1])
     group = comms.subgroup(range(n))
     over = replace(stage, comms=group)
-    calls = {kind: over.step(kind, CAP) for kind in ("none", "naive", "ddp")}
+    calls = {"alone": over.step("none"), "one bucket": over.step("ddp", 1000.0)}
+    calls["buckets"] = over.step("ddp", CAP)
 for speed in SPEEDS:
     relink(group, speed)
-    by_speed[group.box.links[0]] = measure(calls, group, warmup=2, repeat=5)
+    by_speed[group.box.links[0]] = measure(calls, group, warmup=1, repeat=4)
 if SPEEDS:
     relink(comms, usual)
     group.close()
 
 # %% tags=["plumbing"]
-curves = {"naive": [], "DDP": [], "nothing hidden": [], "all hidden that can be": []}
+curves = {"one bucket": [], "buckets": [], "nothing hidden": [], "all hidden that can be": []}
 x, overlap = [link.bits_per_second / 1e9 for link in by_speed], {}
 for link, timings in by_speed.items():
-    C = timings["none"].median
+    C, whole, buckets = (timing.median for timing in timings.values())
     M = 2 * (n - 1) / n * gradient_bytes(stage.model) / (link.bits_per_second / 8)
-    overlap[link] = compare(timings["ddp"], timings["naive"])
-    steps = (timings["naive"].median, timings["ddp"].median, C + M, max(C, C / 3 + M))
-    for curve, step in zip(curves.values(), steps, strict=True):
+    overlap[link] = compare(timings["buckets"], timings["one bucket"])
+    for curve, step in zip(
+        curves.values(), (whole, buckets, C + M, max(C, C / 3 + M)), strict=True
+    ):
         curve.append(n * C / step)
 rows = [
     (str(link), *(f"{curve[i]:.2f}" for curve in curves.values()), str(overlap[link]))
     for i, link in enumerate(by_speed)
 ]
-headers = ["link", *curves, "DDP against naive"]
+headers = ["link", *curves, "buckets against one"]
 comms.print(table(rows, headers) if rows else "links of known speed: none here")
 
 # %% tags=["plumbing"]
@@ -376,7 +383,9 @@ if by_speed:
         ylabel="times as fast as one device",
         log="x",
     )
-    said = f"most at {best}, where a step in DDP is {overlap[best]} as a naive one"
+    said = (
+        f"most at {best}, where a step with buckets is {overlap[best]} as one with a single bucket"
+    )
     find(
         comms,
         "overlap",
@@ -523,20 +532,16 @@ device computes for each byte of the link, and the batch. At a batch $b$, with $
 inequality, the speed-up is $n / (1 + (n-1)\,b^*/b)$.
 
 **Measure.** Now devices are cores that compute. Ranks without a core of their own leave, and links
-have their usual speed. First $R$, as this model reaches it; then a naive step at half of $b^*$, at
-$b^*$, and at two and four times as many samples, beside one rank that takes the batch of all:
+have their usual speed. First $R$, as this model reaches it while all compute; then a naive step at
+half of $b^*$, at $b^*$, and at two and four times as many samples. One such device would take the
+shards of all one after the other, as many times as long as one shard alone:
 """
 
 # %%
-if usual:
-    relink(comms, "30gbit")  # before the group is made
 timed = comms.timed()
-if usual:
-    relink(timed, usual)
-m, DIM = timed.world_size, 256
+m, DIM = timed.world_size, 512
 torch.manual_seed(0)
-model = FullMLP(DIM).to(timed.device)
-P = parameter_count(model)
+model = FullMLP(DIM, depth=4).to(timed.device)
 
 
 def step_of(kind, samples):
@@ -547,15 +552,15 @@ def step_of(kind, samples):
 
 
 # %%
-R = 6 * P * 512 / measure({"": step_of("none", 512)}, timed, repeat=7)[""].median
-least = 4 * R / (3 * m * 1 / timed.box.seconds_per_byte) if timed.box and m > 1 else None
+shard = measure({"": step_of("none", 256)}, timed, repeat=7)[""].median
+R = 6 * parameter_count(model) * 256 / shard
+least = 4 * R * timed.box.seconds_per_byte / (3 * m) if timed.box and m > 1 else None
 tested = {}
-for times_least in (0.5, 1, 2, 4) if least else ():
-    b = round(times_least * least)
-    whole = step_of("none", m * b)
-    calls = {"one": lambda whole=whole: timed.rank == 0 and whole(), "all": step_of("naive", b)}
-    times = measure(calls, timed, warmup=2, repeat=7)
-    tested[times_least] = b, compare(times["all"], times["one"])
+for factor in (0.5, 1, 2, 4) if least else ():
+    b = max(1, round(factor * least))
+    times = measure({kind: step_of(kind, b) for kind in ("none", "naive")}, timed, repeat=7)
+    one = Timing(tuple(m * seconds for seconds in times["none"].seconds))
+    tested[factor] = b, compare(times["naive"], one)
 
 # %% tags=["plumbing"]
 rows = [(f"{f:g} b*", b, f"{m / (1 + (m - 1) / f):.2f}", speed) for f, (b, speed) in tested.items()]
@@ -566,7 +571,7 @@ if rows:
     losers = [f for f, (_, speed) in tested.items() if speed.slower]
     b, best = tested[max(tested, key=lambda f: tested[f][1].ratio)]
     said = (
-        f"With {b} samples each, {m} ranks are {best} as one rank that takes all of them; with "
+        f"With {b} samples each, {m} ranks are {best} as one that takes all of them; with "
         f"{tested[0.5][0]}, which is half of b*, they are {tested[0.5][1]}."
     )
     find(
@@ -611,9 +616,9 @@ find(
 
 # %% [markdown]
 """
-**Explain.** One rank alone has the machine's memory and caches to itself, and works on a larger
-batch, which products of matrices like. Both shift the batch from which more ranks pay. That is why
-a plan is a bound, and a measurement decides.
+**Explain.** $P$ cancels, the starts of messages do not, and $R$ changes with the batch. And cores
+are not devices: one that computes alone has caches and memory to itself, and may be faster than
+each of several. So a plan is a bound, and a measurement decides.
 
 For a plan of your own, {func}`~microddp.performance.worth.step_budget` does the same arithmetic,
 and adds the best case: nothing exposed but what the last backward is too short to hide. Here it is

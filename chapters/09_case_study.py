@@ -2,15 +2,13 @@
 r"""
 # 09. Case study: a language model
 
-What does a second device gain on a model that people train? The models so far were made for their
-questions. This chapter takes a decoder of SmolLM2's architecture, and teaches it to tell whether
-two sentences say the same (GLUE's MRPC, 3668 pairs to train on). Where a GPU has room it is
-SmolLM2-360M itself, of 32 layers; elsewhere, as on a CPU, a small one of the same kind. The *same
-global batch of 16* is taken by one device, or split over N. What takes the rest of the gain?
-Published figures for the full model stand beside the measured ones.
+What does a second device gain on a model that people train? Whoever pays for it wants to know, and
+what to set so that it gains more. The model is SmolLM2-360M, a decoder of 32 layers, which learns
+to tell whether two sentences say the same. A *global batch of 16 pairs* is taken by one device, or
+split. Then a scale model of a published run climbs a ladder, one change after the other, each in
+milliseconds a pair.
 
-It needs `pip install "microddp[llm]"`. With `transformers` alone, or where the hub cannot be
-reached, it runs on made-up pairs: then it is about times, and not about how well a model learns.
+It needs `pip install "microddp[llm]"`; without the Hugging Face hub, `transformers` is enough.
 """
 
 # %% tags=["imports"]
@@ -20,73 +18,66 @@ import itertools
 import math
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import microddp
 from microddp import figures
-from microddp.comms import peak_memory
+from microddp.buckets import plan_buckets
 from microddp.ddp import DDP
+from microddp.findings import Prediction, compare, find
+from microddp.hosts import relink
 from microddp.model import gradient_bytes, parameter_count
 from microddp.performance import profile_steps
+from microddp.program import Layer, Work
 from microddp.report import human_bytes, human_seconds, table
-from microddp.timing import measure
+from microddp.stage import PausingOptimizer, cluster, pausing_model
+from microddp.timing import Timing, measure
 from microddp.workloads import batches, load_case, new_model
 
 # %%
 # sphinx_gallery_builds = "one language model trained on one device and on several"
-# sphinx_gallery_hosts = "4 x 1gbit"
+# sphinx_gallery_hosts = "2 x 1gbit"
 comms = microddp.init()
 comms.print(comms.describe())
-timed = comms.timed()
+timed = comms.timed()  # ranks without a core or GPU of their own leave
 rank, n = timed.rank, timed.world_size
-timed.print(f"{n} of {comms.world_size} ranks stay")
-if n == 1:
-    timed.print("One rank sends nothing: add --nproc-per-node=2 for the effect of a split.")
+timed.print(f"{n} of {comms.world_size} ranks are timed")
 
 # %% [markdown]
 """
-As in the last chapter, ranks that have no core or GPU of their own left at the start. The N devices
-of this chapter are the others.
-
 ## The case
 
-The weights, the tokenizer and the sentences come from the Hugging Face hub. Where it cannot be
-reached, the weights are random and the pairs made up, with MRPC's lengths and its share of
-*paraphrases*, which are the pairs that say the same. On a CPU the full size would take too long.
-There the model is smaller in every direction, and has random weights.
-
-The same goes for a GPU without room. Most is needed below, where a model that trains alone stands
-beside one that trains with others. Each holds weights, gradients and the two moments that AdamW
-keeps of them. Add the model as it was loaded, a message of all gradients, and a second set of
-buckets while they are planned anew. The activations of a batch get a quarter on top:
+The course that this book continues, [microddp](https://github.com/kiankyars/microddp), published
+two times in 2025, in fp32 on GLUE's MRPC: for 16 pairs on one GPU, and for 8 + 8 on two of a node.
+They are seconds a batch:
 """
 
 # %%
-COPIES = 1 + 2 * (1 + 1 + 2) + 1 + 1
+ONE_GPU, TWO_GPUS = 0.0751, 0.0551
+timed.print(f"published: two GPUs are {ONE_GPU / TWO_GPUS:.2f} times as fast as one")
+
+# %% [markdown]
+"""
+Weights and pairs come from the hub. Where it cannot be reached, weights are random, and the
+sentences are from NumPy's and PyTorch's documentation: what both say of the same function is a
+*paraphrase*. On a CPU, and on GPUs without room, the model is a small one of the same kind:
+"""
+
+# %%
+ON_GPUS, SIZE = timed.device.type == "cuda", "small"
 with torch.device("meta"):  # shapes without memory
-    needed = 1.25 * COPIES * gradient_bytes(new_model("full", pad=0))
-timed.print(
-    f"{COPIES} times the parameters; with activations {human_bytes(needed)} a rank, full size"
-)
-
-
-# %%
-def room():
-    """Bytes of this rank's GPU that are free for it, as the ranks on it share them alike."""
-    gpus = torch.cuda.device_count()
-    sharing = math.ceil(min(timed.local_world_size, max(2, gpus)) / gpus)
-    return torch.cuda.mem_get_info()[0] / sharing
-
-
-# %%
-SIZE = "small"
-if timed.device.type == "cuda":
-    least = min(timed.all_gather_data(room()))  # all must choose alike
-    timed.print(f"free for each rank: {human_bytes(least)} or more")
-    SIZE = "full" if needed <= least else "small"
+    full = new_model("full", pad=0)
+if ON_GPUS:
+    needed = 40 * gradient_bytes(full)  # seven models with AdamW's moments, and activations
+    share = torch.cuda.device_count() / timed.local_world_size
+    free = min(timed.all_gather_data(torch.cuda.mem_get_info()[0] * min(1, share)))
+    SIZE = "full" if needed <= free else "small"  # all choose alike
 case = load_case(SIZE, timed)
 total = gradient_bytes(case.model)
 timed.print(case.origin)
@@ -98,44 +89,35 @@ rows = [
     *case.statistics(),
 ]
 timed.print(table(rows, []))
+tokens, mask, labels = case.train.tensors
 
 # %% [markdown]
 """
-Random weights take as long to train as real ones of that size, and the pairs are as long, so their
-times mean the same. Losses do not: made-up pairs are easier to tell than English ones. And shares
-depend on the size (exercise 3).
-
-One thing is unlike the models before. Pairs of different lengths share a batch, so the shorter ones
-are filled up with a *padding token*. The *head*, which makes the answer, reads the vector of a
-pair's last real token. To find it, the model has to know the padding token, and the last section
-shows what happens if it is told a wrong one.
-
 ## The same losses
 
 **Predict.** The loss of a batch is the mean over its pairs. Shards are equal, so the mean of the
-ranks' losses is the loss of the batch, and the averaged gradients are its gradients. All runs of
-the same batches should agree up to rounding.
+ranks' losses is the loss of the batch, and the averaged gradients are its gradients. Both runs
+should agree up to rounding.
 
-**Build.** One step, for the whole chapter: several micro-batches, of which only the last averages
-gradients (chapter 06), in fp32 or with autocast:
+**Build.** One step, for the whole chapter, of one or several micro-batches, of which only the last
+averages gradients (chapter 06):
 """
 
 
 # %%
-def step(model, optimizer, micro_batches, bf16=False):
+def step(model, optimizer, micro_batches):
     optimizer.zero_grad()
-    for batch in micro_batches:
-        with nullcontext() if batch is micro_batches[-1] else model.no_sync():
-            with torch.autocast(timed.device.type, torch.bfloat16, enabled=bf16):
-                loss = model(**batch).loss / len(micro_batches)
+    for i, batch in enumerate(micro_batches, start=1):
+        with nullcontext() if i == len(micro_batches) else model.no_sync():
+            loss = model(**batch).loss / len(micro_batches)
             loss.backward()
     optimizer.step()
     return loss.detach()
 
 
 # %%
-def adamw(model):  # real weights want a smaller step than random ones
-    return torch.optim.AdamW(model.parameters(), lr=3e-4 if case.made_up else 2e-5)
+def adamw(model):  # trained weights want a smaller step than random ones
+    return torch.optim.AdamW(model.parameters(), lr=2e-5 if case.pretrained else 3e-4)
 
 
 # %%
@@ -152,21 +134,14 @@ size = n * max(1, 16 // n)  # 16, or the nearest below that divides by the ranks
 whole = batches(case.train, size, timed, whole=True)
 alone = train(copy.deepcopy(case.model), whole) if rank == 0 else []
 alone = timed.all_gather_data(alone)[0]
-# A wrapper, its hooks and its model refer to each other, so only the collector frees them.
-_ = gc.collect()
 split = train(DDP(copy.deepcopy(case.model), timed), batches(case.train, size, timed))
 split = [sum(losses) / n for losses in zip(*timed.all_gather_data(split), strict=True)]
-_ = gc.collect()
+_ = gc.collect()  # a wrapper, its hooks and its model refer to each other
 
 # %%
 worst = max(abs(a - b) for a, b in zip(alone, split, strict=True))
-timed.print(f"global batch {size}: one device of {size} against {n} of {size // n}")
-timed.print(f"losses of {STEPS} steps differ by {worst:.1e} at most")
 tolerance = 1e-3 if SIZE == "small" else 1e-2  # a GPU picks other kernels for other shapes
 assert worst < tolerance
-assert SIZE == "full" or not case.made_up or sum(split[-5:]) < 0.8 * sum(split[:5])
-
-# %% tags=["plumbing"]
 figures.lines(
     {"one device": (range(STEPS), alone), f"{n} devices": (range(STEPS), split)},
     title=f"{STEPS} steps on one device and on {n}: losses differ by {worst:.0e} at most",
@@ -178,29 +153,27 @@ figures.lines(
 r"""
 **Explain.** The curves lie on each other. So what follows compares two ways to do the same thing.
 
-## Time per batch
+## On real cores
 
-**Predict.** On N devices each step computes 1/N of the batch, and averages S bytes of gradients,
-however large the batch. Let $t(16/N)$ be the time of the computing and $t_S$ that of the all-reduce
-alone. The step takes $t(16/N) + t_S$ if nothing is hidden behind backward, and at best the larger
-of the two. Both are measured. Each rank updates all weights: that is work which no split makes
-smaller.
+**Predict.** The small model really computes here, a rank on each core. A split saves half of its
+computing, and adds an all-reduce. Backward ends with the embedding, a third of the bytes. The
+default buckets (1 MiB, then 25) are two, of which the larger one waits for it. With
+`bucket_cap_mb=1` more is sent before.
 """
 
 # %%
 batch = next(batches(case.train, size, timed, whole=True))
 shards = [b for b, _ in zip(batches(case.train, size, timed), range(2), strict=False)]
+replica = DDP(copy.deepcopy(case.model), timed)
 
 
-# %%
 def time_batches():
-    model, ddp = copy.deepcopy(case.model), DDP(copy.deepcopy(case.model), timed)
-    optimizer, flat = adamw(model), torch.zeros(total // 4, device=timed.device)
+    models = [copy.deepcopy(case.model) for _ in range(2)]
+    small_buckets, first = DDP(models[1], timed, bucket_cap_mb=1), adamw(models[0])
     calls = {
-        "one": lambda: rank == 0 and step(model, optimizer, [batch]),
-        "shard": lambda: step(model, optimizer, shards[:1]),
-        "all-reduce": lambda: timed.all_reduce(flat),
-        "N": partial(step, ddp, adamw(ddp), shards[:1]),
+        "one device, whole batch": lambda: rank == 0 and step(models[0], first, [batch]),
+        "split": partial(step, replica, adamw(replica), shards[:1]),
+        "split, bucket_cap_mb=1": partial(step, small_buckets, adamw(small_buckets), shards[:1]),
     }
     return measure(calls, timed, repeat=7)
 
@@ -208,150 +181,99 @@ def time_batches():
 # %%
 times = time_batches()
 _ = gc.collect()
-one, shard, reducing, split = (timing.median for timing in times.values())
-if timed.device.type == "cuda":
-    timed.print(f"at the peak {peak_memory(timed.device) / total:.1f} times the parameters")
-
-# %% [markdown]
-"""
-**Measure.** The published figures are those of the course that this book continues,
-[microddp](https://github.com/kiankyars/microddp) (2025): SmolLM2-360M on GLUE MRPC in fp32, 16
-pairs on one GPU, and 8 + 8 on two, where the slower rank counts. Its whole run took 1.58 s on one
-and 1.16 s on two:
-"""
-
-# %%
-PUBLISHED = {"one": 0.0751, "N": 0.0551}  # seconds a batch
-gain = PUBLISHED["one"] / PUBLISHED["N"]
+timed.print(table(times.items(), [f"{size} pairs on {n} x {timed.device.type}", "a batch"]))
 
 # %% tags=["plumbing"]
-rows = [
-    ("one device, whole batch", human_seconds(PUBLISHED["one"]), times["one"]),
-    ("one device's shard", None, times["shard"]),
-    ("all-reduce alone", None, times["all-reduce"]),
-    ("split: all hidden", None, human_seconds(max(shard, reducing))),
-    ("split: none hidden", None, human_seconds(shard + reducing)),
-    ("split: measured", human_seconds(PUBLISHED["N"]), times["N"]),
-    ("speed-up", gain, one / split),
-    ("speed-up / devices", f"{gain / 2:.0%}", f"{one / split / n:.0%}"),
-]
-timed.print(f"global batch {size} on {n} ranks")
-timed.print(table(rows, ["a batch", "published, 2 GPUs", f"here, {n} x {timed.device.type}"]))
-
-# %% tags=["plumbing"]
-ideal, fixed, added = (f"{t * 1e3:.3g}" for t in (one / n, shard - one / n, split - shard))
-timed.print(f"the split's {split * 1e3:.3g} ms: {ideal} are 1/{n} of one device's,")
-timed.print(f"  {fixed} what a shard takes beyond that, {added} what the averaging adds")
-low, high = times["N"].spread
-where = "with both quartiles between the predictions"
-if low > shard + reducing or high < max(shard, reducing):
-    where = "outside the predictions, and so are its quartiles"
-elif low < max(shard, reducing) or high > shard + reducing:
-    where = "not told apart from a prediction: it lies between the quartiles"
-timed.print(f"the split is {where}")
-low, high = times["one"].ratio(times["N"]).spread
-timed.print(f"speed-up by rounds: {low:.2f} to {high:.2f} (quartiles)")
+one, split, small_buckets = times.values()
+gain, finer = compare(split, one), compare(small_buckets, split)
+said = gain.say(f"A batch on {n} of this machine's cores", "the whole on one of them")
+if n > 1:
+    find(timed, "cores", **gain.sides(f"{said}."))
+    said = finer.say("A split with `bucket_cap_mb=1`", "one with the default buckets")
+    find(timed, "cores-small-buckets", **finer.sides(f"{said}."))
 
 # %% [markdown] index=["profiler", "profile"]
-"""
-**Explain.** A speed-up of N needs the last two to be nothing. A shard takes more than 1/N of the
-batch: the optimizer's work, the start of each kernel and the time to read the weights are the same
-for one pair as for sixteen. Ranks in one machine also share what lies behind their cores, caches
-and memory, and one rank alone may run at a faster clock. And the averaging adds what backward does
-not hide, and the wait for whoever is late. Of this model it can hide little: nearly all bytes
-travel in the last bucket, which ends with the embedding, and that gradient is the last to come
-(exercise 1). Where cores carry and add up the messages, what is hidden takes their time.
-
-At a *fixed* global batch, more devices make the second part larger in relation to the first, and
-the third no smaller. Scaling at a fixed batch *per device* is another question (chapter 08).
+r"""
+**Explain.** Cores share caches and memory, and carry the messages, too. Of GPUs this says little.
 
 ## The profile
 
-Where does the step's time go? The profiler of chapter 08 sorts operations by kind, and takes the
-step of each rank apart: computing, an all-reduce under way, both at once (*hidden*), or neither
-(*idle*). When a rank is idle, the Python around the operations runs, or nothing does. Other
-collectives are in none of them, and shares of the upper table add up to more than 100 % where
-all-reduces run beside the rest:
+The course's profile, on four H100, gives all-reduce 42.2 % of kernel time, and 25 % with
+accumulation over two micro-batches.
+
+**Predict.** Let $s$ be the share of all-reduce. A step of $k$ micro-batches computes $k$ times as
+much and sends once, so its share is
+
+$$ s_k = \frac{s}{s + k\,(1 - s)}, $$
+
+and a second micro-batch makes the step longer by its computing alone.
+
+**Measure.** A rank that is late makes the others wait in the all-reduce, so one profile may be
+disturbed. Each is taken three times, in turns; the middle one counts. (On a CPU the share is of
+operations and all-reduces together.)
 """
 
 
 # %%
-def profile(model, micro_batches, **options):
-    one_step = partial(step, model, adamw(model), micro_batches, **options)
-    return profile_steps(one_step, timed, steps=2)  # after one that makes the optimizer's state
-
-
-replica = DDP(copy.deepcopy(case.model), timed)
-summaries = {"fp32": profile(replica, shards[:1])}
-timed.print(summaries["fp32"])
-
-# %% [markdown]
-r"""
-An all-reduce's time runs from when the backend takes it up to when the result is there. It includes
-the wait for a rank that is late, with NCCL's kernels as with gloo's threads. The rank that came
-last waited for nobody. So the shortest of the ranks' times, taken for each all-reduce, stands for
-the *transfer*.
-
-**Predict.** *Kernel time* is the time of all kernels of a GPU, added up. In the same course's
-profile, on four H100, all-reduce takes 42.2 % of it, and 25 % with accumulation over two
-micro-batches. The first figure should tell the second. Let s be the share of all-reduce. A step of
-k micro-batches computes k times as much and reduces once, so the share becomes
-
-$$ s_k = \frac{s}{s + k\,(1 - s)}. $$
-
-On a CPU there are no kernels; the counterpart is the time of operations and all-reduces together.
-
-**Measure.** Waits follow no formula, so the share is given with them and for transfers alone:
-"""
-
-
-# %%
-def predicted(share, k):
+def predicted_share(share, k):
     return share / (share + k * (1 - share))
 
 
-summaries["fp32, 2 micro-batches"] = profile(replica, shards)
-del replica
-_ = gc.collect()
-both = list(summaries.values())
-shares = [s.busy_share for s in both]
-alone = [s.transfer / (s.transfer + s.mean("computing")) for s in both]
-calls = [{row.kind: row.calls for row in s.rows} for s in both]
-assert calls[0]["all-reduce"] == calls[1]["all-reduce"]
-assert calls[1]["attention"] == 2 * calls[0]["attention"]
+profiles = {1: [], 2: []}
+for k in (1, 2) * 3:
+    one_step = partial(step, replica, adamw(replica), shards[:k])
+    profiles[k].append(profile_steps(one_step, timed, steps=2))
 
 # %% tags=["plumbing"]
+first, second = (Timing(tuple(p.busy_share for p in profiles[k])) for k in (1, 2))
+low, high = min(second.seconds), max(second.seconds)
+guess = predicted_share(first.median, 2)
+pair, pair_of_two = (
+    Timing(tuple(p.mean("wall") / (k * size) for p in profiles[k])) for k in (1, 2)
+)
+longer = Timing(tuple((p.mean("wall") + p.mean("computing")) / 2 / size for p in profiles[1]))
 rows = [
-    (name, first, predicted(first, 2), second)
-    for name, (first, second) in {
-        "published, 4 H100": (0.422, 0.25),
-        f"here, {n} x {timed.device.type}": shares,
-        "here, transfers alone": alone,
-    }.items()
+    ("published, 4 H100", 0.422, predicted_share(0.422, 2), 0.25, "25.0%"),
+    (
+        f"here, {n} x {timed.device.type}",
+        first.median,
+        guess,
+        second.median,
+        f"{low:.1%} to {high:.1%}",
+    ),
 ]
-headers = ["all-reduce's share", "1 micro-batch", "2, predicted", "2, measured"]
+headers = ["all-reduce's share", "1 micro-batch", "2, predicted", "2, measured", "of three"]
 timed.print(table(rows, headers, floats=".1%"))
-misses = [f"{(row[3] - row[2]) * 100:+.1f}" for row in rows]
-timed.print(f"measured less predicted, percentage points: {', '.join(misses)}")
+
+# %% tags=["plumbing"]
+said = (
+    f"With a second micro-batch all-reduce's share is {second.median:.0%} ({low:.0%} to "
+    f"{high:.0%} in three profiles); {guess:.0%} was predicted."
+)
+held, higher = low <= guess <= high, guess < low
+if n > 1:
+    find(
+        timed,
+        "share",
+        held=(held, said),
+        higher=(higher, said),
+        lower=(not held and not higher, said),
+    )
+accumulated = Prediction(longer.median, pair_of_two)
+said = (
+    f"A pair takes {human_seconds(pair.median)} with one micro-batch, and with two {accumulated}."
+)
+find(timed, "accumulated-pair", **accumulated.sides(said))
 
 # %% [markdown] index=["mixed precision", "bf16", "autocast"]
 """
-**Explain.** The formula leaves the optimizer out, which also runs once a step. That alone would
-make its predictions a little low; the published pair misses on the other side (exercise 2). And
-the formula knows nothing of waits. Where cores are shared with other programs, one rank is late,
-and all others wait for it inside the all-reduce, which no network can shorten. So the row of
-transfers should lie nearer to its prediction than the row with waits; two profiled steps do not
-tell small differences. What accumulation costs is
-not in any profile: a step of twice the pairs is another training run, with half as many steps for
-the same data.
-
 ## bf16
 
-**Predict.** Autocast computes multiplications in bf16 and keeps the weights in fp32. So gradients
-are fp32, and the all-reduce does *not* get shorter: if computing gets faster, its share grows. To
-send half the bytes, the gradients have to be converted for the journey, by a communication hook.
+**Predict.** *Autocast* multiplies in bf16 and keeps the weights in fp32. So gradients are fp32, and
+no message gets shorter: if computing gets faster, all-reduce's share grows. To send half the bytes,
+a communication hook (chapter 06) has to convert the gradients.
 
-**Build.** The hook converts, divides, sends, and puts what comes back into the fp32 bucket:
+**Build.** It converts, divides, sends, and puts what comes back into the fp32 bucket:
 """
 
 # %%
@@ -366,232 +288,369 @@ def halved(group, bucket):
 
 
 # %%
-def gradients(hook=None, bf16=False):
+def gradients(hook=None, autocast=False):
     replica = DDP(copy.deepcopy(case.model), timed)
     if hook:
         replica.register_comm_hook(timed.group, hook)
-    step(replica, torch.optim.SGD(replica.parameters(), lr=0.0), shards[:1], bf16)
+    with torch.autocast(timed.device.type, torch.bfloat16, enabled=autocast):
+        loss = replica(**shards[0]).loss
+    loss.backward()
     assert all(p.grad.dtype == torch.float32 for p in replica.parameters())
-    return replica, torch.cat([p.grad.flatten() for p in replica.parameters()])
+    return torch.cat([p.grad.flatten() for p in replica.parameters()])
 
 
 # %%
-_, exact = gradients()
-rows = []
+exact, rows = gradients(), []
 for name, arguments in {
     "autocast": (None, True),
     "halved": (halved,),
     "torch's bf16_compress_hook": (bf16_compress_hook,),
 }.items():
-    gc.collect()
-    _, got = gradients(*arguments)
+    got = gradients(*arguments)
     rows.append((name, got.nbytes, ((got - exact).norm() / exact.norm()).item()))
+    gc.collect()
 timed.print(table(rows, ["", "bytes of gradients", "off by"], floats=".1e"))
 timed.print(f"'halved' sent {sum(sent):,} bytes, {sum(sent) / total:.2f} of the gradients'")
 assert 2 * sum(sent) == total
 assert max(row[2] for row in rows[1:]) < 2**-7  # bf16 keeps 8 bits
+del exact, got
 
 # %% [markdown]
+r"""
+## The scale model
+
+What GPUs gain, the stage of chapter 03 shows: devices pause as long as a GPU computes, and messages
+are real. PyTorch fills buckets from the end of the model, and splits no parameter. So the last one,
+which starts when backward has ended, holds at least the embedding:
 """
-**Measure.** The profile of both, beside the two from above. To compare them, times are per pair:
+
+
+# %%
+def buckets(cap):
+    """Bytes of the full model's buckets, in the order of sending."""
+    backwards = list(full.parameters())[::-1]
+    return [sum(backwards[i].nbytes for i in b) for b in plan_buckets(backwards, (cap << 20,))]
+
+
+S = gradient_bytes(full)
+last = {cap: buckets(cap)[-1] / S for cap in (25, 1)}
+rows = [(cap, len(buckets(cap)), f"{last[cap]:.1%}") for cap in last]
+embedding = human_bytes(full.model.embed_tokens.weight.nbytes)
+timed.print(f"{human_bytes(S)} of gradients, of which {embedding} are the embedding's")
+timed.print(table(rows, ["bucket_cap_mb", "messages", "bytes in the last"]))
+
+# %% [markdown]
+r"""
+How long a GPU computes follows from the two published times. A step of 8 pairs takes 55.1 ms, less
+the last bucket's message over NVLink (at the 368 GB/s measured on 8 H200, ring, [ML
+engineering](https://github.com/stas00/ml-engineering), August 2026). With the 75.1 ms of 16 pairs
+that makes two equations for a step of $b$ pairs, $t(b) = f + c\,b$. The part $f$ is the same for
+any number of pairs: starts of kernels, reading of weights, the optimizer:
+"""
+
+
+# %%
+def messages(link):
+    """The cluster's side: .messages is M. A link is its name, nodes, devices a node."""
+    name, nodes, node = link
+    sizes = {"parameters": S / 4, "layers": 1, "tokens": 1, "value_size": 4}
+    return cluster("h100", name, nodes=nodes, node=node, **sizes)
+
+
+# %%
+eight = TWO_GPUS - last[25] * messages(("400gbit", 1, 2)).messages
+c = (ONE_GPU - eight) / 8
+f = ONE_GPU - 16 * c
+timed.print(f"derived: f = {f * 1e3:.0f} ms a step, c = {c * 1e3:.1f} ms a pair")
+
+# %% [markdown]
+r"""
+**Predict.** Messages begin with backward, two thirds of $t$, and the last bucket of share $l$
+begins when it ends. So $k$ micro-batches of $b$ pairs, with messages of $M$ in all, take
+
+$$ k\,t(b) + \max(l M, \; M - \tfrac{2}{3} t(b)) . $$
+
+The smaller cap gains a difference of $l$. Messages in bf16 halve $M$, two micro-batches share one,
+and more pairs a device share one $f$, all of which is charged to each micro-batch. (The last two
+rungs are larger global batches, and so another training.)
 """
 
 # %%
-del exact, got, _
-for name, hook in (("bf16", None), ("bf16, halved", halved)):
-    replica, _ = gradients(hook, bf16=True)
-    summaries[name] = profile(replica, shards[:1], bf16=True)
-    del replica, _
-    gc.collect()
+SHARE = size // n  # pairs of a device
+LINKS = {"in a node, NVLink": ("400gbit", 1, n), "between machines, 100 Gbit/s": ("100gbit", n, 1)}
+LADDER = {  # the rung it adds to, pairs a device, bucket_cap_mb, hook, micro-batches
+    "as it comes": ("one device", SHARE, 25, None, 1),
+    "bucket_cap_mb=1": ("as it comes", SHARE, 1, None, 1),
+    "bf16 messages": ("as it comes", SHARE, 25, halved, 1),
+    "+ 2 micro-batches": ("bf16 messages", SHARE, 25, halved, 2),
+    "+ 16 pairs a device": ("+ 2 micro-batches", 16, 25, halved, 2),
+}
+
+
+def predict(rung, M, n):
+    """Seconds a pair."""
+    _, pairs, cap, hook, k = LADDER[rung]
+    pairs = pairs if rung == "+ 16 pairs a device" else size / n
+    compute, M = f + c * pairs, M / 2 if hook else M
+    return (k * compute + max(last[cap] * M, M - compute * 2 / 3)) / (k * n * pairs)
+
+
+# %% [markdown]
+"""
+**Build.** The full model on the stage: gradients so many times smaller, and the caps with them. A
+layer has four equal ones, as the matrices of attention have together as many values as each of the
+MLP's three. PyTorch's own DDP sends:
+"""
+
+
+# %%
+class ToScale(nn.Module):
+    def __init__(self, pairs, slower, smaller):
+        super().__init__()
+        layers = full.model.layers
+        blocks = [full.model.embed_tokens, *layers, nn.ModuleList([full.model.norm, full.score])]
+        each = (f + c * pairs) * slower / len(layers)
+        work = []
+        for block, seconds in zip(blocks, [0.0, *[each] * len(layers), 0.0], strict=True):
+            values = sum(p.numel() for p in block.parameters()) / smaller
+            tensors = (max(1, round(values / 4)),) * 4 if seconds else (math.ceil(values),)
+            work.append(Layer(seconds / 3, seconds * 2 / 3, tensors))
+        self.layers = pausing_model(Work(tuple(work)))
+
+    def forward(self, x):
+        return SimpleNamespace(loss=self.layers(x).sum())
+
+
+# %%
+def rung_step(model, micro_batches, cap=None, hook=None):
+    to_scale = isinstance(model, ToScale)
+    optimizer = PausingOptimizer(model.parameters()) if to_scale else adamw(model)
+    if cap:
+        options = {"process_group": timed.group, "gradient_as_bucket_view": True}
+        model = TorchDDP(model, bucket_cap_mb=cap, **options)
+        if hook:
+            model.register_comm_hook(timed.group, hook)
+    return partial(step, model, optimizer, micro_batches)
+
+
+# %%
+def on_stage(where, smaller):
+    """A step of each rung, and how many times slower than the cluster the stage is."""
+    sent_here = 2 * (n - 1) / n * sum(p.nbytes for p in ToScale(0, 0, smaller).parameters())
+    slower = sent_here * timed.box.seconds_per_byte / messages(LINKS[where]).messages
+    x = {"x": torch.zeros(1, 1, requires_grad=True)}
+    calls = {"one device": rung_step(ToScale(size, slower, smaller), [x])}
+    for name, (_, pairs, cap, hook, k) in LADDER.items():
+        calls[name] = rung_step(ToScale(pairs, slower, smaller), [x] * k, cap / smaller, hook)
+    return calls, slower
+
+
+# %% [markdown]
+"""
+GPUs (NCCL) climb without a stage, with the case's own model:
+"""
+
+
+# %%
+def on_gpus():
+    whole = next(batches(case.train, size, timed, whole=True))
+    calls = {"one device": rung_step(copy.deepcopy(case.model), [whole])}
+    for name, (_, pairs, cap, hook, k) in LADDER.items():
+        data = batches(case.train, n * pairs, timed)
+        micro_batches = list(itertools.islice(data, k))
+        calls[name] = rung_step(copy.deepcopy(case.model), micro_batches, cap, hook)
+    return calls, 1.0
+
+
+# %% [markdown]
+"""
+## The ladder
+
+**Measure.** All rungs in turns, for each kind of link. Times are divided by how much slower the
+stage is:
+"""
+
+
+# %%
+def climb(calls, slower):
+    """Seconds a pair, to the cluster's scale, of each rung."""
+    pairs = {"one device": size} | {name: k * n * b for name, (_, b, _, _, k) in LADDER.items()}
+    got = measure(calls, timed, repeat=4)
+    scale = {name: 1 / slower / pairs[name] for name in got}
+    return {name: Timing(tuple(s * scale[name] for s in got[name].seconds)) for name in got}
+
+
+# %%
+climbed, start, usual = {}, {}, timed.box and timed.box.links[0].option
+if usual:
+    relink(timed, "250mbit")  # of the same time in messages, a quarter of the bytes
+if ON_GPUS:
+    climbed["these GPUs"] = climb(*on_gpus())
+elif timed.box and n > 1:
+    tiny = {"start": partial(timed.all_reduce, torch.zeros(64))}
+    for where, smaller in zip(LINKS, (2500, 220), strict=True):
+        calls, slower = on_stage(where, smaller)
+        climbed[where] = climb(calls, slower)
+        start[where] = measure(tiny, timed)["start"].median / slower  # to scale
+else:
+    timed.print("Left out: the ladder takes two ranks, and links of known speed.")
 
 # %% tags=["plumbing"]
-bars = {}
-for name, s in summaries.items():
-    pairs = size * (2 if "micro" in name else 1)
-    hidden, waiting = s.mean("hidden"), s.mean("all_reduce") - s.mean("hidden")
-    parts = {
-        "computing": s.mean("computing") - hidden,
-        "computing during all-reduce": hidden,
-        "all-reduce, not hidden": waiting,
-        "idle": s.mean("idle"),
-    }
-    bars[name] = {part: seconds / pairs for part, seconds in parts.items()}
-taken = [human_seconds(summaries[k].transfer) for k in ("fp32", "bf16", "bf16, halved")]
-figures.stacked_bars(
-    bars,
-    title=f"Transfers of a step: {taken[0]}, {taken[1]} with autocast, {taken[2]} halved",
-    xlabel="time per pair",
+speeds = {}
+for where, rungs in climbed.items():
+    alone = rungs["one device"]
+    speeds[where] = {name: compare(rungs[name], alone) for name in LADDER}
+    known = where in LINKS
+    M = messages(LINKS[where]).messages if known else None
+    rows = [("one device", ONE_GPU / 16 * 1e3 if known else None, str(alone), 1.0)]
+    for name in LADDER:
+        guess = predict(name, M, n) * 1e3 if known else None
+        rows.append((name, guess, str(rungs[name]), speeds[where][name].ratio))
+    if known:
+        ratio, least = M / (f + c * SHARE), messages(LINKS[where]).start
+        timed.print(f"{where}: M = {human_seconds(M)}, M / t({SHARE}) = {ratio:.2f}, to start a")
+        timed.print(f"message {human_seconds(start[where])} to scale, {human_seconds(least)} there")
+    headers = [f"a pair, {n} devices", "predicted, ms", "measured (quartiles)", "times as fast"]
+    timed.print(table(rows, headers, floats=("", ".2f", "", ".2f")))
+
+# %% tags=["plumbing"]
+top, comes = list(LADDER)[-1], "as it comes"
+for where, rungs in speeds.items():
+    title = f"{n} devices {where}: {rungs[comes].ratio:.2f}, at the top {rungs[top].ratio:.2f}"
+    figures.speed_ups({name: speed.times for name, speed in rungs.items()}, n, title=title)
+
+# %% tags=["plumbing"]
+for name, where in zip(("in-a-node", "between-machines"), LINKS, strict=True):
+    if where in climbed:
+        rungs, best = climbed[where], speeds[where][top]
+        beside = {rung: compare(rungs[rung], rungs[LADDER[rung][0]]) for rung in LADDER}
+        one, first, last_rung = (f"{rungs[r].median * 1e3:.1f}" for r in ("one device", comes, top))
+        said = (
+            f"To scale, {where}, a pair takes {one} ms on one H100, {first} on {n} as it "
+            f"comes, and {last_rung} on the top rung, which is {best.than('one')}. "
+            f"Beside the rung that each adds to, faster: "
+            f"{', '.join(r for r in LADDER if beside[r].faster) or 'none'}; "
+            f"slower: {', '.join(r for r in LADDER if beside[r].slower) or 'none'}."
+        )
+        find(timed, name, **best.sides(said))
+
+# %% tags=["plumbing"]
+where = "in a node, NVLink"
+if where in climbed and n == 2:
+    published = Prediction(TWO_GPUS / 16, climbed[where][comes])
+    find(timed, "published", **published.sides(f"To scale, a pair of 8 + 8 takes {published}."))
+
+# %% tags=["plumbing"]
+tops = [speed[top].faster for speed in speeds.values()]
+first = {
+    where: next((rung for rung in LADDER if speed[rung].faster), "no rung")
+    for where, speed in speeds.items()
+}
+said = "; ".join(
+    f"{where}, {n} devices train {speed[comes].ratio:.1f} times as fast as one, as it comes, and "
+    f"{speed[top].ratio:.1f} times on the top rung, {max(0.0, n - speed[top].ratio):.1f} short of "
+    f"{n} (first ahead of one device: {first[where]})"
+    for where, speed in speeds.items()
+)
+said = f"What a second device gains: {said}."
+find(
+    timed,
+    "answer",
+    gains=(bool(tops) and all(tops), said),
+    depends=(any(tops) and not all(tops), said),
+    nothing=(bool(tops) and not any(tops), said),
+    left_out=(not tops, "Left out: it takes two ranks, and GPUs or links of known speed."),
 )
 
-# %% tags=["plumbing"]
-rows = [
-    (
-        name,
-        s.busy_share,
-        s.overlap,
-        s.seconds("matrix multiplication") / s.mean("wall"),
-        human_seconds(s.mean("computing")),
-        human_seconds(sum(bars[name].values())),
-    )
-    for name, s in summaries.items()
-]
-headers = ["", "all-reduce / busy", "hidden / all-reduce", "multiplications / step"]
-headers += ["computing, a step", "a pair"]
-timed.print(table(rows, headers, floats=".1%"))
-
 # %% [markdown]
-"""
-**Explain.** Some hardware multiplies bf16 faster: a GPU's tensor cores, or a CPU with instructions
-for it (AMX, or AVX-512's for bf16). There the multiplications shrink, and with autocast alone
-all-reduce's share should grow with what they save, less the copies that autocast makes. How much of
-it is left, the column of computing says. The hook should lower the share. Waits for a late rank,
-which half the bytes do not shorten, can hide both; the title is of transfers alone. Other hardware
-emulates bf16 or converts it, and gains nothing. The copies to and from bf16 are work too: whether
-halving pays for them, the last column says.
-
-## What next?
-
-A profile says where to work, and what it can give at most. If all of the waiting, or the idle time,
-or half of the multiplications' time were gone, and nothing else changed:
-"""
-
-# %%
-s = summaries["fp32"]
-savings = {
-    "every all-reduce hidden": s.mean("all_reduce") - s.mean("hidden"),
-    "no idle time": s.mean("idle"),
-    "multiplications twice as fast": s.seconds("matrix multiplication") / 2,
-}
-wall = s.mean("wall")
-rows = [(name, human_seconds(t), wall / (wall - t)) for name, t in savings.items()]
-timed.print(table(rows, ["if there were", "a step saves", "speed-up at most"]))
-
-# %% [markdown] index=["FSDP", "fully_shard", "ZeRO", "sharding"]
 r"""
-What would save most is what to work on. The course's profile on four H100 says 15.2 % of the step
-for the GPU, 20.9 % for communication and 61.1 % for the CPU. There the GPU waits for Python to
-launch kernels, so larger micro-batches, `torch.compile` or CUDA graphs come before anything this
-book does to gradients. Where kernels take less time than the messages, it is time for accumulation,
-a larger batch per device, or compression.
+**Explain.** In a node messages are short beside the computing, so no change to them can gain much;
+what every device repeats is $f$. The published profile agrees: the GPU is at work 15.2 % of a step,
+communication takes 20.9 %, and the CPU, which starts kernels, 61.1 %. So larger micro-batches,
+`torch.compile` or CUDA graphs come first. Between machines, bytes do: send half, less often, then
+share $f$ among more pairs.
 
-## A model that does not fit
+A stage's start of a message is longer beside its computing than a cluster's: `bucket_cap_mb=1`
+pays for hundreds of them, which the formula leaves out, and the embedding is still one message.
 
-DDP keeps everything on every rank: weights, gradients and AdamW's two moments, 16 bytes for each
-parameter in fp32. PyTorch's *FSDP* (fully sharded data parallel, `fully_shard`) keeps of each only
-one n-th on a rank. Weights are gathered when a layer needs them, in forward and again in backward,
-and each rank gets the mean of its n-th of the gradients alone. Each of the three sends
-$\frac{n-1}{n}$ of the bytes, where an all-reduce sends twice that: 1.5 times as much
-([ZeRO](https://arxiv.org/abs/1910.02054), section 7, 2019). For this model at its full size, worked
-out and not measured, without activations:
+:::{admonition} On GPUs
+The order of the rungs follows from $M/t$, which stays. NCCL's kernels take processors from backward
+while they send, so less is hidden than the formula says. With `torchrun --nproc-per-node=2` on a
+GPU node this chapter climbs with the case's own model. Here is the formula for 8 devices, with the
+same 16 pairs:
+:::
 """
 
-# %%
-with torch.device("meta"):
-    full = gradient_bytes(new_model("full", pad=0))
-rows = [
-    (
-        ranks,
-        *map(human_bytes, (4 * full, 4 * full / ranks)),
-        *map(human_bytes, (2 * sent, 3 * sent)),
-    )
-    for ranks, sent in ((ranks, full * (ranks - 1) / ranks) for ranks in (1, 2, 4, 8))
-]
-timed.print(table(rows, ["ranks", "DDP keeps", "FSDP keeps", "DDP sends", "FSDP sends"]))
+# %% tags=["plumbing"]
+rows = []
+for words, shape in {
+    "8 H100 of a node, NVLink": ("400gbit", 1, 8),
+    "8 machines of an H100, 400 Gbit/s": ("400gbit", 8, 1),
+    "8 machines of an H100, 100 Gbit/s": ("100gbit", 8, 1),
+    "8 machines of an H100, 25 Gbit/s": ("25gbit", 8, 1),
+}.items():
+    M = messages(shape).messages
+    seconds = [predict(rung, M, 8) for rung in (comes, "bf16 messages", top)]
+    rows.append((words, M / (f + 2 * c), *(ONE_GPU / 16 / s for s in seconds)))
+headers = ["worked out, not measured", "M / t(2)", comes, "bf16 messages", "top rung"]
+timed.print(table(rows, headers, floats=("", *[".2f"] * 4)))
 
 # %% [markdown] index=["padding"]
 """
-The layers that are gathered at the moment come on top. Sharding is for models that leave no choice,
-and for links that carry the additional bytes in time.
-
 ## Where it breaks: the padding token
 
-Like many models that were made to continue text, SmolLM2 has no padding token of its own. What
-happens to a classifier without one?
+Pairs of different lengths share a batch, so shorter ones are filled up with a *padding token*. The
+*head*, which makes the answer, reads the vector of a pair's last real token. SmolLM2 has no padding
+token of its own, and the common repair is to name *some* token.
+
+**Predict.** If batches are padded with another one, the head reads padding in all rows but the
+longest, and nothing complains. A pair's answer then depends on its longest neighbour. Where shards
+are padded on their own, N devices train another model than one:
 """
 
 
 # %%
 def logits(pad, length):
-    """Of the first pair that is shorter than the others, in a batch of so many tokens."""
-    tokens, mask, _ = case.train.tensors
-    vocabulary = max(int(tokens.max()) + 1, 4096)
-    classifier = new_model("small", case.pad, vocabulary).to(timed.device)
+    """Of the shortest pair, padded to a length."""
+    classifier = new_model("small", case.pad, max(int(tokens.max()) + 1, 4096)).to(timed.device)
     classifier.config.pad_token_id = pad
-    i = int(mask.sum(1).argmin())
-    rows = torch.tensor([i, i])  # one row alone needs no padding token
-    batch = (x[rows, :length].to(timed.device) for x in (tokens, mask))
+    row = mask.sum(1).argmin()
     with torch.no_grad():
-        return classifier(*batch).logits[0]
+        return classifier(*(x[row, None, :length].to(timed.device) for x in (tokens, mask))).logits
 
 
-# %%
-try:
-    logits(None, 64)
-    raise AssertionError("expected an error")
-except ValueError as error:
-    timed.print(error)
-
-# %% [markdown]
-"""
-That one is loud. The common repair is to name *some* token. If that is not the one that batches are
-padded with, nothing complains.
-
-**Predict.** The head then reads the last column, which is padding in all rows but the longest. So a
-pair's answer depends on how far its batch was padded, which is the length of its longest neighbour.
-Where shards are padded on their own, a pair has other neighbours than in the whole batch: N devices
-train another model than one, and nobody is told.
-"""
-
-# %%
-shortest = int(case.train.tensors[1].sum(1).min())
-rows, more = [], 20
+shortest, more = int(mask.sum(1).min()), 20
+rows = []
 for name, pad in (("the wrong token", case.pad + 1), ("the token of the batches", case.pad)):
     tight, padded = (logits(pad, shortest + extra) for extra in (0, more))
-    rows.append((name, *tight.tolist(), *padded.tolist(), (tight - padded).abs().max().item()))
-headers = ["pad_token_id is", "logits", "", f"with {more} more columns", "", "differ by"]
-timed.print(table(rows, headers, floats=(*("", *[".4f"] * 4), ".1e")))
-assert rows[0][-1] > 1e-3
-assert rows[1][-1] < 1e-5
+    rows.append((name, (tight - padded).abs().max().item()))
+timed.print(table(rows, ["pad_token_id is", f"{more} more columns change logits by"], floats=".1e"))
+assert rows[0][1] > 1e-3
+assert rows[1][1] < 1e-5
 
-# %% [markdown]
+# %% [markdown] index=["FSDP", "fully_shard", "ZeRO", "sharding"]
 r"""
-The fix: set `model.config.pad_token_id` to the tokenizer's `pad_token_id`, and pad on the right.
-The check of this chapter's second section finds the mistake too, if every shard is padded to its
-own length: the losses on one device and on N then differ.
+The fix: set `model.config.pad_token_id` to the tokenizer's `pad_token_id`. The comparison of losses
+finds the mistake, too, if every shard is padded to its own length.
+
+## A model that does not fit
+
+DDP keeps everything on every rank: weights, gradients and AdamW's two moments, 16 bytes for each
+parameter in fp32. Where that is too much, each rank keeps an n-th: {doc}`16_sharding`.
 
 ## What to take along
 
 - The same global batch on N devices is the same training. Check it on losses before you time it.
-- At a fixed global batch, a split gains until what a shard cannot make smaller, and the averaging
-  that is not hidden, take as much as it saves. Measure the shard alone and the all-reduce alone: a
-  split takes between the longer of them and their sum, unless cores and memory are shared.
-- Say what a share is a share of. The same all-reduce is one share of kernel time and another of a
-  step.
-- Accumulation divides the share of the transfers roughly as the formula says; waits for a late rank
-  follow no formula. Autocast does not change what is sent, so the share grows where computing gets
-  faster.
+- Two numbers tell what a split gains: M beside a shard's computing, and the part of a step that a
+  smaller shard does not shorten.
+- Short messages: give each device more pairs. Long ones: bf16 messages and accumulation first.
+- A bucket cap moves bytes forward, except those of the parameter whose gradient comes last.
+- Say what a share is a share of, and take a profile more than once.
 
 ## Exercises
 
-1. Which parameters travel in the first all-reduce of a step, and which layer's backward runs beside
-   it? Ask `ddp.reducer.buckets`. Then pass `folder="traces"` to `profile_steps`, open `rank0.json`
-   in https://ui.perfetto.dev, and look.
-
-   <details class="solution"><summary>Solution</summary>
-
-   For the small model there are two buckets: `bucket.parameters()` names the tensors and
-   `bucket.buffer().nbytes` the size. The first takes the head, the last norm and the three matrices
-   of the last layer's MLP, which together pass the first bucket's cap of 1 MiB. So beside its
-   all-reduce runs the backward of the same layer's attention. The trace shows it: `gloo:all_reduce`
-   begins soon after the fourth `MmBackward0`, and `ScaledDotProductFlashAttentionForCpuBackward0`
-   runs about then. The second bucket holds all the rest. It ends with the embedding, whose gradient
-   is the last of backward, so next to nothing hides it.
-
-   </details>
-
-2. Let the optimizer take the share o of kernel time, and put it into the formula. Which o would
-   explain the published pair, 42.2 % and 25 %? And what share follows at four micro-batches, for
-   o = 0 and for o = 5 %?
+1. Let the optimizer take the share o of kernel time, and put it into the formula of the profile.
+   Which o would explain the published pair, 42.2 % and 25 %?
 
    <details class="solution"><summary>Solution</summary>
 
@@ -602,42 +661,33 @@ own length: the losses on one device and on N then differ.
    Solved for o with $s_2 = 0.25$, that is $o = 0.422 + 2 \cdot 0.578 - 0.422 / 0.25 = -0.11$. No
    optimizer takes less than nothing. So something else changed between the two runs: the all-reduce
    of the second must have been shorter in relation to a micro-batch, for example because ranks
-   waited less in it. At four micro-batches the formula gives 15.4 % without an optimizer and 16.3 %
-   with one of 5 %.
+   waited less in it.
 
    </details>
 
-3. The full model has 153 times the parameters of the small one. By which factor do the bytes of the
-   all-reduce grow, and by which the multiplications of a step on the same pairs?
-   {class}`~microddp.performance.roofline.WorkCounter` counts them. Why are the factors not the
-   same?
+2. From how many pairs a device on are two machines with 100 Gbit/s ahead of one device with 16
+   pairs, if nothing else is changed? Take $f = 34$ ms, $c = 2.57$ ms and $M = 116$ ms.
 
    <details class="solution"><summary>Solution</summary>
 
-   The bytes grow 153-fold, one gradient for each parameter. The multiplications of matrices grow
-   200-fold. The difference is the embedding, which is looked up and multiplies nothing: it holds a
-   third of the small model's parameters, and 13 % of the full one's. Without it the parameters grow
-   200-fold, too. So the full model computes 1.3 times as much for each byte it sends, which lowers
-   the share of its all-reduce. (The counter has no formula for the CPU's attention kernel, so
-   attention itself is not in the count.)
+   One device takes $75.1 / 16 = 4.69$ ms a pair. Two with $b$ pairs each take $t + M - \frac{2}{3}
+   t$ for $2b$ pairs, as the messages are longer than backward. So $\frac{1}{3} (34 + 2.57\,b) + 116
+   < 2b \cdot 4.69$, and $b > 127.3 / 8.52 = 14.9$: from 15 pairs on, a global batch of 30.
 
    </details>
 
-4. Pad each shard to its own longest pair, instead of the global batch's. How much shorter do shards
-   become, and how much shorter the step?
+3. Up to which $M/t$ does a step wait for its last bucket alone, of 14.4 % of the bytes? Which links
+   between two machines do that for 8 pairs a device, with $t = 54.5$ ms?
 
    <details class="solution"><summary>Solution</summary>
 
-   Over an epoch of the made-up pairs, a shard of 8 is 4.7 % shorter on average than its global
-   batch, and a shard of 2, on eight ranks, 16 %. But in every step some rank has the longest pair
-   of the global batch, and its shard is as long as before. The others finish earlier and wait for
-   it in the all-reduce. So where each rank has a device of its own, the step gains nothing. What
-   helps are global batches of pairs of similar lengths: sort the pairs of a few global batches by
-   length, and cut them into batches anew. That changes which pairs share a batch, and so the
-   training.
+   As long as $M - \frac{2}{3} t \le 0.144\,M$, so up to $M/t = 0.667 / 0.856 = 0.78$. Then $M$ is
+   at most 42 ms. Two devices send all of the 1.447 GB once, so links of 34 GB/s, or 275 Gbit/s, do.
 
    </details>
 """
 
 # %%
+if usual:
+    relink(timed, usual)
 comms.close()

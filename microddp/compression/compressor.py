@@ -1,4 +1,4 @@
-"""The interface of compressors, and the all-gather that most of them use."""
+"""The interface of compressors, and how tensors of bytes travel: to all, or a part to each rank."""
 
 from __future__ import annotations
 
@@ -95,19 +95,48 @@ def gather_parts(parts: Sequence[torch.Tensor], comms: Comms) -> list[list[torch
     Returns:
         For each rank, in rank order, its tensors.
     """
-    rooms = [_whole_words(part.nbytes) for part in parts]
-    everyone = torch.empty(comms.world_size, sum(rooms), dtype=torch.uint8, device=parts[0].device)
-
-    def split(row: torch.Tensor) -> list[torch.Tensor]:
-        return [
-            room[: part.nbytes].view(part.dtype)
-            for room, part in zip(torch.split(row, rooms), parts, strict=True)
-        ]
-
-    for room, part in zip(split(everyone[comms.rank]), parts, strict=True):
-        room.copy_(part)
+    everyone = _room(parts, comms.world_size)
+    _fill(everyone[comms.rank], parts)
     ring_all_gather(everyone, comms)
-    return [split(row) for row in everyone]
+    return [_views(row, parts) for row in everyone]
+
+
+def exchange_parts(parts: Sequence[torch.Tensor], comms: Comms) -> list[list[torch.Tensor]]:
+    """Send row i of several tensors to rank i, in one message, as bytes: an all-to-all.
+
+    Args:
+        parts: tensors with a row for each rank, of the same shapes and dtypes on every rank.
+        comms: the ranks.
+
+    Returns:
+        For each rank, in rank order, the rows that it sent here.
+    """
+    n, mine = comms.world_size, comms.rank
+    rows = [[part[rank] for part in parts] for rank in range(n)]
+    leaving, come = _room(rows[mine], n), _room(rows[mine], n)
+    for rank in range(n):
+        _fill((come if rank == mine else leaving)[rank], rows[rank])
+    for i in range(1, n):
+        to, source = (mine + i) % n, (mine - i) % n
+        comms.sendrecv(leaving[to], to, come[source], source)
+    return [_views(row, rows[mine]) for row in come]
+
+
+def _room(parts: Sequence[torch.Tensor], world_size: int) -> torch.Tensor:
+    """Make room for parts of each rank: shape ``(world_size, bytes)``."""
+    nbytes = sum(_whole_words(part.nbytes) for part in parts)
+    return torch.empty(world_size, nbytes, dtype=torch.uint8, device=parts[0].device)
+
+
+def _views(row: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """View bytes as tensors of these sizes and dtypes, each from a whole word on."""
+    rooms = torch.split(row, [_whole_words(part.nbytes) for part in like])
+    return [room[: part.nbytes].view(part.dtype) for room, part in zip(rooms, like, strict=True)]
+
+
+def _fill(row: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    for room, part in zip(_views(row, parts), parts, strict=True):
+        room.copy_(part)
 
 
 def _whole_words(nbytes: int) -> int:

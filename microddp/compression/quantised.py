@@ -12,7 +12,14 @@ import torch
 
 from microddp.allreduce import ring_all_reduce, ring_cost
 from microddp.comms import Comms
-from microddp.compression.compressor import PIECE, Compressor, count, gather_parts, gathered_bytes
+from microddp.compression.compressor import (
+    PIECE,
+    Compressor,
+    count,
+    exchange_parts,
+    gather_parts,
+    gathered_bytes,
+)
 
 BLOCK = 1024  # values that share a scale, whose 4 bytes add a 32nd of a bit to each value
 LARGEST = 127  # code in eight bits with a sign
@@ -21,7 +28,12 @@ LARGEST = 127  # code in eight bits with a sign
 class Blockwise(Compressor):
     """Sends a scale for each block of values, and each value as a multiple of it in a few bits.
 
-    The ranks' scales differ, so their messages have to be all-gathered.
+    The ranks' scales differ, so messages cannot be added up on the way. They travel in two phases:
+    each rank is sent its part of all gradients, adds it up, rounds the mean once more, and sends it
+    to all. A rank sends twice (n-1)/n of the compressed bytes, however many ranks there are.
+
+    What the second rounding leaves out goes into the residual of the part's owner, n times, since
+    a rank is one n-th of the mean: so the mean of the ranks' residuals is still all that is left.
 
     Attributes:
         code: dtype of the codes that are sent beside the scales.
@@ -53,24 +65,40 @@ class Blockwise(Compressor):
         comms: Comms,
     ) -> None:
         """See :meth:`~microddp.compression.compressor.Compressor.average`."""
-        length = -(-len(gradient) // self.values_a_code)
-        codes = torch.empty(length, dtype=self.code, device=gradient.device)
-        scales = gradient.new_empty(_blocks(len(gradient)))
-        for values, scale, code in _by_block(gradient, scales, codes, self.values_a_code):
-            self.encode(values, scale, code)
+        n, rank = comms.world_size, comms.rank
+        length = _part(len(gradient), n)
+        codes = torch.zeros(n, length // self.values_a_code, dtype=self.code, device=mean.device)
+        scales = gradient.new_zeros(n, _blocks(length))
+        for part, scale, code in zip(torch.split(gradient, length), scales, codes, strict=False):
+            self._round(part, scale, code)
+
+        own = slice(rank * length, (rank + 1) * length)
+        mine = mean[own].zero_()
+        for scale, code in exchange_parts([scales, codes], comms):
+            self._add(mine, scale.div_(n), code)
+        self._round(mine, scales[rank], codes[rank])
+        gradient[own].add_(mine, alpha=n)
+
+        gathered = gather_parts([scales[rank], codes[rank]], comms)
+        for part, (scale, code) in zip(torch.split(mean.zero_(), length), gathered, strict=False):
+            self._add(part, scale, code)
+
+    def _round(self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
+        """Compute flat scales and codes of flat values, which become what these leave out."""
+        for block, scale, code in _by_block(values, scales, codes, self.values_a_code):
+            self.encode(block, scale, code)
             # Not in one fused call, which may round once where the receiver rounds twice.
-            values.sub_(self.decode(code, values) * scale)
-        mean.zero_()
-        for theirs, sent in gather_parts([scales, codes], comms):
-            theirs.div_(comms.world_size)
-            for values, scale, code in _by_block(mean, theirs, sent, self.values_a_code):
-                values.addcmul_(self.decode(code, values), scale)
+            block.sub_(self.decode(code, block) * scale)
+
+    def _add(self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
+        for block, scale, code in _by_block(values, scales, codes, self.values_a_code):
+            block.addcmul_(self.decode(code, block), scale)
 
     def sent_bytes(self, shapes: Sequence[torch.Size], itemsize: int, world_size: int) -> float:
         """See :meth:`~microddp.compression.compressor.Compressor.sent_bytes`."""
-        values = count(shapes)
-        codes = -(-values // self.values_a_code) * self.code.itemsize
-        return gathered_bytes([_blocks(values) * itemsize, codes], world_size)
+        length = _part(count(shapes), world_size)
+        codes = length // self.values_a_code * self.code.itemsize
+        return 2 * gathered_bytes([_blocks(length) * itemsize, codes], world_size)
 
 
 class Int8(Blockwise):
@@ -146,6 +174,11 @@ class Half(Compressor):
     def sent_bytes(self, shapes: Sequence[torch.Size], itemsize: int, world_size: int) -> float:  # noqa: ARG002
         """See :meth:`~microddp.compression.compressor.Compressor.sent_bytes`."""
         return ring_cost(world_size, count(shapes) * self.dtype.itemsize).most_sent
+
+
+def _part(values: int, world_size: int) -> int:
+    """Count the values of each rank's part: whole bytes, also of signs."""
+    return max(1, -(-values // (8 * world_size))) * 8
 
 
 def _blocks(values: int) -> int:

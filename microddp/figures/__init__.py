@@ -20,7 +20,7 @@ _OFFERED = {
     "live_memory": ["explore_kept"],
     "live_plan": ["explore_plan"],
     "live_timelines": ["explore_timelines"],
-    "speed_ups": ["speed_ups"],
+    "speed_up_bars": ["speed_ups"],
     "plots": ["buckets", "lines", "stacked_bars", "times_by_size"],
     "ring": ["all_reduces", "ring_rounds"],
     "gantt": ["gradient_order", "timeline", "timelines"],

@@ -9,5 +9,5 @@ from microddp.workloads.characters import (
     learn,
     times_by_link,
 )
-from microddp.workloads.sentence_pairs import batches, made_up_pairs
+from microddp.workloads.sentence_pairs import batches, documented_pairs
 from microddp.workloads.transformer import Transformer, token_loss

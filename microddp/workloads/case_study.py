@@ -1,7 +1,7 @@
 """The case study's model and data: a SmolLM2-360M that learns to recognise paraphrases.
 
-Needs ``transformers``, and for the real weights and sentences ``datasets`` and the Hugging Face
-hub. Without the hub, weights are random and pairs are generated, with MRPC's lengths.
+Needs ``transformers``, and for the real weights and MRPC's sentences ``datasets`` and the Hugging
+Face hub. Without the hub, weights are random, and the sentences those of NumPy and PyTorch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from torch.utils.data import TensorDataset
 from microddp.comms import Comms
 from microddp.workloads.sentence_pairs import (
     PAD,
-    TRAINING_PAIRS,
-    VALIDATION_PAIRS,
+    documented_pairs,
     load_pairs,
-    made_up_pairs,
 )
 
 # Source: config.json of https://huggingface.co/HuggingFaceTB/SmolLM2-360M, commit 3ce05f6.
@@ -78,8 +76,8 @@ class Case:
             ``(pairs,)``, 1 for a paraphrase.
         validation: the same for validation.
         pad: number of the padding token.
-        origin: text that says what is real, what is generated, and why.
-        made_up: whether the pairs are generated.
+        origin: text that says where weights and pairs are from, and why.
+        pretrained: whether the weights are the published ones, and not random.
     """
 
     model: nn.Module
@@ -87,7 +85,7 @@ class Case:
     validation: TensorDataset
     pad: int
     origin: str
-    made_up: bool = False
+    pretrained: bool = False
 
     def statistics(self) -> list[tuple[str, str]]:
         """Describe the training pairs: names and values, as text."""
@@ -126,20 +124,14 @@ def load_case(size: str, comms: Comms, source: Source | None = None) -> Case:
         case, problem = _try(size, comms, source)
     comms.fail_together(problem if source.local else "", "a model and pairs")
     why = next(filter(None, comms.all_gather_data(problem)), "")
-    return made_up_case(size, comms.device, why) if why or case is None else case
+    return offline_case(size, comms.device, why) if why or case is None else case
 
 
-def made_up_case(size: str, device: torch.device, why: str) -> Case:
-    """Make the model with random weights, the same on each call, and generated pairs."""
-    vocabulary = SIZES[size]["vocab_size"]
-    return Case(
-        new_model(size, PAD).to(device),
-        made_up_pairs(TRAINING_PAIRS, vocabulary, seed=0),
-        made_up_pairs(VALIDATION_PAIRS, vocabulary, seed=1),
-        PAD,
-        f"random weights ({size} size) and made-up pairs, because {why}",
-        made_up=True,
-    )
+def offline_case(size: str, device: torch.device, why: str) -> Case:
+    """Make the model with random weights, the same on each call, and pairs that need no hub."""
+    train, validation = documented_pairs(SIZES[size]["vocab_size"])
+    origin = f"random weights ({size} size), and sentences of NumPy's and PyTorch's documentation"
+    return Case(new_model(size, PAD).to(device), train, validation, PAD, f"{origin}, because {why}")
 
 
 def new_model(size: str, pad: int | None, vocabulary: int | None = None) -> nn.Module:
@@ -225,4 +217,5 @@ def _load(size: str, device: torch.device, source: Source) -> Case:
         model = new_model(size, tokenizer.pad_token_id, len(tokenizer))
         weights = f"random weights ({size} size) with the tokenizer of {source.model}"
     origin = f"{weights}, and the pairs of {' '.join(source.data)}"
-    return Case(model.to(device), train, validation, tokenizer.pad_token_id, origin)
+    pad, pretrained = tokenizer.pad_token_id, size == "full"
+    return Case(model.to(device), train, validation, pad, origin, pretrained)

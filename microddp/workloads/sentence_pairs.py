@@ -1,7 +1,11 @@
-"""Pairs of sentences, MRPC's or generated ones of the same lengths, and batches for each rank."""
+"""Pairs of sentences, from MRPC or from NumPy's and PyTorch's docstrings, in batches for ranks."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,60 +15,83 @@ from torch.utils.data import TensorDataset
 from microddp.comms import Comms
 from microddp.data import ShardedBatches, shard
 
-TRAINING_PAIRS, VALIDATION_PAIRS = 3668, 408  # GLUE's split of MRPC; its test set has 1725
-PARAPHRASES = 0.675  # fraction of MRPC's training pairs
-# GLUE's parquet file of 3668 pairs holds 943843 bytes, 12 to 20 of each pair not text: about 120
-# characters a sentence, or 22 words of 5.5. The deviation and the tokens are assumptions.
-WORDS, DEVIATION, LIMITS, TOKENS_PER_WORD = 22.0, 5.5, (5, 40), 1.2
+DOCUMENTED = (("numpy", "torch"), ("numpy.linalg", "torch.linalg"), ("numpy.fft", "torch.fft"))
+WORDS = (4, 40)  # least and most of a sentence
+MARKUP = re.compile(r":\w+:`~?([^`<]*)[^`]*`|`+([^`]*)`+")
+SENTENCE = re.compile(r"[A-Z][^:=>|{}\\]*\.")
+HELD_OUT = 5  # one function in so many is for validation
 MAX_TOKENS = 128  # of a pair; longer ones are cut
-SKEW = 4  # few words make up most of a text: half of its tokens are of 6 % of all words
-PAD, SEPARATOR, FIRST_WORD = 0, 1, 2  # token numbers of generated pairs
+PAD, SEPARATOR, UNKNOWN = 0, 1, 2  # token numbers; words follow
 
 
-def made_up_pairs(samples: int, vocabulary: int, seed: int) -> TensorDataset:
-    """Generate pairs of sentences of random words.
+def documented_pairs(vocabulary: int) -> tuple[TensorDataset, TensorDataset]:
+    """Pair sentences of NumPy's documentation with sentences of PyTorch's.
 
-    A paraphrase has the words of the first sentence in another order. Any other second sentence has
-    words of the vocabulary's upper half, which no first sentence uses: that is easier to learn than
-    English. The fraction of paraphrases is MRPC's.
+    A paraphrase is what both say of a function that they have in common. Any other pair has
+    PyTorch's sentence on another function. There are as many of one as of the other.
 
     Args:
-        samples: number of pairs.
-        vocabulary: number of different tokens.
-        seed: seed of the random words.
+        vocabulary: number of different tokens. Words are numbered from the most frequent one; those
+            beyond are all the same token.
 
     Returns:
-        Tokens ``(samples, length)``, their mask, and labels ``(samples,)``, all int64.
+        For training and for validation: tokens ``(pairs, length)``, their mask, and labels
+        ``(pairs,)``, all int64.
     """
-    generator = torch.Generator().manual_seed(seed)
+    said = documented_sentences()
+    counts = Counter(word for both in said for sentence in both for word in _words(sentence))
+    known = [word for word, _ in counts.most_common(vocabulary - UNKNOWN - 1)]
+    number = {word: i for i, word in enumerate(known, start=UNKNOWN + 1)}
 
-    def draw(low: int, high: int) -> torch.Tensor:
-        skewed = torch.rand(samples, longest, generator=generator) ** SKEW
-        return low + (skewed * (high - low)).long()
+    def numbers(sentence: str) -> list[int]:
+        return [number.get(word, UNKNOWN) for word in _words(sentence)]
 
-    words = torch.randn(samples, 2, generator=generator) * DEVIATION + WORDS
-    lengths = (words.clamp(*LIMITS) * TOKENS_PER_WORD).round().long()
-    first, second = lengths[:, :1], lengths[:, 1:]
-    longest = int(max(first.max(), second.max()))
-    half = (FIRST_WORD + vocabulary) // 2
-    place = torch.arange(longest)
-    original = draw(FIRST_WORD, half)
-    keys = torch.rand(samples, longest, generator=generator)
-    shuffled = original.gather(1, keys.masked_fill(place >= first, 2).argsort(dim=1))
-    similar = torch.where(place < first, shuffled, draw(FIRST_WORD, half))
-    labels = torch.arange(samples) < round(PARAPHRASES * samples)
-    labels = labels[torch.randperm(samples, generator=generator)]
-    other = torch.where(labels[:, None], similar, draw(half, vocabulary))
+    def encode(functions: Sequence[tuple[str, str]]) -> TensorDataset:
+        firsts, seconds = zip(*functions, strict=True)
+        others = (seconds[-1], *seconds[:-1])
+        pairs = [
+            [*numbers(first), SEPARATOR, *numbers(second)]
+            for first, second in zip(firsts * 2, seconds + others, strict=True)
+        ]
+        lengths = torch.tensor([len(pair) for pair in pairs]).clamp(max=MAX_TOKENS)
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        tokens = torch.full(mask.shape, PAD)
+        for row, pair in zip(tokens, pairs, strict=True):
+            row[: len(pair)] = torch.tensor(pair[: len(row)])
+        labels = torch.arange(len(pairs)) < len(functions)
+        return TensorDataset(tokens, mask.long(), labels.long())
 
-    place = torch.arange(2 * longest + 1)
-    tokens = torch.where(
-        place < first,
-        original.gather(1, place.expand(samples, -1).clamp(max=longest - 1)),
-        other.gather(1, (place - first - 1).clamp(0, longest - 1)),
-    ).where(place != first, SEPARATOR)
-    mask = place <= first + second
-    tokens = tokens.where(mask, PAD)[:, :MAX_TOKENS]
-    return TensorDataset(tokens, mask[:, :MAX_TOKENS].long(), labels.long())
+    held_out = said[::HELD_OUT]
+    return encode([both for i, both in enumerate(said) if i % HELD_OUT]), encode(held_out)
+
+
+def documented_sentences() -> list[tuple[str, str]]:
+    """Collect what NumPy and PyTorch say of each function that both have, a sentence each."""
+    found: dict[str, str] = {}
+    for modules in DOCUMENTED:
+        one, other = map(importlib.import_module, modules)
+        for name in sorted(set(dir(one)) & set(dir(other))):
+            functions = getattr(one, name), getattr(other, name)
+            if name.startswith("_") or any(inspect.isclass(f) for f in functions):
+                continue
+            first, second = map(_sentence, functions)
+            if first and second:
+                found.setdefault(first, second)  # some functions have two names
+    return list(found.items())
+
+
+def _sentence(function: Any) -> str:
+    """Find the first sentence of a function's documentation; empty if there is none."""
+    text = MARKUP.sub(r"\1\2", inspect.getdoc(function) or "")
+    for paragraph in re.split(r"\n\s*\n", text)[:4]:
+        sentence = re.split(r"(?<=\.)\s", " ".join(paragraph.split()))[0]
+        if "---" not in sentence and SENTENCE.fullmatch(sentence):
+            return sentence if WORDS[0] <= len(sentence.split()) <= WORDS[1] else ""
+    return ""
+
+
+def _words(sentence: str) -> list[str]:
+    return re.findall(r"\w+|[^\w\s]", sentence.lower())
 
 
 def load_pairs(data: Sequence[str], tokenizer: Any) -> tuple[TensorDataset, TensorDataset]:

@@ -8,11 +8,13 @@ from ranks import on_ranks
 
 from microddp.comms import MessageCounter
 from microddp.compression import Compression, compressor
+from microddp.compression.compressor import exchange_parts
 from microddp.compression.quantised import BLOCK, pack, unpack
 from microddp.compression.sparse import SAMPLE, largest, threshold_of
 from microddp.replicas import broadcast_tensors
 
 ALL = ("top-k:0.1", "top-k:7", "random-k:0.1", "int8", "sign", "power:2", "fp16", "bf16")
+TWICE = ("int8", "sign")  # sent in two phases, with another rounding between them
 SHAPES = ((40, 30), (40,), (), (3, 2, 5, 5), (1, 17))  # 1,408 values: a block, and some more
 
 
@@ -30,6 +32,12 @@ def gradients(comms, step, shapes=SHAPES, dtype=torch.float32):
     return torch.cat(parts).to(dtype)
 
 
+def blocks_of(values, world_size):
+    """The values that share a scale: blocks of each rank's part, which has whole bytes of signs."""
+    length = 8 * math.ceil(len(values) / 8 / world_size)
+    return [block for part in values.split(length) for block in part.split(BLOCK)]
+
+
 def by_definition(name, values, world_size):
     """What a rank sends of ``values``, in plain words; ``None`` if it takes all ranks to say."""
     kind, _, number = name.partition(":")
@@ -37,7 +45,7 @@ def by_definition(name, values, world_size):
         kept = math.ceil(float(number) * len(values)) if "." in number else int(number)
         least = values.abs().sort(descending=True).values[kept - 1]
         return torch.where(values.abs() >= least, values, 0)
-    blocks = values.split(BLOCK)
+    blocks = blocks_of(values, world_size)
     if kind == "int8":
         scales = [block.abs().max() / 127 for block in blocks]
         return torch.cat([(b / s).round() * s for b, s in zip(blocks, scales, strict=True)])
@@ -47,6 +55,14 @@ def by_definition(name, values, world_size):
         dtype = torch.float16 if kind == "fp16" else torch.bfloat16
         return (values / world_size).to(dtype).to(values.dtype) * world_size
     return None
+
+
+def owned(values, comms):
+    """Zero but for the part that this rank adds up in two phases."""
+    mine, length = torch.zeros_like(values), 8 * math.ceil(len(values) / 8 / comms.world_size)
+    part = slice(comms.rank * length, (comms.rank + 1) * length)
+    mine[part] = values[part]
+    return mine
 
 
 @on_ranks(1, 2, 3)
@@ -63,12 +79,16 @@ def test_what_is_sent_and_what_is_kept_back_make_the_gradient(comms):
             sent = by_definition(name, whole, comms.world_size)
             if sent is None:  # some values whole; of the others none, or the mean's approximation
                 sent = torch.where(residual == 0, whole, 0 if "random" in name else flat)
-            if name not in ("sign", "power:2"):
+            expected = comms.all_gather(sent).mean(dim=0)
+            if name in TWICE:  # the mean is rounded again; what that leaves out is its owner's
+                rest = expected - by_definition(name, expected, comms.world_size)
+                expected = expected - rest
+                residual = residual - owned(rest, comms) * comms.world_size
+            if name not in ("sign", "int8", "power:2"):
                 assert torch.equal(sent + residual, whole), (name, step)
             # For these a small value and a large one do not add up to the bit.
-            torch.testing.assert_close(sent + residual, whole, rtol=1e-6, atol=1e-6, msg=name)
+            torch.testing.assert_close(sent + residual, whole, rtol=1e-5, atol=1e-5, msg=name)
             if name != "power:2":
-                expected = comms.all_gather(sent).mean(dim=0)
                 near = {"fp16": 4e-3, "bf16": 4e-2}.get(name, 1e-6)  # sums are rounded on the way
                 torch.testing.assert_close(flat, expected, rtol=near, atol=near, msg=name)
         assert residual.abs().max() > 0, name
@@ -97,7 +117,7 @@ def test_what_fits_arrives_whole(comms):
     params = parameters()
     whole = gradients(comms, 0)
     numbers = torch.randint(-126, 127, whole.shape, generator=torch.Generator().manual_seed(0))
-    numbers[::BLOCK] = 127
+    numbers[::8] = 127  # the largest of each block, wherever it begins
     halves = (numbers % 32).float() * comms.world_size
     full = parameters(((12, 5),))
     for name, values, of in (
@@ -113,7 +133,10 @@ def test_what_fits_arrives_whole(comms):
         state.average(of, flat)
         expected = comms.all_gather(values).mean(dim=0)
         torch.testing.assert_close(flat, expected, rtol=1e-6, atol=1e-7, msg=name)
-        assert not any(residual.any() for residual in state.residuals.values()), name
+        least = (
+            1e-4 if name in TWICE else 0.0
+        )  # a sum by three is rounded before its second rounding
+        assert all((kept.abs() <= least).all() for kept in state.residuals.values()), name
 
 
 @on_ranks(2, 3)
@@ -140,13 +163,32 @@ def test_bytes_are_those_of_the_formula(comms):
         assert sent == pytest.approx(n * state.sent_bytes(), rel=1e-12), name
 
 
-def test_gathering_grows_with_the_ranks_and_adding_up_does_not():
-    shapes = [p.shape for p in parameters()]
+def test_gathering_grows_with_the_ranks_and_two_phases_and_adding_up_do_not():
+    shapes = [torch.Size((512, 512))]  # a block for each of 64 ranks, and more
     for name in ALL:
         of = compressor(name).sent_bytes
         grows = of(shapes, 4, 64) / of(shapes, 4, 8)
-        gathered = name.startswith("top-k") or name in ("int8", "sign")
+        gathered = name.startswith("top-k")
         assert grows == pytest.approx(9 if gathered else 63 / 64 / (7 / 8)), name
+
+
+def test_two_phases_send_twice_what_a_part_of_one_rank_takes():
+    values = 8 * 4096
+    for name, of_all in (("int8", values), ("sign", values // 8)):
+        scales = 4 * values // BLOCK
+        for ranks in (1, 2, 4):
+            predicted = 2 * (ranks - 1) / ranks * (of_all + scales)
+            assert compressor(name).sent_bytes([torch.Size((values,))], 4, ranks) == predicted
+
+
+@on_ranks(2, 3)
+def test_parts_go_to_whom_they_are_for(comms):
+    n = comms.world_size
+    whom = torch.arange(n)
+    parts = [100 * comms.rank + whom[:, None].expand(n, 3), (whom + comms.rank).to(torch.int8)]
+    for rank, (first, second) in enumerate(exchange_parts(parts, comms)):
+        assert first.tolist() == [100 * rank + comms.rank] * 3
+        assert second.item() == rank + comms.rank
 
 
 @on_ranks(2)

@@ -63,6 +63,7 @@ import microddp
 
 comms = microddp.init()
 comms.print("hosts", comms.world_size // comms.local_world_size, "of", comms.world_size, "ranks")
+timed = comms
 comms.close()
 """
 
@@ -138,6 +139,7 @@ class TestFaults:
         made, build = faulty
         assert "then.py: took" in build.output
         assert "hosts 2 of 2 ranks" in made.page("then")
+        assert "Timed: 2 of 2 ranks." in made.page("then")
         box = "2 ranks on 2 hosts in a box with links of 1 Gbit/s" in made.page("then")
         machines = "2 ranks on 2 machines of" in made.page("then")
         boxed = made.root.name == "box"

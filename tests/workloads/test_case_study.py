@@ -1,4 +1,4 @@
-"""The case study's model and pairs: real ones from a local folder, and made-up ones."""
+"""The case study's model and pairs: from a local folder, and without the hub."""
 
 import json
 import os
@@ -20,12 +20,12 @@ from microddp.workloads import (
     Source,
     batches,
     case_study,
+    documented_pairs,
     load_case,
-    made_up_pairs,
     new_model,
 )
 from microddp.workloads.case_study import FULL, SMALL
-from microddp.workloads.sentence_pairs import LIMITS, PAD, SEPARATOR, TOKENS_PER_WORD
+from microddp.workloads.sentence_pairs import PAD, SEPARATOR, UNKNOWN, documented_sentences
 
 NOWHERE = {"HF_ENDPOINT": "http://127.0.0.1:9"}  # where nobody listens
 
@@ -57,7 +57,7 @@ def test_a_model_is_the_same_on_each_call_and_leaves_the_generator_alone():
 
 
 def test_padding_does_not_change_an_answer():
-    tokens, mask, _ = made_up_pairs(8, SMALL["vocab_size"], seed=0).tensors
+    tokens, mask = (x[:8] for x in documented_pairs(SMALL["vocab_size"])[0].tensors[:2])
     model = new_model("small", PAD)
     with torch.no_grad():
         together = model(tokens, mask).logits
@@ -66,50 +66,47 @@ def test_padding_does_not_change_an_answer():
             torch.testing.assert_close(model(tokens[cut], mask[cut]).logits[0], together[row])
 
 
-# ---- made-up pairs
+# ---- sentences that ship with NumPy and PyTorch
 
 
-def test_made_up_pairs_have_the_lengths_and_labels_of_mrpc():
-    tokens, mask, labels = made_up_pairs(3668, 4096, seed=0).tensors
-    assert tokens.shape == mask.shape
-    assert labels.sum() == round(0.675 * 3668)
-    words = (mask.sum(1) - 1) / 2 / TOKENS_PER_WORD
-    assert abs(words.mean() - 22) < 0.5
-    assert LIMITS[0] <= words.min()
-    assert words.max() <= LIMITS[1] + 1
-    assert torch.equal(tokens != PAD, mask.bool()), "padding is at the end, and nowhere else"
-    assert (mask.diff(dim=1) <= 0).all()
-    assert ((tokens == SEPARATOR).sum(1) == 1).all()
-    assert tokens.max() < 4096
+def test_both_say_the_same_of_a_function():
+    said = dict(documented_sentences())
+    assert len(said) > 150
+    assert said["Calculate the absolute value element-wise."] == (
+        "Computes the absolute value of each element in input."
+    )
+    for sentence in (*said, *said.values()):
+        assert sentence[0].isupper()
+        assert sentence.endswith(".")
+        assert 4 <= len(sentence.split()) <= 40
+        assert not set(sentence) & set("`:{}|=")
 
 
-def test_a_paraphrase_has_the_same_words_and_another_sentence_none_of_them():
-    tokens, _, labels = made_up_pairs(200, 500, seed=1).tensors
-    for row, label in zip(tokens.tolist(), labels.tolist(), strict=True):
-        middle = row.index(SEPARATOR)
-        first = row[:middle]
-        second = [token for token in row[middle + 1 :] if token != PAD]
-        if label:
-            shorter, longer = sorted((sorted(first), sorted(second)), key=len)
-            assert len(second) < len(first) or set(shorter) <= set(longer)
-            assert set(second) & set(first)
-        else:
-            assert not set(second) & set(first)
-        assert max(first) < 251 <= 500
+def test_half_of_the_pairs_are_paraphrases():
+    for pairs in documented_pairs(4096):
+        tokens, mask, labels = pairs.tensors
+        assert tokens.shape == mask.shape
+        assert 2 * labels.sum() == len(labels)
+        assert torch.equal(tokens != PAD, mask.bool()), "padding is at the end, and nowhere else"
+        assert (mask.diff(dim=1) <= 0).all()
+        assert ((tokens == SEPARATOR).sum(1) == 1).all()
+        assert (tokens != UNKNOWN).all()
+        rows = {tuple(row) for row in tokens.tolist()}
+        assert len(rows) == len(tokens), "no pair is both"
 
 
-def test_made_up_pairs_depend_on_their_seed_only():
-    first, again, other = (made_up_pairs(50, 500, seed).tensors[0] for seed in (0, 0, 1))
-    assert torch.equal(first, again)
-    assert first.shape != other.shape or not torch.equal(first, other)
+def test_of_a_small_vocabulary_rare_words_are_unknown():
+    whole, small = (documented_pairs(size)[0].tensors[0] for size in (4096, 100))
+    assert small.max() == 99
+    assert torch.equal(whole.where(whole < 100, UNKNOWN), small)
 
 
 @on_ranks(1, 2, 3)
 def test_the_shards_of_a_batch_are_the_batch(comms):
-    pairs = made_up_pairs(50, 500, seed=0)
+    pairs, _ = documented_pairs(500)
     whole = list(batches(pairs, 12, comms, epoch=1, whole=True))
     mine = list(batches(pairs, 12, comms, epoch=1))
-    assert len(whole) == len(mine) == 4
+    assert len(whole) == len(mine) == len(pairs) // 12
     for all_rows, shard in zip(whole, mine, strict=True):
         assert set(shard) == {"input_ids", "attention_mask", "labels"}
         assert all_rows["attention_mask"].sum(1).max() == all_rows["input_ids"].shape[1]
@@ -123,22 +120,25 @@ def test_the_shards_of_a_batch_are_the_batch(comms):
 @on_ranks(3)
 def test_a_batch_that_does_not_divide_is_refused(comms):
     with pytest.raises(ValueError, match="a multiple of 3 ranks, got 16"):
-        next(batches(made_up_pairs(50, 500, seed=0), 16, comms))
+        next(batches(documented_pairs(500)[0], 16, comms))
 
 
 # ---- the hub, which is not there
 
 
 @on_ranks(2, environment=NOWHERE)
-def test_without_the_hub_all_ranks_make_up_the_same_case(comms):
+def test_without_the_hub_all_ranks_have_the_same_case(comms):
     case = load_case("small", comms)
-    assert case.made_up
-    assert case.origin.startswith("random weights (small size) and made-up pairs, because the hub")
+    assert not case.pretrained
+    assert case.origin.startswith(
+        "random weights (small size), and sentences of NumPy's and PyTorch's"
+    )
+    assert "because the hub" in case.origin
     assert "refused" in case.origin
     same_on_all_ranks(case, comms)
     numbers = dict(case.statistics())
-    assert numbers["training pairs"] == "3668"
-    assert numbers["paraphrases"] == "67.5%"
+    assert int(numbers["training pairs"]) == len(case.train)
+    assert numbers["paraphrases"] == "50.0%"
 
 
 def test_offline_only_the_cache_is_asked(monkeypatch):
@@ -155,7 +155,7 @@ def test_offline_only_the_cache_is_asked(monkeypatch):
         fail_together=lambda problem, _: pytest.fail(problem) if problem else None,
     )
     case = load_case("small", one)
-    assert case.made_up
+    assert not case.pretrained
     assert case.origin.endswith("because loading failed (OSError: not in the cache)")
 
 
@@ -231,7 +231,7 @@ def shared_source(comms):
 def test_weights_tokenizer_and_pairs_load_from_a_folder(comms):
     source = shared_source(comms)
     case = load_case("full", comms, source)
-    assert not case.made_up
+    assert case.pretrained
     assert case.origin.startswith(f"the weights of {source.model}, and the pairs of ")
     same_on_all_ranks(case, comms)
     tokens, mask, labels = case.train.tensors

@@ -9,7 +9,7 @@ from microddp.local_sgd import Local, LocalSteps
 from microddp.step import Strategy
 from microddp.strategies import STRATEGIES
 from microddp.workloads import LENGTH, Learned, character_model, learn, times_by_link, token_loss
-from microddp.workloads.characters import WINDOW
+from microddp.workloads.characters import WINDOW, Curves
 
 
 def test_a_target_is_the_input_one_character_later():
@@ -60,6 +60,24 @@ def test_over_a_faster_link_only_the_bytes_take_less():
         "half": ["32.00 s *", "28.00 s  ", "40.00 s *"],
     }
     assert times_by_link({"never there": (lazy, 0.0)}, 1.0, 1.0, [8]) == {}
+
+
+def test_runs_are_told_apart_where_all_of_them_agree():
+    low, middle, high = (
+        Curves([[9.0, 4.0, end] for end in ends], every=16)
+        for ends in ((1.0, 2.0), (1.5, 1.5), (1.5, 6.0))
+    )
+    assert low.mean == [9, 4, 1.5]
+    assert str(high) == "3.75 (1.50 to 6.00)"
+    assert high.steps_to(4) == [32, 32]
+    assert high.steps_to(2) == [48, float("inf")]
+    assert (low.beside(high), high.beside(low)) == ("below", "above")
+    assert low.beside(middle) == middle.beside(low) == "not told apart from"
+    assert low.sides(high, "So.") == {
+        "below": (True, "So."),
+        "above": (False, "So."),
+        "not": (False, "So."),
+    }
 
 
 @on_ranks(2)

@@ -18,7 +18,9 @@ from builds.other_build import both
 from launcher.job import Agent
 from launcher.kept import Kept
 from lists.chapter_cards import head, read_chapter
+from microddp.comms import Comms
 from microddp.hosts import Box, Cluster, Link, calibration_table, links_of_this_job
+from microddp.stage import Stage
 
 # Enough for a ring to be a ring. Chapters measure times on as many of the ranks as have a core or a
 # GPU of their own, and say so.
@@ -141,8 +143,20 @@ def facts(namespace: dict[str, Any]) -> dict[str, Any]:
         "short": shorten(comms.where, comms.backend),
         "refused": os.environ.get(REFUSED),
         "ranks": comms.world_size,
+        "timed": timed_ranks(namespace),
         "links": [link.option for link in comms.box.links] if comms.box else [],
     }
+
+
+def timed_ranks(namespace: dict[str, Any]) -> str:
+    """Say how many of a chapter's ranks are timed; empty if it times none."""
+    n, stage, timed = namespace["comms"].world_size, namespace.get("stage"), namespace.get("timed")
+    said = []
+    if isinstance(stage, Stage) and stage.sides:
+        said.append(f"{n} of {n} ranks as devices of known speed")
+    if isinstance(timed, Comms):
+        said.append(f"{timed.world_size} of {n} {'where cores compute' if said else 'ranks'}")
+    return ", ".join(said)
 
 
 def shorten(where: str, backend: str) -> str:
@@ -170,6 +184,8 @@ def measured_on(facts: dict[str, Any], script: Path) -> list[str]:
     lines = [f"Measured on {facts['machine']}."]
     if facts["refused"]:
         lines.append(f"Over loopback, since there are no {facts['refused']}")
+    if facts.get("timed"):
+        lines.append(f"Timed: {facts['timed']}.")
     return [":::{div} measured-on\n" + "\n".join(lines) + "\n:::"]
 
 
