@@ -29,7 +29,7 @@ from microddp.model import ModelConfig, SimpleCNN, gradient_bytes
 from microddp.report import human_seconds, mark_least, table
 from microddp.stage import cluster, known_clusters, set_stage
 from microddp.timing import Timing, measure
-from microddp.workloads.characters import Curves
+from microddp.workloads import Curves
 
 # %%
 # sphinx_gallery_builds = "training whose ranks meet now and then, and DiLoCo"

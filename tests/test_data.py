@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from microddp.data import (
+    CHARACTERS,
     ShardedBatches,
     SyntheticDataset,
     epoch_order,
     load_digits,
     load_mnist,
+    load_text,
     shard,
     shard_sizes,
 )
@@ -232,3 +234,16 @@ def test_unequal_shares_are_the_same_batches():
         with pytest.raises(ValueError, match=r"rank 0: expected 3 sizes .* up to 20, got \["):
             ShardedBatches(dataset, 20, 0, 3, sizes=sizes)
     assert shard_sizes(20, 3) == [len(shard(torch.arange(20), rank, 3)) for rank in range(3)]
+
+
+def test_a_target_is_the_input_one_character_later():
+    text = load_text(50)
+    inputs, targets = text.train.tensors
+    assert inputs.shape == targets.shape == (len(text.train), 50)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert torch.equal(inputs[1:, 0], targets[:-1, -1]), "one window after the other"
+    assert torch.equal(text.test.tensors[0][0, :1], targets[-1, -1:]), "the end is for testing"
+    share = len(text.test) / (len(text.train) + len(text.test))
+    assert share == pytest.approx(0.1, abs=0.001)
+    assert 0 <= inputs.min() <= inputs.max() < CHARACTERS
+    assert "The Python" in "".join(map(chr, inputs.flatten().tolist())), "text that can be read"

@@ -10,8 +10,9 @@ from ranks import on_ranks
 from torch.nn.functional import mse_loss
 
 from microddp.comms import Comms
-from microddp.local_sgd import LocalSteps, Outer
+from microddp.local_sgd import Local, LocalSteps, Outer
 from microddp.replicas import check_replicas
+from microddp.step import take_step
 from microddp.strategies import average_gradients
 
 DILOCO = Outer(0.7, 0.9)
@@ -256,3 +257,16 @@ def test_ranks_begin_with_rank_0s_weights(comms: Comms):
     module = mlp()
     LocalSteps(module, comms, 2)
     check_replicas(module, comms)
+
+
+@on_ranks(2)
+def test_the_strategy_ends_with_equal_weights_and_says_what_it_sent(comms):
+    module = replica()
+    strategy = Local(module, comms, local=LocalSteps(module, comms, 4))
+    optimizer = sgd(module)
+    for step in range(6):
+        batch = [tensor.double() for tensor in data(comms.rank, step)]
+        take_step(strategy, mse_loss, optimizer, batch)
+    strategy.meet()
+    assert torch.equal(*comms.all_gather(flat(module)))
+    assert strategy.sent_bytes() == flat(module).nbytes / 4
