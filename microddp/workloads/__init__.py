@@ -1,4 +1,4 @@
-"""Models and data of the chapters: SmolLM2 on pairs of sentences, a small transformer, and curves of losses."""
+"""Models and data of the chapters: SmolLM2 on pairs of sentences, a transformer, loss curves."""
 
 from microddp.workloads.case_study import Case, Source, load_case, new_model
 from microddp.workloads.curves import Curves

@@ -1,4 +1,4 @@
-"""Losses of several runs of one way to train: their mean, their range, and where two ways differ."""
+"""Losses of several runs of one way to train: their mean and range, and where two ways differ."""
 
 from __future__ import annotations
 
