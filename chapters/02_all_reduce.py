@@ -462,7 +462,8 @@ timed.print(table(rows, ["size", *WAYS], floats=("", *[".2f"] * len(WAYS))))
 small, large = min(timings["ring"]), max(timings["ring"])
 for nbytes, when in ((small, "small"), (large, "large")):
     ours = {name: timings[name][nbytes] for name in WAYS}
-    least = min(ours, key=lambda name, ours=ours: ours[name].median)
+    beside = {name: compare(ours[name], timings["backend"][nbytes]).ratio for name in WAYS}
+    least = max(beside, key=beside.get)
     rivals = [name for name in WAYS if not compare(ours[least], ours[name]).faster]
     against = compare(ours[least], timings["backend"][nbytes])
     said = (
@@ -545,7 +546,7 @@ if counts:
 # %% [markdown]
 r"""
 **Explain.** In the naive way rank 0's link carries everything; in the ring each link carries its
-share. With more ranks than cores a message may also wait for a core, in every round.
+share.
 
 :::{admonition} On GPUs
 NCCL's rings send what these do; it also has trees, for small tensors, and switches that add. By the

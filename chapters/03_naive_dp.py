@@ -301,9 +301,9 @@ and so are the messages, on links whose speed is known as well.
 For how long should it sleep? What a step gains depends on a few numbers without units: how many
 devices there are; the time $M$ of all messages alone, divided by the time $C$ of all computing
 alone; the start of a message, divided by $C$; and the share of backward, here two thirds. A stage
-on which these are equal is a cluster *to scale*: slower, with the same ratios. So $M$ is measured,
-and $C$ is chosen so that $M/C$ is the cluster's. The start of a message cannot be chosen: the
-table's last row says what it weighs in both.
+on which these are equal is a cluster *to scale*: of another speed, with the same ratios. So $M$ is
+measured, and $C$ is chosen so that $M/C$ is the cluster's. One number cannot be chosen, the start
+of a message: the table's last row says what it weighs in both.
 
 The cluster is one of machines with an A100 each, and 25 Gbit/s between them. They train a
 transformer of 355 million parameters in 24 layers (GPT-2's second size) on 24,576 tokens a device

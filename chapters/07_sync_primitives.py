@@ -218,10 +218,10 @@ have found:
 # %%
 with torch.no_grad():
     sums = torch.stack([cross_entropy(module(x), y, reduction="sum"), x.new_tensor(len(x))])
+    means = sums[0] / sums[1]
+    comms.all_reduce_mean(means)
+    comms.all_reduce(sums)
     single = cross_entropy(module(images), labels).item()
-means = sums[0] / sums[1]
-comms.all_reduce_mean(means)
-comms.all_reduce(sums)
 
 # %% tags=["plumbing"]
 right, off = sums[0].item() / sums[1].item(), abs(means.item() / single - 1)
@@ -240,9 +240,9 @@ find(
 # %% [markdown]
 """
 **Predictions, in the right order.** Gathers join parts in rank order. That is the order of the data
-if each rank had a block. PyTorch's `DistributedSampler` gives rank r the images r, r + n, r + 2n
-and so on (and some twice, so that all ranks have equally many). Their predictions have to be dealt
-back, one from each rank in turn, and cut to length:
+if each rank had a block. PyTorch's `DistributedSampler`, if it does not shuffle, gives rank r the
+images r, r + n, r + 2n and so on (and some twice, so that all ranks have equally many). Their
+predictions have to be dealt back, one from each rank in turn, and cut to length:
 """
 
 # %%
@@ -283,8 +283,8 @@ counts is the busiest link: the most that a rank sends, or receives.
 - The others send each part of $S/n$ to or from $n-1$ ranks, or around a ring; all-reduce twice.
 
 `COST` has the busiest link's bytes by $S$, over gloo and with NCCL's rings. (Inside a node, and for
-small tensors, NCCL has other ways.) Ranks that only send can all be timed where they have links of
-their own; elsewhere those without a core or GPU leave. `m` ranks stay:
+small tensors, NCCL has other ways for all but broadcast.) Ranks that only send can all be timed
+where they have links of their own; elsewhere those without a core or GPU leave. `m` ranks stay:
 """
 
 # %%
@@ -510,7 +510,8 @@ author](https://github.com/pytorch/pytorch/pull/118911)). A collective's name sa
 the end, not what it costs to get there. Not in the model are starts, which are all that a small
 tensor pays; copies and sums; and that a rank must have a piece before it can pass it on. In
 gloo's tree rank 0 starts all its messages at once, and they share its link: so the rank that passes
-one on has it late. A scatter of gloo's must be told on every rank what will come. In microddp's the
+one on has it late: with four ranks after $2 S$, and then sends $S$. A round of an all-to-all waits
+for two partners. A scatter of gloo's must be told on every rank what will come. In microddp's the
 ranks first agree, in two all-gathers, that there is something to deal out, and rank 0 sends a
 header before each part.
 
@@ -529,7 +530,7 @@ r"""
 ## When it hangs
 
 Collectives are paired by their order. Whoever enters one waits for the others, until the time-out.
-Each mistake below is a function that takes the ranks which depart from the others. `outcomes` makes
+Most mistakes below are functions of the ranks that depart from the others. `outcomes` makes
 it in a group of its own, with a time-out of one second, and returns how each rank fared: its error,
 or "went on". (With NCCL a time-out ends the process, so there they are not made.)
 """
@@ -621,7 +622,7 @@ def swapped_sums(group, odd):
         total = torch.tensor([sums[name]], device=timed.device)
         group.all_reduce(total)
         sums[name] = total.item()
-    group.print(f"0.5 and 100, summed over the ranks: {sums}")
+    group.print(f"0.5 and 100, summed over {m} ranks: {sums}; right: {m / 2:g} and {100 * m}")
 
 
 def other_shape(group, odd):
@@ -735,8 +736,8 @@ find(
     "mistakes",
     made=(
         STUCK,
-        f"Of {len(FARED)} mistakes {len(late)} end in a time-out, and {len(silent)} in wrong "
-        f"numbers and no error: {' and '.join(silent)}.",
+        f"Of {len(FARED)} mistakes {len(late)} hang until an error ends them, and {len(silent)} "
+        f"end in wrong numbers and no error: {' and '.join(silent)}.",
     ),
     not_made=(not STUCK, "Left out: mistakes that hang take two ranks, and gloo."),
 )
@@ -745,10 +746,11 @@ find(
 r"""
 ## The flight recorder
 
-**Predict.** A time-out cannot name who did not come. A list of each rank's calls can: a group
-numbers its collectives, so a rank that is behind has a smaller last number. PyTorch keeps such a
-list, the *flight recorder*, for NCCL and for gloo: the last collectives of each process, as many as
-`TORCH_FR_BUFFER_SIZE` says, with number, sizes and stack.
+**Predict.** The time-out did not name who did not come. A list of each rank's calls can: a group
+numbers its collectives (the first is made with the group), so a rank that is behind has a smaller
+last number. (For this one mistake, gloo also has `dist.monitored_barrier`, which names the ranks
+that stay away.) PyTorch keeps such a list, the *flight recorder*, for NCCL and for gloo: the last
+collectives of each process, as many as `TORCH_FR_BUFFER_SIZE` says, with number, sizes and stack.
 
 **Measure.** An early `continue` on one rank, and the two orders of above. `torch_calls` reads the
 recorder, by a private call of PyTorch's (`torch._C._distributed_c10d._dump_fr_trace`):
@@ -835,17 +837,19 @@ job ([NVIDIA/nccl 1409](https://github.com/NVIDIA/nccl/issues/1409), August 2024
 Read it as the table above: one number, two calls. So these ranks had parted: look in the program
 before you look at the network. Other lines tell the last collective that was *queued*, and the
 program's line or `Stack trace of the failed collective not found, potentially because
-FlightRecorder is disabled`. Where the recorder is on, each rank's record is in a file after the
-time-out, and [PyTorch's
+FlightRecorder is disabled`. Where the recorder is on, each rank's record can be in a file
+after the time-out (`TORCH_NCCL_DUMP_ON_TIMEOUT`), and [PyTorch's
 tutorial](https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html) has a script
 that compares them.
 
 Meta found over 60 % of such time-outs to come from the CPU side, mostly from ranks that part ways
-([PyTorch's blog][blog], March 2026): mistakes like those above. One is NCCL's own. Its barrier is
-an all-reduce on a GPU, and a process that has not said which is its own may take another's. Pass
-`device_ids=[local_rank]` to `dist.barrier`, or `device_id` to `init_process_group`.
+([PyTorch's blog][blog], March 2026): mistakes like those above. One more is of NCCL alone. There
+PyTorch makes a barrier of an all-reduce on a GPU, and a process that has not said which is its own
+may take another's. Pass `device_ids=[local_rank]` to `dist.barrier`, or `device_id` to
+`init_process_group`.
 
-[blog]: https://pytorch.org/blog/flight-recorder-a-new-lens-for-understanding-nccl-watchdog-timeouts/
+[blog]:
+https://pytorch.org/blog/flight-recorder-a-new-lens-for-understanding-nccl-watchdog-timeouts/
 
 ## What to take along
 

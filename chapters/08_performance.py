@@ -5,8 +5,8 @@ r"""
 Where does the time of a step go, and when is a second device worth it? A faster network is bought
 in an hour and paid for years, and may change nothing. This chapter takes a step of eight devices
 apart, ranks what can be changed by the milliseconds that it saves, compares links, counts devices,
-and works out from which batch on two devices beat one, which it then tries. At the end one slow
-rank passes for a slow network.
+shows how one slow rank passes for a slow network, and works out from which batch on two devices
+beat one, which it then tries.
 """
 
 # %% tags=["imports"]
@@ -23,8 +23,9 @@ from torch.nn.functional import mse_loss
 
 import microddp
 from microddp import figures
+from microddp.allreduce import FittedCost
 from microddp.ddp import DDP
-from microddp.findings import compare, find
+from microddp.findings import Prediction, compare, find
 from microddp.hosts import relink
 from microddp.model import FullMLP, gradient_bytes, parameter_count
 from microddp.performance import (
@@ -108,7 +109,7 @@ CAP = 1.0  # MiB of a bucket; it stands for 75 MiB of the cluster
 recorded = {name: [] for name in ("naive", "hooks", "bucketed", "ddp")}
 ways = {name: stage.strategy(name, CAP) for name in recorded}
 optimizers = {name: stage.make_optimizer(way.module.parameters()) for name, way in ways.items()}
-for _ in range(5):
+for _ in range(6):
     for name, steps in recorded.items():
         timeline = Timeline(comms)
         ways[name].record(timeline)
@@ -154,12 +155,12 @@ find(
     comms,
     "apart",
     less=(n > 1 and ddp.exposed < naive.exposed, said),
-    not_less=(n > 1 and ddp.exposed >= naive.exposed, said + " Here hooks hide nothing."),
+    not_less=(n > 1 and ddp.exposed >= naive.exposed, said),
     alone=(n == 1, "One rank waits for nobody; torchrun --nproc-per-node=4 starts four."),
 )
 
 # %% [markdown]
-"""
+r"""
 **Explain.** In the picture a span of communication lasts from its launch until it is complete. It
 may queue behind others, so "hidden" can be longer than the link needs. Only "exposed" is time that
 a step would save. (In "ddp" the wait is a part of backward, which the wrapper ends.)
@@ -167,7 +168,7 @@ a step would save. (In "ddp" the wait is a part of backward, which the wrapper e
 ## What to change first
 
 **Predict.** Buckets leave one after the other, each when it is full and the one before it has
-arrived. An all-reduce of $m$ bytes takes $\\alpha + \\beta m$ (chapter 02). So a step is a loop:
+arrived. An all-reduce of $m$ bytes takes $\alpha + \beta m$ (chapter 02). So a step is a loop:
 """
 
 
@@ -241,13 +242,17 @@ times = measure(calls, comms, warmup=2, repeat=4)
 alone = times.pop("alone")
 
 # %% [markdown]
-"""
-The prediction takes the time of a device alone, the buckets as DDP planned them, and the time of
-two messages of other sizes, which gives $\\alpha$ and $\\beta$:
+r"""
+The prediction takes the time of a device alone, the buckets as DDP planned them, and the stage's
+own numbers: $M$ for each byte, and the start of a message in a row of several:
 """
 
 # %%
-cost = measure_all_reduce(comms, [1 << 16, 1 << 20], repeat=5)
+if stage.sides:
+    here = stage.sides[1]
+    cost = FittedCost(here.start, here.messages / here.nbytes, cores=0.0)
+else:
+    cost = measure_all_reduce(comms, [1 << 16, 1 << 20], repeat=5)
 computing, predicted, taken = {}, {}, {}
 for name, (options, work) in CHANGES.items():
     K, scale = options.get("K", 1), options.get("scale", 1.0)
@@ -284,6 +289,7 @@ figures.stacked_bars(
     f"{human_seconds(base.median)}; fewer: '{fewer_steps}', {1e3 * saved[fewer_steps]:.0f} ms",
     xlabel="time for the work of one step",
 )
+# %% tags=["plumbing"]
 said = (
     f"Of what takes as many steps, '{same_steps}' saves most: {1e3 * saved[same_steps]:.0f} ms of "
     f"{human_seconds(base.median)}. Of what takes fewer steps for the same data, '{fewer_steps}' "
@@ -299,12 +305,10 @@ find(
 )
 
 # %% tags=["plumbing"]
-misses = {name: saved[name] - (expected - predicted[name]) for name in ranked}
-worst = max(misses, key=lambda name: abs(misses[name]))
-said = (
-    f"The prediction is off most for '{worst}', by {human_seconds(abs(misses[worst]))}: it is "
-    f"{'faster' if misses[worst] > 0 else 'slower'} than predicted."
-)
+guesses = {name: Prediction(predicted[name], taken[name]) for name in ranked}
+guesses["as it is"] = Prediction(expected, base)
+worst = max(guesses, key=lambda name: abs(guesses[name].off))
+said = f"It is off most for '{worst}': {guesses[worst]}."
 order = sorted(predicted, key=predicted.get)
 in_order = order == ranked
 find(
@@ -319,18 +323,17 @@ find(
 )
 
 # %% [markdown]
-"""
-**Explain.** A change helps as far as it shortens what is exposed, and no further. The loop
-leaves out what costs time: hooks and copies in Python, and buckets that wait for a late rank. And
-it leaves out what saves some: gloo works on several messages at a time, so that their starts
-overlap. And a change has a price that no clock shows: twice the batch, or four micro-batches,
-take half or a quarter as many steps for the same data, which is another training (chapter 14).
-bf16 messages round what is sent (chapter 10).
+r"""
+**Explain.** A step is computing and what is exposed. A faster device shortens the first, and with
+it the time in which messages can hide; all other changes work on the second. The loop leaves out
+hooks and copies in Python, and buckets that wait for a late rank. And a change has a price that no
+clock shows: twice the batch, or four micro-batches, take half or a quarter as many steps for the
+same data, which is another training (chapter 14). bf16 messages round what is sent (chapter 10).
 
 ## Against the speed of the link
 
 **Predict.** A step that sends all gradients in one bucket hides nothing: it takes $C + M$, where
-$M$ is the time of all messages. One that hides all it can takes $\\max(C, \\frac{1}{3} C + M)$, as
+$M$ is the time of all messages. One that hides all it can takes $\max(C, \frac{1}{3} C + M)$, as
 chapter 04 worked out. So overlap can gain most where $M$ is two thirds of $C$, as long as backward.
 On a slow link there is too little computing to hide behind; on a fast one there is little to hide.
 
@@ -383,8 +386,14 @@ if by_speed:
         ylabel="times as fast as one device",
         log="x",
     )
+
+# %% tags=["plumbing"]
+if by_speed:
+    ideal = dict(zip(by_speed, zip(*list(curves.values())[2:], strict=True), strict=True))
+    guess = max(by_speed, key=lambda link: ideal[link][1] / ideal[link][0])
     said = (
-        f"most at {best}, where a step with buckets is {overlap[best]} as one with a single bucket"
+        f"most at {best}, where a step with buckets is {overlap[best]} as one with a single "
+        f"bucket; predicted was {guess}"
     )
     find(
         comms,
@@ -397,18 +406,34 @@ if by_speed:
         none=(not gaining, "At no speed does overlap bring a net gain."),
     )
 
+# %% tags=["plumbing"]
+slow, quick = (
+    next((link for link in by_speed if link.option == o), None) for o in (usual, "2gbit")
+)
+if slow and quick:
+    a, b = (by_speed[link]["buckets"].median for link in (slow, quick))
+    said = (
+        f"Links of {quick} instead of {slow} save {1e3 * (a - b):.0f} ms of {1e3 * a:.0f}; bf16 "
+        f"messages saved {1e3 * saved['bf16 messages']:.0f} ms of {1e3 * base.median:.0f}."
+    )
+    more = a - b > saved["bf16 messages"]
+    find(comms, "faster-links", more=(more, said), less=(not more, said))
+
 # %% [markdown] index=["strong scaling", "weak scaling", "scaling efficiency"]
 r"""
+**Explain.** On fast links the wire takes little of a step. What is left are starts, copies, and
+waking up, which are in neither prediction.
+
 ## More devices
 
 *Strong* scaling divides one batch among more devices; *weak* scaling gives each as much as before.
 The *speed-up* says how many times as many samples a second there are as on one. Divided by the
 number of devices, it is the *efficiency*.
 
-**Predict.** On $n$ devices a ring sends $\frac{2(n-1)}{n} S$ over each link: 1 for two devices,
-1.75 for eight, never 2. So with weak scaling the step grows little from two devices on, and the
-speed-up goes up in proportion. With strong scaling computing shrinks as $1/n$ and messages do not:
-the speed-up ends where a step is all messages.
+**Predict.** On $n$ devices a ring sends $\frac{2(n-1)}{n} S$ over each link: $S$ for two
+devices, $1.75\,S$ for eight, never $2\,S$. So with weak scaling a step grows towards a limit, and
+the speed-up goes on rising. With strong scaling computing shrinks as $1/n$ while messages grow:
+from some number on, more devices make the step longer.
 """
 
 
@@ -495,8 +520,8 @@ figures.stacked_bars(
 waits = [times.exposed for times in summary.ranks]
 said = (
     f"Rank 0 waits {human_seconds(waits[0])} of {human_seconds(summary.ranks[0].total)}. Rank "
-    f"{n - 1}, the slow one, waits {human_seconds(waits[-1])}: at least "
-    f"{human_seconds(waits[0] - waits[-1])} of rank 0's wait are not the network's."
+    f"{n - 1}, the slow one, waits {human_seconds(waits[-1])}: the "
+    f"difference, {human_seconds(waits[0] - waits[-1])}, is for the slow rank and not the network."
 )
 find(
     comms,
@@ -567,6 +592,11 @@ rows = [(f"{f:g} b*", b, f"{m / (1 + (m - 1) / f):.2f}", speed) for f, (b, speed
 if rows:
     timed.print(f"R = {R / 1e9:.0f} GFLOP/s, {m} ranks over {timed.box.links[0]}: b* = {least:.0f}")
     timed.print(table(rows, ["batch", "samples a rank", "predicted", f"{m} ranks against one"]))
+else:
+    timed.print("tried on two ranks or more, over links of known speed: none here")
+
+# %% tags=["plumbing"]
+if rows:
     winners = [f for f, (_, speed) in tested.items() if speed.faster]
     losers = [f for f, (_, speed) in tested.items() if speed.slower]
     b, best = tested[max(tested, key=lambda f: tested[f][1].ratio)]
@@ -578,19 +608,16 @@ if rows:
         timed,
         "break-even",
         predicted=(
-            0.5 in losers and {2, 4} <= {*winners},
-            f"The inequality holds where it was tried: below b* one rank wins, above it {m} do. "
-            + said,
+            0.5 in losers and 2 in winners,
+            f"At half of b* one rank wins, and at twice b* {m} do, as the inequality says. {said}",
         ),
         late=(
-            0.5 in losers and not {2, 4} <= {*winners} and bool(winners),
+            0.5 in losers and 2 not in winners and bool(winners),
             f"{m} ranks win later than the inequality says. {said}",
         ),
         early=(0.5 not in losers and bool(winners), f"{m} ranks do not lose at half of b*. {said}"),
         never=(not winners, f"At none of these batches do {m} ranks win. {said}"),
     )
-else:
-    timed.print("tried on two ranks or more, over links of known speed: none here")
 
 # %% tags=["plumbing"]
 top = stage.speed_up(base, alone)
@@ -663,7 +690,8 @@ Exposed and hidden, the inequality and the slow rank stay. Three things differ.
 - *Bandwidth depends on the message.* Eight H200 reach 220 GB/s at 16 MiB, 276 at 32 MiB and 368 at
   16 GiB, around a ring on NVLink ([ML
   engineering](https://github.com/stas00/ml-engineering/tree/master/network), 2026). DDP's buckets
-  have 25 MiB. And NVLink ends at the node: beyond eight devices, the links between nodes count.
+  have 25 MiB at most. And NVLink ends at the node, or the rack: beyond, the links between nodes
+  count.
 
 `python -m microddp.bench ddp` shows steps of your GPUs. M/C of this chapter's model elsewhere, and
 what overlap could give there at most:
@@ -695,8 +723,8 @@ Before you buy a network, in this order:
 3. Split communication into exposed and hidden. Only what is exposed costs, unless computing needs
    what messages take.
 4. Rank what can be changed by the milliseconds that it saves, predict before you try, and try.
-5. Below $b > 4R / (3nB)$ samples or tokens, one device is faster. Above, overlap lowers the price,
-   most where messages take as long as backward.
+5. Below $b^* = 4R / (3nB)$ samples or tokens, one device is faster. Above, overlap lowers the
+   price, most where messages take as long as backward.
 
 What limits the computing itself, {func}`~microddp.performance.roofline.find_bottleneck` says; the
 next chapter takes a step apart with PyTorch's profiler.

@@ -182,6 +182,9 @@ def time_batches():
 times = time_batches()
 _ = gc.collect()
 timed.print(table(times.items(), [f"{size} pairs on {n} x {timed.device.type}", "a batch"]))
+if timed.box:
+    wire = 2 * (n - 1) / n * total * timed.box.seconds_per_byte
+    timed.print(f"the gradients alone take {human_seconds(wire)} on the link")
 
 # %% tags=["plumbing"]
 one, split, small_buckets = times.values()
@@ -194,7 +197,8 @@ if n > 1:
 
 # %% [markdown] index=["profiler", "profile"]
 r"""
-**Explain.** Cores share caches and memory, and carry the messages, too. Of GPUs this says little.
+**Explain.** What a split saves in computing it pays on the link. And cores share caches and memory,
+and carry the messages, too. Of GPUs this says little.
 
 ## The profile
 
@@ -233,7 +237,7 @@ pair, pair_of_two = (
 )
 longer = Timing(tuple((p.mean("wall") + p.mean("computing")) / 2 / size for p in profiles[1]))
 rows = [
-    ("published, 4 H100", 0.422, predicted_share(0.422, 2), 0.25, "25.0%"),
+    ("published, 4 H100", 0.422, predicted_share(0.422, 2), 0.25, ""),
     (
         f"here, {n} x {timed.device.type}",
         first.median,
@@ -370,9 +374,10 @@ begins when it ends. So $k$ micro-batches of $b$ pairs, with messages of $M$ in 
 
 $$ k\,t(b) + \max(l M, \; M - \tfrac{2}{3} t(b)) . $$
 
-The smaller cap gains a difference of $l$. Messages in bf16 halve $M$, two micro-batches share one,
-and more pairs a device share one $f$, all of which is charged to each micro-batch. (The last two
-rungs are larger global batches, and so another training.)
+The smaller cap gains the difference of $l\,M$, where the last bucket is what is waited for.
+Messages in bf16 halve $M$, two micro-batches share one, and more pairs a device share one $f$, all
+of which is charged to each micro-batch. (The last two rungs are larger global batches, and so
+another training.)
 """
 
 # %%
@@ -526,7 +531,7 @@ for name, where in zip(("in-a-node", "between-machines"), LINKS, strict=True):
         beside = {rung: compare(rungs[rung], rungs[LADDER[rung][0]]) for rung in LADDER}
         one, first, last_rung = (f"{rungs[r].median * 1e3:.1f}" for r in ("one device", comes, top))
         said = (
-            f"To scale, {where}, a pair takes {one} ms on one H100, {first} on {n} as it "
+            f"To scale, {where}, a pair takes {one} ms on one GPU, {first} on {n} as it "
             f"comes, and {last_rung} on the top rung, which is {best.than('one')}. "
             f"Beside the rung that each adds to, faster: "
             f"{', '.join(r for r in LADDER if beside[r].faster) or 'none'}; "
@@ -565,19 +570,21 @@ find(
 # %% [markdown]
 r"""
 **Explain.** In a node messages are short beside the computing, so no change to them can gain much;
-what every device repeats is $f$. The published profile agrees: the GPU is at work 15.2 % of a step,
-communication takes 20.9 %, and the CPU, which starts kernels, 61.1 %. So larger micro-batches,
-`torch.compile` or CUDA graphs come first. Between machines, bytes do: send half, less often, then
-share $f$ among more pairs.
+what every device repeats is $f$. In the published profile, of four GPUs, the GPU computes for
+15.2 % of a step, communication takes 20.9 %, and the CPU, which starts kernels, 61.1 %. So larger
+micro-batches, `torch.compile` or CUDA graphs come first. Between machines, bytes do: send half,
+less often, then share $f$ among more pairs.
 
 A stage's start of a message is longer beside its computing than a cluster's: `bucket_cap_mb=1`
-pays for hundreds of them, which the formula leaves out, and the embedding is still one message.
+pays for many of them, which the formula leaves out, and the embedding is still one message. The
+hook converts on the CPU, which is not to scale either, and Python between the pauses makes each
+rung a little longer than predicted.
 
 :::{admonition} On GPUs
 The order of the rungs follows from $M/t$, which stays. NCCL's kernels take processors from backward
 while they send, so less is hidden than the formula says. With `torchrun --nproc-per-node=2` on a
 GPU node this chapter climbs with the case's own model. Here is the formula for 8 devices, with the
-same 16 pairs:
+same 16 pairs (on the top rung 16 for each device, twice):
 :::
 """
 
@@ -630,8 +637,8 @@ assert rows[1][1] < 1e-5
 
 # %% [markdown] index=["FSDP", "fully_shard", "ZeRO", "sharding"]
 r"""
-The fix: set `model.config.pad_token_id` to the tokenizer's `pad_token_id`. The comparison of losses
-finds the mistake, too, if every shard is padded to its own length.
+The fix: give the tokenizer a padding token, and set `model.config.pad_token_id` to it. The
+comparison of losses finds the mistake, too, if every shard is padded to its own length.
 
 ## A model that does not fit
 
@@ -643,7 +650,8 @@ parameter in fp32. Where that is too much, each rank keeps an n-th: {doc}`16_sha
 - The same global batch on N devices is the same training. Check it on losses before you time it.
 - Two numbers tell what a split gains: M beside a shard's computing, and the part of a step that a
   smaller shard does not shorten.
-- Short messages: give each device more pairs. Long ones: bf16 messages and accumulation first.
+- Short messages: give each device more pairs. Long ones: bf16
+  messages, and more pairs for each average.
 - A bucket cap moves bytes forward, except those of the parameter whose gradient comes last.
 - Say what a share is a share of, and take a profile more than once.
 

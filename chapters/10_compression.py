@@ -124,7 +124,7 @@ PyTorch has this hook, too: `ddp.register_comm_hook(group, bf16_compress_hook)`.
 ## The dtype of a sum
 
 **Predict.** Around a ring a sum passes $n - 1$ hops, and each stores it in bf16, off by up to
-$2^{-9}$ of itself. The errors pile up. The *noise* of a gradient, from the choice of the samples,
+$2^{-8}$ of itself. The errors pile up. The *noise* of a gradient, from the choice of the samples,
 shrinks with their number. So rounding counts for more, the more ranks there are.
 
 **Measure.** A small network has learned the digits for an epoch. The gradients of the first $n$ of
@@ -212,7 +212,7 @@ r"""
 Models of 1B and 7B trained well on 96 GPUs with bf16 sums, were unstable on 384, and stable again
 with sums in fp32 ([PyTorch issue 106395](https://github.com/pytorch/pytorch/issues/106395), August
 2023, which does not tell whether this was the reason). Beyond some tens of ranks, add up in fp32:
-`reduce_dtype=torch.float32` for `fully_shard`, or as below.
+`MixedPrecisionPolicy(reduce_dtype=torch.float32)` for `fully_shard`, or as below.
 
 ## Where it breaks: sums in fp16
 
@@ -345,9 +345,8 @@ if pair:
 
 # %% [markdown] index=["int8", "sign", "quantization", "two-phase compression", "all-to-all"]
 r"""
-**Explain.** With feedback a value carries all that has waited for it, and nothing is thrown away.
-The price is a copy of all gradients on each rank, which microddp's
-{class}`~microddp.compression.feedback.Compression` keeps.
+**Explain.** With feedback a value carries all that has waited for it. The price is a copy of all
+gradients on each rank, which microddp's {class}`~microddp.compression.feedback.Compression` keeps.
 
 ## Two phases
 
@@ -358,8 +357,8 @@ way. To gather them, $s$ bytes each, costs a rank $s(n-1)$.
 
 **Predict.** The ring's idea helps (chapter 02). Each rank is sent its part of all gradients,
 compressed, and adds it up in fp32; then it compresses the mean, and sends it to all. Each phase
-sends $\frac{n-1}{n}s$ bytes: together a quarter of a plain all-reduce for int8, a 32nd for sign,
-for any $n$; and half for bf16, with a sum in fp32.
+sends $\frac{n-1}{n}s$ bytes: together a quarter of a plain all-reduce for int8, a 32nd for
+sign, and half for bf16, with a sum in fp32, for any $n$. (Scales, and whole blocks, come on top.)
 
 **Build.** The first phase is an *all-to-all* (chapter 07):
 """
@@ -522,7 +521,8 @@ if pair:
 r"""
 **Explain.** `random-k:0.01` sends a value once in a hundred steps. `sign` sends a block's mean
 magnitude for every value: too much for small ones, which are taken back later, and too little for
-large ones, which wait. `top-k` sends a value whole. int8 and bf16 leave little to wait. Where much
+large ones, which wait. `top-k` sends first
+what has waited longest. int8 and bf16 leave little to wait. Where much
 waits, lower the rate, or apply momentum before the choice, as [deep gradient
 compression](https://arxiv.org/abs/1712.01887) does (Lin and others, 2018).
 
@@ -589,9 +589,10 @@ if pair:
     find(
         pair,
         "bias",
-        high=(len(larger) > len(smaller), f"{said}: these break-evens are too high."),
-        low=(len(larger) < len(smaller), f"{said}: these break-evens are too low."),
-        even=(bool(made) and len(larger) == len(smaller), f"{said}: that is no bias."),
+        high=(bool(larger) and not smaller, f"{said}: where it is larger, B* is too high."),
+        low=(bool(smaller) and not larger, f"{said}: where it is smaller, B* is too low."),
+        both=(bool(larger) and bool(smaller), f"{said}: there B* is too high, here too low."),
+        even=(bool(made) and not larger and not smaller, f"{said}: that is no bias."),
         left_out=(not made, "Left out, with the break-evens."),
     )
 
@@ -636,7 +637,7 @@ for mbit in LINKS:
 # %% [markdown]
 r"""
 The steps are those of the digits, 14 an epoch, without momentum, to the loss that the all-reduce
-has after three quarters of its epochs:
+has after seven of its ten epochs:
 """
 
 # %%
@@ -694,7 +695,7 @@ backward hides much, and what is gathered grows with the ranks.
 The bytes and what is lost stay; NCCL adds bf16 hop by hop, too. $c$ shrinks: to round is a pass
 through a memory much faster than any link; top-k and QR take longer. Try `bf16_compress_hook`
 first: if $M/C$ is then below two thirds, the rest can be hidden. PyTorch's PowerSGD sends whole
-gradients in the first `start_powerSGD_iter` steps, 2 or more.
+gradients in the first `start_powerSGD_iter` steps (1000, if not set).
 :::
 """
 
@@ -702,14 +703,17 @@ gradients in the first `start_powerSGD_iter` steps, 2 or more.
 rows = [(side.words, 2 * side.ratio, side.ratio, side.ratio / 2) for side in known_clusters(**WORK)]
 headers = ["M/C, worked out, not measured", "fp32", "bf16", "int8"]
 comms.print(table(rows, headers, floats=".2f"))
+hidden = sum(row[1] < 2 / 3 for row in rows)
+comms.print(f"below two thirds, where all can hide, in fp32 already: {hidden} of {len(rows)}")
 
 # %% [markdown]
 r"""
 ## What to take along
 
 - bf16 messages first: half the bytes, no state. Beyond some tens of ranks, add up in fp32.
-- What is not sent has to be kept. It arrives late, and momentum makes that worse: lower the rate.
-- What cannot be added up on the way travels in two phases. Its bytes do not grow with the ranks.
+- What is not sent has to be kept. It arrives late, and momentum repeats it: try a lower rate.
+- What is quantised travels in two phases, and its bytes do not grow with the ranks. What has places
+  of its own is gathered, and its bytes do.
 - Compression pays below a bandwidth of $(S_0 - S_c)/c$, less what backward hides. Compare the time
   to a loss, not the time of a step.
 

@@ -23,7 +23,7 @@ SHORTER = {
         "layers=24": "layers=2",
     },
     "08": {
-        "range(5)": "range(2)",
+        "range(6)": "range(2)",
         '"500mbit", "1gbit", "2gbit", "4gbit"': '"1gbit", "2gbit"',
         "(0.5, 1, 2, 4) if": "(0.5, 2) if",
     },
