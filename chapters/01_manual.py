@@ -326,7 +326,7 @@ one optimizer hides is found by testing with another.
 
 :::{admonition} On GPUs
 All of this holds there, with larger roundings. A matrix product may use TF32, with 11 significant
-bits, where PyTorch is told that it may (`torch.backends.cuda.matmul.allow_tf32`), and under
+bits, where PyTorch is told that it may (`torch.backends.cuda.matmul.fp32_precision`), and under
 autocast bf16 has 8. A sum's order can also change from run to run, where a kernel adds atomically.
 So compare replicas with each other, to the bit, on GPUs, and with one device in `float64`, on a
 CPU.
@@ -382,7 +382,7 @@ $ python -m microddp.labs start 01
    </details>
 
 3. Put a batch normalisation layer before the model's first layer. Why is the split step no longer
-   the step of the whole batch, although the gradients are averaged? Name two ways out.
+   the step of the whole batch, although the gradients are averaged? Name ways out.
 
    <details class="solution"><summary>Solution</summary>
 

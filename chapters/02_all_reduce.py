@@ -493,7 +493,8 @@ and in doubling are of whole tensors while nothing travels, and the work of the 
 messages. And it leaves out what makes them shorter: alpha includes the wait for the slower rank,
 which a call of many rounds need not pay in each; and a shaped link lets the first 68 KiB after a
 pause through at once. So the upper rows say little of the links. gloo's own all-reduce is a ring
-[at every size](https://github.com/pytorch/gloo/blob/main/gloo/allreduce.cc), of $2(n-1)$ rounds.
+[at every size](https://github.com/pytorch/gloo/blob/main/gloo/allreduce.cc), of $2(n-1)$
+rounds, each in pieces.
 
 Naive's bytes pass through rank 0's link one way, then the other: $2(n-1)S$. The ring sends and
 receives at once, each way $\frac{2(n-1)}{n}S$, which is $n$ times less. Where cores copy all

@@ -668,8 +668,7 @@ find(comms, "wrappers", **wrappers.sides(said))
 # %% [markdown]
 """
 **Explain.** Both wrappers send the same bytes in the same messages. They cannot hide what takes
-longer than backward, nor the start of each message. To send fewer bytes is the subject of chapters
-10 and 11.
+longer than backward. To send fewer bytes is the subject of chapters 10 and 11.
 
 ## What I would set
 
@@ -679,7 +678,7 @@ longer than backward, nor the start of each message. To send fewer bytes is the 
 | `bucket_cap_mb` | try 5, 25 and 100 | the best depends on alpha, beta and backward (chapter 05) |
 | `find_unused_parameters` | only if a forward leaves some out | it searches each forward's graph |
 | `static_graph` | if every step uses the same parameters | it finds unused ones once |
-| `forward_sync_buffers` | `False` without batch norm | nobody needs its broadcast |
+| `forward_sync_buffers` | `False` if no buffer ever changes | nobody needs its broadcast |
 | `no_sync()` | around forward *and* backward of all but the last | one average a step |
 
 :::{admonition} On GPUs
