@@ -422,7 +422,7 @@ r"""
   that treats samples one by one, this is the training of one device on the whole batch, up to
   rounding.
 - Nothing in the loop checks for a wrong seed, a missing all-reduce or a shuffle of the rank's own.
-  Check replicas once at the start, and compare with one device in a test.
+  Check replicas at the start and after the first step, and compare with one device in a test.
 - The naive step starts to communicate only when backward has ended.
 
 ## Exercises

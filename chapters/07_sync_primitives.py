@@ -5,7 +5,8 @@ r"""
 Which other collectives are there, what do they cost, and what if one hangs? A job that hangs prints
 nothing, or an error on a rank that did nothing wrong: to read it, you must know what every rank
 was to do. The first half of this chapter draws who has what before and after, and counts what is
-sent. The second half makes the mistakes that hang, and reads them.
+sent. The second half makes mistakes, most of which hang, and reads
+them.
 """
 
 # %% tags=["imports"]
@@ -857,7 +858,7 @@ https://pytorch.org/blog/flight-recorder-a-new-lens-for-understanding-nccl-watch
 - For a metric, add up sums and counts. For predictions, know the order of the samples. To stop,
   agree.
 - Every rank must make the same calls in the same order with the same shapes. One that does not
-  shows up as a time-out somewhere else, or as a wrong number.
+  shows up as a time-out somewhere else, a process that ends, or a wrong number.
 - At a hang, ask every rank for its last collective, and those behind for their stack.
 
 ## Exercises

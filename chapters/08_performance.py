@@ -188,7 +188,8 @@ r"""
 Six things to change, each against the step of above in DDP:
 
 - *one bucket*, or *a gradient each*: fewer or more messages for the same bytes;
-- *bf16 messages*: half the bytes, by a communication hook;
+- *half the bytes*: a communication hook sends each fp32 value as bf16 (the cluster sends bf16 as it
+  is, and would send 8 bits);
 - *twice the batch*: twice the computing for the same bytes;
 - *4 micro-batches*: the gradients of four are averaged once (chapter 06);
 - *a device twice as fast*: half the computing.
@@ -229,7 +230,7 @@ CHANGES = {  # what changes, and by how much there is then more work in a step
     "as it is": ({}, 1),
     "one bucket": ({"cap": 1000.0}, 1),
     "a gradient each": ({"cap": 0.01}, 1),
-    "bf16 messages": ({"hook": bf16_compress_hook}, 1),
+    "half the bytes": ({"hook": bf16_compress_hook}, 1),
     "twice the batch": ({"scale": 2.0}, 2),
     "4 micro-batches": ({"K": 4}, 4),
     "a device twice as fast": ({"scale": 0.5}, 1),
@@ -271,7 +272,9 @@ rows = [
     (name, *(f"{1e3 * t:+.0f}" for t in (expected - predicted[name], saved[name])), gains[name])
     for name in ranked
 ]
-comms.print(f"as it is: {base}, predicted {human_seconds(expected)}")
+comms.print(
+    f"as it is: {base}, predicted {human_seconds(expected)}; ratios are taken in each round"
+)
 comms.print(table(rows, ["change", "should save, ms", "saves, ms", "the same work is"]))
 
 # %% tags=["plumbing"]
@@ -328,7 +331,7 @@ r"""
 it the time in which messages can hide; all other changes work on the second. The loop leaves out
 hooks and copies in Python, and buckets that wait for a late rank. And a change has a price that no
 clock shows: twice the batch, or four micro-batches, take half or a quarter as many steps for the
-same data, which is another training (chapter 14). bf16 messages round what is sent (chapter 10).
+same data, which is another training (chapter 14). Fewer bytes round what is sent (chapter 10).
 
 ## Against the speed of the link
 
@@ -413,10 +416,10 @@ slow, quick = (
 if slow and quick:
     a, b = (by_speed[link]["buckets"].median for link in (slow, quick))
     said = (
-        f"Links of {quick} instead of {slow} save {1e3 * (a - b):.0f} ms of {1e3 * a:.0f}; bf16 "
-        f"messages saved {1e3 * saved['bf16 messages']:.0f} ms of {1e3 * base.median:.0f}."
+        f"Links of {quick} instead of {slow} save {1e3 * (a - b):.0f} ms of {1e3 * a:.0f}; half "
+        f"the bytes saved {1e3 * saved['half the bytes']:.0f} ms of {1e3 * base.median:.0f}."
     )
-    more = a - b > saved["bf16 messages"]
+    more = a - b > saved["half the bytes"]
     find(comms, "faster-links", more=(more, said), less=(not more, said))
 
 # %% [markdown] index=["strong scaling", "weak scaling", "scaling efficiency"]
@@ -431,9 +434,9 @@ The *speed-up* says how many times as many samples a second there are as on one.
 number of devices, it is the *efficiency*.
 
 **Predict.** On $n$ devices a ring sends $\frac{2(n-1)}{n} S$ over each link: $S$ for two
-devices, $1.75\,S$ for eight, never $2\,S$. So with weak scaling a step grows towards a limit, and
-the speed-up goes on rising. With strong scaling computing shrinks as $1/n$ while messages grow:
-from some number on, more devices make the step longer.
+devices, $1.75\,S$ for eight, never $2\,S$. So with weak scaling bytes grow
+towards a limit, and the speed-up goes on rising. With strong scaling computing shrinks as $1/n$
+while messages grow: the more devices, the more of a step is messages.
 """
 
 
@@ -690,7 +693,7 @@ Exposed and hidden, the inequality and the slow rank stay. Three things differ.
 - *Bandwidth depends on the message.* Eight H200 reach 220 GB/s at 16 MiB, 276 at 32 MiB and 368 at
   16 GiB, around a ring on NVLink ([ML
   engineering](https://github.com/stas00/ml-engineering/tree/master/network), 2026). DDP's buckets
-  have 25 MiB at most. And NVLink ends at the node, or the rack: beyond, the links between nodes
+  have about 25 MiB. And NVLink ends at the node, or the rack: beyond, the links between nodes
   count.
 
 `python -m microddp.bench ddp` shows steps of your GPUs. M/C of this chapter's model elsewhere, and
@@ -723,8 +726,8 @@ Before you buy a network, in this order:
 3. Split communication into exposed and hidden. Only what is exposed costs, unless computing needs
    what messages take.
 4. Rank what can be changed by the milliseconds that it saves, predict before you try, and try.
-5. Below $b^* = 4R / (3nB)$ samples or tokens, one device is faster. Above, overlap lowers the
-   price, most where messages take as long as backward.
+5. Below $b^* = 4R / (3nB)$ samples or tokens one device is faster, if nothing is hidden. Overlap
+   lowers the bound, most where messages take as long as backward.
 
 What limits the computing itself, {func}`~microddp.performance.roofline.find_bottleneck` says; the
 next chapter takes a step apart with PyTorch's profiler.

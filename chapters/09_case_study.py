@@ -3,10 +3,10 @@ r"""
 # 09. Case study: a language model
 
 What does a second device gain on a model that people train? Whoever pays for it wants to know, and
-what to set so that it gains more. The model is SmolLM2-360M, a decoder of 32 layers, which learns
-to tell whether two sentences say the same. A *global batch of 16 pairs* is taken by one device, or
-split. Then a scale model of a published run climbs a ladder, one change after the other, each in
-milliseconds a pair.
+what to set so that it gains more. The model is SmolLM2-360M, a decoder of 32 layers, or on a CPU a
+small one of its kind. It learns to tell whether two sentences say the same. A *global batch of 16
+pairs* is taken by one device, or split. Then a scale model of a published run climbs a ladder, one
+change after the other, each in milliseconds a pair.
 
 It needs `pip install "microddp[llm]"`; without the Hugging Face hub, `transformers` is enough.
 """
@@ -543,7 +543,11 @@ for name, where in zip(("in-a-node", "between-machines"), LINKS, strict=True):
 where = "in a node, NVLink"
 if where in climbed and n == 2:
     published = Prediction(TWO_GPUS / 16, climbed[where][comes])
-    find(timed, "published", **published.sides(f"To scale, a pair of 8 + 8 takes {published}."))
+    find(
+        timed,
+        "published",
+        **published.sides(f"To scale, a pair of 8 + 8 takes {published}: f and c came from it."),
+    )
 
 # %% tags=["plumbing"]
 tops = [speed[top].faster for speed in speeds.values()]
@@ -552,8 +556,8 @@ first = {
     for where, speed in speeds.items()
 }
 said = "; ".join(
-    f"{where}, {n} devices train {speed[comes].ratio:.1f} times as fast as one, as it comes, and "
-    f"{speed[top].ratio:.1f} times on the top rung, {max(0.0, n - speed[top].ratio):.1f} short of "
+    f"{where}, {n} devices train {speed[comes].ratio:.2f} times as fast as one, as it comes, and "
+    f"{speed[top].ratio:.2f} times on the top rung, {max(0.0, n - speed[top].ratio):.2f} short of "
     f"{n} (first ahead of one device: {first[where]})"
     for where, speed in speeds.items()
 )
@@ -570,13 +574,13 @@ find(
 # %% [markdown]
 r"""
 **Explain.** In a node messages are short beside the computing, so no change to them can gain much;
-what every device repeats is $f$. In the published profile, of four GPUs, the GPU computes for
-15.2 % of a step, communication takes 20.9 %, and the CPU, which starts kernels, 61.1 %. So larger
+what every device repeats is $f$. In the published profile, of four GPUs, the GPU is used for 15.2 %
+of a step, communication takes 20.9 %, and the CPU, which starts kernels, 61.1 %. So larger
 micro-batches, `torch.compile` or CUDA graphs come first. Between machines, bytes do: send half,
 less often, then share $f$ among more pairs.
 
 A stage's start of a message is longer beside its computing than a cluster's: `bucket_cap_mb=1`
-pays for many of them, which the formula leaves out, and the embedding is still one message. The
+pays for more of them, which the formula leaves out, and the embedding is still one message. The
 hook converts on the CPU, which is not to scale either, and Python between the pauses makes each
 rung a little longer than predicted.
 
@@ -690,7 +694,7 @@ parameter in fp32. Where that is too much, each rank keeps an n-th: {doc}`16_sha
    <details class="solution"><summary>Solution</summary>
 
    As long as $M - \frac{2}{3} t \le 0.144\,M$, so up to $M/t = 0.667 / 0.856 = 0.78$. Then $M$ is
-   at most 42 ms. Two devices send all of the 1.447 GB once, so links of 34 GB/s, or 275 Gbit/s, do.
+   at most 42.4 ms. Two devices send all of the 1.447 GB once, so links of 34 GB/s, or 273 Gbit/s, do.
 
    </details>
 """

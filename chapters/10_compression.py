@@ -211,7 +211,7 @@ assert ones[255:] == [256.0] * 257
 r"""
 Models of 1B and 7B trained well on 96 GPUs with bf16 sums, were unstable on 384, and stable again
 with sums in fp32 ([PyTorch issue 106395](https://github.com/pytorch/pytorch/issues/106395), August
-2023, which does not tell whether this was the reason). Beyond some tens of ranks, add up in fp32:
+2023, which does not tell whether this was the reason). With hundreds of ranks, add up in fp32:
 `MixedPrecisionPolicy(reduce_dtype=torch.float32)` for `fully_shard`, or as below.
 
 ## Where it breaks: sums in fp16
@@ -592,15 +592,15 @@ if pair:
         high=(bool(larger) and not smaller, f"{said}: where it is larger, B* is too high."),
         low=(bool(smaller) and not larger, f"{said}: where it is smaller, B* is too low."),
         both=(bool(larger) and bool(smaller), f"{said}: there B* is too high, here too low."),
-        even=(bool(made) and not larger and not smaller, f"{said}: that is no bias."),
+        even=(bool(made) and not larger and not smaller, f"{said}: none is shown."),
         left_out=(not made, "Left out, with the break-evens."),
     )
 
 # %% [markdown]
 r"""
-**Explain.** A break-even belongs to a processor, and to two ranks; more send up to twice the bytes
-in the same $c$. If backward hides $b$ seconds of the plain all-reduce, there is less to save: $B^*$
-shrinks to $(S_0 - S_c)/(c + b)$.
+**Explain.** A break-even belongs to a processor, and to two ranks: with more, bytes and $c$ are
+others. If backward hides $b$ seconds of the plain all-reduce, there is less to save: $B^*$ shrinks
+to $(S_0 - S_c)/(c + b)$.
 
 ## From slow links to a cluster's
 
@@ -680,10 +680,17 @@ if LINKS:
         f"Mbit/s {winner(800)}."
     )
 find(comms, "links", measured=(bool(LINKS), said), left_out=(not LINKS, missing))
+if LINKS and stage.sides:
+    C, M = stage.sides[1].compute, stage.sides[1].messages * 200 / 800
+    gain = compare(by_link[800]["int8"], by_link[800]["all-reduce"])
+    ideal = max(C, C / 3 + M) / max(C, C / 3 + M / 4)
+    said = f"Over 800 Mbit/s a step with int8 is {gain.than('one in fp32')}; by C and M alone it is"
+    find(comms, "fast-link", **gain.sides(f"{said} {ideal:.2f} times."))
 
 # %% [markdown]
 r"""
-**Explain.** Where links are quick, what is left is $C$, the starts (an all-reduce has one, two
+**Explain.** Where links are quick, what is left is $C$, copies, which are of fewer bytes, too, the
+starts (an all-reduce has one, two
 phases have two), and $c$. Two cores compress for eight devices here, so $c$ is overstated. And the
 digits do not tell how many more steps *your* model takes.
 
@@ -710,10 +717,10 @@ comms.print(f"below two thirds, where all can hide, in fp32 already: {hidden} of
 r"""
 ## What to take along
 
-- bf16 messages first: half the bytes, no state. Beyond some tens of ranks, add up in fp32.
+- bf16 messages first: half the bytes, no state. With hundreds of ranks, add up in fp32.
 - What is not sent has to be kept. It arrives late, and momentum repeats it: try a lower rate.
-- What is quantised travels in two phases, and its bytes do not grow with the ranks. What has places
-  of its own is gathered, and its bytes do.
+- What is quantised travels in two phases, and is the same share of a plain all-reduce for any
+  number of ranks. What has places of its own is gathered, and grows.
 - Compression pays below a bandwidth of $(S_0 - S_c)/c$, less what backward hides. Compare the time
   to a loss, not the time of a step.
 

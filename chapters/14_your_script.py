@@ -37,6 +37,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 import microddp
 from microddp import figures
 from microddp.data import CHARACTERS, ShardedBatches, load_digits, load_text
+from microddp.findings import find
 from microddp.report import table
 from microddp.workloads import Transformer, token_loss
 
@@ -279,13 +280,28 @@ assert after["digits", "rate x k", 8] < after["digits", "same rate", 8] / 2
 assert after["digits", "rate x k", 32] > 2
 assert after["text", "rate x k", 16] < after["text", "same rate", 16]
 
+# %% tags=["plumbing"]
+left = {k: after["digits", "rate x k", k] for k in TASKS["digits"][1]}
+held = [k for k in left if left[k] < after["digits", "same rate", k]]
+lost = [k for k in left if k > max(held, default=0)]
+most, end = max(held, default=1), left[lost[0]] if lost else 0.0
+said = f"On the digits k times the rate learns more than the same rate up to k = {most}"
+find(
+    comms,
+    "rate",
+    breaks=(
+        bool(lost),
+        f"{said}. At the next k it ends at {end:.2f}.",
+    ),
+    holds=(not lost, f"{said}, which is all that was tried."),
+)
+
 # %% [markdown]
 r"""
 **Explain.** With the rate as it was, a larger batch learns less from the same samples: it takes
-fewer steps, and no longer ones. With $k$ times the rate the digits stay far closer, up to 8 times
-the batch. With 32 times, 20 steps are left, and the loss is about that of guessing (2.30), or
-worse. The text is trained with AdamW, whose steps have about the length of the rate, whatever the
-gradient; there the rule still gains where only two steps are left. (For Adam people also take
+fewer steps, and no longer ones. With $k$ times the rate it goes as far in fewer steps, until a step
+is too long. A loss of 2.30 is that of guessing among ten digits. The text is trained with AdamW,
+whose steps have about the length of the rate, whatever the gradient. (For Adam people also take
 $\sqrt k$.) All of this is the loss on what was trained on; the paper's claim is about what was not.
 Where the rule stops depends on the task: try two or three doublings from your own batch on.
 """
@@ -532,7 +548,9 @@ gradient comes with the last. The same happens to a model that was compiled and 
 wrapped. Two things differ. A compiled model puts `_orig_mod.` before each name in its state, so
 keep the bare one at hand, to save it. And around the wrapper of a bare `nn.Sequential` nothing is
 compiled at all (PyTorch 2.13), since only PyTorch's own code runs there: the model must be a class
-of yours. So the file compiles inside.
+of yours. So the file compiles inside. (PyTorch's [note on
+DDP](https://docs.pytorch.org/docs/stable/notes/ddp.html) says to wrap first, and to compile what is
+wrapped.)
 
 ## Batch normalisation
 
@@ -608,14 +626,21 @@ for ranks in (count for count in (1, 2, 4, 8) if count <= n):
 headers = ["ranks", "workers each", "samples/s, at most about", "measured"]
 comms.print(table(rows, headers, floats=".0f"))
 
+# %% tags=["plumbing"]
+best = max(rows, key=lambda row: row[3])
+short = min(rows, key=lambda row: row[3] / row[2])
+said = (
+    f"Fastest are {best[0]} ranks with {best[1]} workers each, {best[3]:.0f} samples a second. "
+    f"Farthest below its bound: {short[0]} with {short[1]}, at {short[3] / short[2]:.0%} of it."
+)
+find(comms, "loader", some=(best[1] > 0, said), none=(best[1] == 0, said))
+
 # %% [markdown] index=["checkpoint", "resume"]
 r"""
-**Explain.** One rank without workers uses one core. More workers or more ranks use the others, and
-where all are busy, more of either gains nothing: what a worker more unpacks, another does not. Then
+**Explain.** One rank without workers uses one core. More workers or more ranks use the others.
+Where all are busy, an extra worker only takes time from the others, and turns cost time, too. Then
 what helps is less work for each sample, such as data that were unpacked once and kept, or more
-cores for each device. Where the measured rate stays below the bound, the processes also pay for
-starting, copying and taking turns. (The bound comes from a measurement, too, so it may be missed by
-some percent.)
+cores for each device.
 
 On a GPU, `pin_memory=True` makes a loader put batches where the GPU can fetch them by itself. Then
 `.to(device, non_blocking=True)` returns at once, and the process goes on to queue work. This run

@@ -35,7 +35,7 @@ def documented_pairs(vocabulary: int) -> tuple[TensorDataset, TensorDataset]:
             beyond are all the same token.
 
     Returns:
-        For training and for validation: tokens ``(pairs, length)``, their mask, and labels
+        Training and validation data, each tokens ``(pairs, length)``, their mask, and labels
         ``(pairs,)``, all int64.
     """
     said = documented_sentences()
