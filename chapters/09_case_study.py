@@ -694,7 +694,8 @@ parameter in fp32. Where that is too much, each rank keeps an n-th: {doc}`16_sha
    <details class="solution"><summary>Solution</summary>
 
    As long as $M - \frac{2}{3} t \le 0.144\,M$, so up to $M/t = 0.667 / 0.856 = 0.78$. Then $M$ is
-   at most 42.4 ms. Two devices send all of the 1.447 GB once, so links of 34 GB/s, or 273 Gbit/s, do.
+   at most 42.4 ms. Two devices send all of the 1.447 GB once, so links of 34 GB/s, or 273 Gbit/s,
+   do.
 
    </details>
 """
