@@ -2,7 +2,7 @@
 
 Typed prose can say why; what came out, only the run knows. A finding has alternatives, each with
 the condition under which it is true. Exactly one has to be, the same on every rank, or the run
-fails. Its numbers are the run's:
+fails. Its numbers are the run's::
 
     hooks = compare(steps["hooks"], steps["naive"])
     find(
@@ -117,7 +117,7 @@ class Prediction:
 
     @property
     def off(self) -> float:
-        """Measured median by prediction, less 1: above 0 if it took longer."""
+        """The measured median divided by the prediction, less 1; above 0 if it took longer."""
         return self.measured.median / self.predicted - 1
 
     def sides(self, sentence: str) -> dict[str, tuple[bool, str]]:
