@@ -78,6 +78,8 @@ def test_is_written_like_a_chapter(number):
     assert last.source.endswith("comms.close()")
     prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     assert not re.search(r"^%", prose, re.MULTILINE), "MyST leaves such a line out, as a comment"
+    indexed = [cell.source for cell in notebook.cells if "index" in cell.metadata]
+    assert all(re.search(r"^#+ ", source, re.MULTILINE) for source in indexed), "a section's words"
     for word in ("**Predict.**", "**Measure.**", "**Explain.**", "Where it breaks", "Exercises"):
         assert word in prose, word
     exercises = re.split(r"^\d+\. ", prose.partition("## Exercises")[2], flags=re.MULTILINE)[1:]
