@@ -567,6 +567,7 @@ shards of all one after the other, as many times as long as one shard alone:
 
 # %%
 timed = comms.timed()
+time.sleep(3)  # until the processes of ranks that left have ended, which takes cores
 m, DIM = timed.world_size, 512
 torch.manual_seed(0)
 model = FullMLP(DIM, depth=4).to(timed.device)
