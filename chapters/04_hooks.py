@@ -293,10 +293,10 @@ with tempfile.TemporaryDirectory() as scratch:
 r"""
 ## What it saves
 
-**Predict.** The naive step takes $C + M$. If messages need nothing that computing needs, one with
-hooks takes $\max(C, M)$ at least, because the longer hides the shorter. Nothing hides behind
-forward, in which there is no gradient yet. That is a third of $C$, so the limit is
-$\max(C, \frac{1}{3} C + M)$.
+**Predict.** The naive step takes $C + M$, and the starts of its messages. If messages need nothing
+that computing needs, one with hooks takes $\max(C, M)$ at least, because the longer hides the
+shorter. Nothing hides behind forward, in which there is no gradient yet. That is a third of $C$, so
+the limit is $\max(C, \frac{1}{3} C + M)$.
 
 **Measure.** Both in turns, and a device alone:
 """
@@ -501,7 +501,8 @@ does not: it copies a message from process to process itself, and cannot compute
 what is under way during backward makes backward longer, and hooks gain little.
 
 **Measure.** Two ranks, on links that hold nothing back, and a model that computes for real; then
-the same gradients and messages with layers that pause for as long as each was measured to compute.
+the same gradients and messages with layers that pause for as long as each was measured to compute,
+with a clock at work in between.
 (Ranks without a core of their own leave here.)
 """
 

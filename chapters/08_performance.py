@@ -336,9 +336,10 @@ same data, which is another training (chapter 14). Fewer bytes round what is sen
 ## Against the speed of the link
 
 **Predict.** A step that sends all gradients in one bucket hides nothing: it takes $C + M$, where
-$M$ is the time of all messages. One that hides all it can takes $\max(C, \frac{1}{3} C + M)$, as
-chapter 04 worked out. So overlap can gain most where $M$ is two thirds of $C$, as long as backward.
-On a slow link there is too little computing to hide behind; on a fast one there is little to hide.
+$M$ is here the time of all bytes on the link. One that hides all it can takes $\max(C, \frac{1}{3}
+C + M)$, as chapter 04 worked out. So overlap can gain most where $M$ is two thirds of $C$, as long
+as backward. On a slow link there is too little computing to hide behind; on a fast one there is
+little to hide.
 
 **Measure.** `relink` changes the speed of every host's link while the job runs. (TCP connections
 keep the pace that they began with, so new ones are made on the fastest.)
@@ -381,10 +382,9 @@ comms.print(table(rows, headers) if rows else "links of known speed: none here")
 # %% tags=["plumbing"]
 if by_speed:
     gaining = [link for link, gain in overlap.items() if gain.faster]
-    best = max(overlap, key=lambda link: overlap[link].ratio)
     figures.lines(
         {name: (x, curve) for name, curve in curves.items()},
-        title=f"Overlap gains at {len(gaining)} of {len(by_speed)} speeds, most at {best}",
+        title=f"Overlap gains at {len(gaining)} of {len(by_speed)} speeds",
         xlabel="speed of each link, Gbit/s",
         ylabel="times as fast as one device",
         log="x",
@@ -392,21 +392,21 @@ if by_speed:
 
 # %% tags=["plumbing"]
 if by_speed:
-    ideal = dict(zip(by_speed, zip(*list(curves.values())[2:], strict=True), strict=True))
-    guess = max(by_speed, key=lambda link: ideal[link][1] / ideal[link][0])
-    said = (
-        f"most at {best}, where a step with buckets is {overlap[best]} as one with a single "
-        f"bucket; predicted was {guess}"
-    )
+    ideal = [hidden / bare for bare, hidden in zip(*list(curves.values())[2:], strict=True)]
+    each = [
+        f"{overlap[link].ratio:.2f} times as fast at {link} ({guess:.2f} predicted)"
+        for link, guess in zip(by_speed, ideal, strict=True)
+    ]
+    said = f"a step with buckets is {', '.join(each)} as one with a single bucket"
     find(
         comms,
         "overlap",
-        all=(len(gaining) == len(by_speed), f"Overlap gains at every speed, {said}."),
+        all=(len(gaining) == len(by_speed), f"Overlap gains at every speed: {said}."),
         some=(
             0 < len(gaining) < len(by_speed),
-            f"Overlap gains at {len(gaining)} of {len(by_speed)} speeds, {said}.",
+            f"Overlap gains at {len(gaining)} of {len(by_speed)} speeds: {said}.",
         ),
-        none=(not gaining, "At no speed does overlap bring a net gain."),
+        none=(not gaining, f"At no speed does overlap bring a net gain: {said}."),
     )
 
 # %% tags=["plumbing"]
@@ -728,7 +728,7 @@ Before you buy a network, in this order:
    what messages take.
 4. Rank what can be changed by the milliseconds that it saves, predict before you try, and try.
 5. Below $b^* = 4R / (3nB)$ samples or tokens one device is faster, if nothing is hidden. Overlap
-   lowers the bound, most where messages take as long as backward.
+   lowers the bound, most for two ranks.
 
 What limits the computing itself, {func}`~microddp.performance.roofline.find_bottleneck` says; the
 next chapter takes a step apart with PyTorch's profiler.

@@ -689,9 +689,9 @@ if LINKS and stage.sides:
 
 # %% [markdown]
 r"""
-**Explain.** Where links are quick, what is left is $C$, copies, which are of fewer bytes, too, the
-starts (an all-reduce has one, two
-phases have two), and $c$. Two cores compress for eight devices here, so $c$ is overstated. And the
+**Explain.** Where links are quick, what is left is $C$; the last of two buckets, which starts when
+backward has ended; copies, which are of fewer bytes, too; the starts (an all-reduce has one, two
+phases have two); and $c$. Two cores compress for eight devices here, so $c$ is overstated. And the
 digits do not tell how many more steps *your* model takes.
 
 Of more than 200 set-ups on GPUs in data centres, compression beat a well-tuned synchronous training
