@@ -609,9 +609,8 @@ $ python -m microddp.labs start 02
    sends $2S$.
 
    The ring sends 24 messages of $S/4$, 6 from each rank, so a rank sends $\frac{3}{2}S$. A
-   `MessageCounter` around `ALGORITHMS["doubling"]` and `ALGORITHMS["ring"]` counts the same in a job of
-   4 ranks, if it
-   stands before `timed()`.
+   `MessageCounter` around `ALGORITHMS["doubling"]` and `ALGORITHMS["ring"]` counts the same in a
+   job of 4 ranks, if it stands before `timed()`.
 
    </details>
 
