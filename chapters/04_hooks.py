@@ -113,7 +113,7 @@ if few:
 # %% tags=["plumbing"]
 if few:
     early = sum(row.nbytes for row in rows if row.seconds < rows[-1].seconds / 2)
-    share = early / gradient_bytes(half)
+    share = few.all_gather_data(early / gradient_bytes(half))[0]  # rank 0's, on all
     said = f"After half the time of backward {share:.0%} of the bytes are ready."
     find(few, "ready-early", early=(share > 0, said), late=(share == 0, said))
     figures.gradient_order(

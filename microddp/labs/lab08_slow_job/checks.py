@@ -31,6 +31,7 @@ LAB = Lab(
     ranks=(2, 3),
     patience=15.0,
 )
+SLOW = "Where it breaks: one slow rank looks like a slow network"
 CAUSES = ("nothing", "loading", "slow rank", "slow network", "many messages")
 SECONDS = {"load": 2e-3, "forward": 5e-3, "backward": 10e-3, "update": 1e-3}
 TROUBLE = 60e-3  # seconds in each step
@@ -257,7 +258,7 @@ def loading(bench: Bench) -> None:
     )
 
 
-@LAB.check("a slow rank", read="Where it breaks")
+@LAB.check("a slow rank", read=SLOW)
 def slow_rank(bench: Bench) -> None:
     expect_named(bench, (plant(bench.comms, "slow rank", seed) for seed in range(8)))
 
@@ -286,7 +287,7 @@ def other_step(bench: Bench) -> None:
     )
 
 
-@LAB.check("real time on real links", read="Where it breaks", ranks=(2,), link="100mbit")
+@LAB.check("real time on real links", read=SLOW, ranks=(2,), link="100mbit")
 def real(bench: Bench) -> None:
     # A busy machine lets a rank sleep longer; with such times it makes none twice as slow.
     usual = {"load": 0.0, "forward": 0.03, "backward": 0.0, "update": 0.0}

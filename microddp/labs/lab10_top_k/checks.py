@@ -189,7 +189,7 @@ def arrives(bench: Bench) -> None:
     )
 
 
-@LAB.check("k values and k places of each rank", read="Bytes")
+@LAB.check("k values and k places of each rank", read="The largest values")
 def sent(bench: Bench) -> None:
     k, size = 10, 1000
     top, gradient = bench.work.TopK(k, bench.comms), everyone(bench, size, seed=30)[bench.rank]
