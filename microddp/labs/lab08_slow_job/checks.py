@@ -263,7 +263,7 @@ def slow_rank(bench: Bench) -> None:
     expect_named(bench, (plant(bench.comms, "slow rank", seed) for seed in range(8)))
 
 
-@LAB.check("a slow network, or many messages", read="Predicted from its parts")
+@LAB.check("a slow network, or many messages", read="What to change first")
 def network(bench: Bench) -> None:
     kinds = [(cause, seed) for seed in range(4) for cause in ("slow network", "many messages")]
     expect_named(bench, (plant(bench.comms, *kind) for kind in kinds))
