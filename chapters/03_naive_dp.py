@@ -407,8 +407,7 @@ model and tokens on clusters that people have, worked out from the figures of
 
 # %% tags=["plumbing"]
 rows = [
-    (side.words, side.devices, side.ratio, side.devices / (1 + side.ratio))
-    for side in known_clusters(**WORKLOAD)
+    (side.words, side.devices, side.ratio, side.unhidden) for side in known_clusters(**WORKLOAD)
 ]
 comms.print(
     table(rows, ["worked out, not measured", "devices", "M/C", "naive, times as fast as one"])

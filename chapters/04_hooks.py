@@ -354,11 +354,7 @@ CPU that starts them: its calls must stay ahead of the GPU.
 
 # %% tags=["plumbing"]
 rows = [
-    (
-        *(side.words, side.devices, side.ratio),
-        side.devices / (1 + side.ratio),
-        side.devices / max(1, 1 / 3 + side.ratio),
-    )
+    (side.words, side.devices, side.ratio, side.unhidden, side.overlapped)
     for side in known_clusters(**WORKLOAD)
 ]
 headers = [

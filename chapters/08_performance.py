@@ -128,7 +128,7 @@ def on_rank_0(spans):
     return [span for span in spans if span.rank == 0]
 
 
-rows, medians, parts = [], {}, {}
+medians, parts = {}, {}
 for name, steps in recorded.items():
     steps = sorted(steps[1:], key=lambda spans: break_down(on_rank_0(spans)).total)
     medians[name] = steps[len(steps) // 2]
@@ -292,6 +292,7 @@ figures.stacked_bars(
     f"{human_seconds(base.median)}; fewer: '{fewer_steps}', {1e3 * saved[fewer_steps]:.0f} ms",
     xlabel="time for the work of one step",
 )
+
 # %% tags=["plumbing"]
 said = (
     f"Of what takes as many steps, '{same_steps}' saves most: {1e3 * saved[same_steps]:.0f} ms of "
@@ -434,17 +435,16 @@ The *speed-up* says how many times as many samples a second there are as on one.
 number of devices, it is the *efficiency*.
 
 **Predict.** On $n$ devices a ring sends $\frac{2(n-1)}{n} S$ over each link: $S$ for two
-devices, $1.75\,S$ for eight, never $2\,S$. So with weak scaling bytes grow
-towards a limit, and the speed-up goes on rising. With strong scaling computing shrinks as $1/n$
-while messages grow: the more devices, the more of a step is messages.
+devices, $1.75\,S$ for eight, never $2\,S$. So with weak scaling bytes grow towards a limit, and the
+speed-up goes on rising. With strong scaling computing shrinks as $1/n$ while messages grow: the
+more devices, the more of a step is messages.
 """
 
 
 # %%
 def make_steps(group, share):
     """A step in DDP of so many eighths of a batch, and the same without communication."""
-    model = pausing_model(scaled(share / 8)) if stage.sides else stage.model
-    over = replace(stage, comms=group, model=model)
+    over = replace(stage, comms=group, model=pausing_model(scaled(share / 8)))
     return over.step("ddp", CAP), over.step("none")
 
 
@@ -704,11 +704,7 @@ what overlap could give there at most:
 
 # %% tags=["plumbing"]
 rows = [
-    (
-        *(side.words, side.devices, side.ratio),
-        side.devices / (1 + side.ratio),
-        side.devices / max(1, 1 / 3 + side.ratio),
-    )
+    (side.words, side.devices, side.ratio, side.unhidden, side.overlapped)
     for side in known_clusters(**WORKLOAD)
 ]
 headers = ["worked out, not measured", "devices", "M/C", "nothing hidden", "all hidden that can be"]

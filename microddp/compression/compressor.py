@@ -104,6 +104,8 @@ def gather_parts(parts: Sequence[torch.Tensor], comms: Comms) -> list[list[torch
 def exchange_parts(parts: Sequence[torch.Tensor], comms: Comms) -> list[list[torch.Tensor]]:
     """Send row i of several tensors to rank i, in one message, as bytes: an all-to-all.
 
+    Not the backend's: a ``MessageCounter`` counts messages between two ranks.
+
     Args:
         parts: tensors with a row for each rank, of the same shapes and dtypes on every rank.
         comms: the ranks.

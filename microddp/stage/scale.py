@@ -46,6 +46,16 @@ class Side:
         """M/C."""
         return self.messages / self.compute
 
+    @property
+    def unhidden(self) -> float:
+        """How many times as fast as one device all are, if nothing is hidden and starts are 0."""
+        return self.devices / (1 + self.ratio)
+
+    @property
+    def overlapped(self) -> float:
+        """How many times as fast, if all is hidden that backward can hide, two thirds of C."""
+        return self.devices / max(1, 1 / 3 + self.ratio)
+
     def in_words(self) -> dict[str, str]:
         """Return the numbers in words, by what they are."""
         return {

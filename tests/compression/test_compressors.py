@@ -87,7 +87,8 @@ def test_what_is_sent_and_what_is_kept_back_make_the_gradient(comms):
             if name not in ("sign", "int8", "power:2"):
                 assert torch.equal(sent + residual, whole), (name, step)
             # For these a small value and a large one do not add up to the bit.
-            torch.testing.assert_close(sent + residual, whole, rtol=1e-5, atol=1e-5, msg=name)
+            near = 1e-5 if name in TWICE else 1e-6  # n times a rest, and back
+            torch.testing.assert_close(sent + residual, whole, rtol=near, atol=near, msg=name)
             if name != "power:2":
                 near = {"fp16": 4e-3, "bf16": 4e-2}.get(name, 1e-6)  # sums are rounded on the way
                 torch.testing.assert_close(flat, expected, rtol=near, atol=near, msg=name)
@@ -133,10 +134,10 @@ def test_what_fits_arrives_whole(comms):
         state.average(of, flat)
         expected = comms.all_gather(values).mean(dim=0)
         torch.testing.assert_close(flat, expected, rtol=1e-6, atol=1e-7, msg=name)
-        least = (
+        most = (
             1e-4 if name in TWICE else 0.0
         )  # a sum by three is rounded before its second rounding
-        assert all((kept.abs() <= least).all() for kept in state.residuals.values()), name
+        assert all((kept.abs() <= most).all() for kept in state.residuals.values()), name
 
 
 @on_ranks(2, 3)

@@ -1,6 +1,7 @@
 """Scale models: the cluster's numbers, computed by hand, and a stage that has its ratios."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from ranks import on_ranks
@@ -83,3 +84,10 @@ def test_a_stage_is_set_on_the_ranks_that_there_are(comms):
     if n == 1:
         stage.step("naive")()
         stage.step(stage.strategy("ddp", 1.0))()
+
+
+def test_speed_ups_follow_from_n_and_the_ratio():
+    side = cluster("a100", "25gbit", nodes=8, node=1, parameters=1e9, tokens=4096, layers=8)
+    for ratio, unhidden, overlapped in ((0, 8, 8), (1, 4, 6), (3, 2, 2.4)):
+        made = replace(side, compute=1.0, messages=float(ratio))
+        assert (made.unhidden, made.overlapped) == pytest.approx((unhidden, overlapped))
