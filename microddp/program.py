@@ -81,10 +81,20 @@ class Work:
 
 @dataclass(frozen=True)
 class Call:
-    """A collective: its name in ``torch.distributed``, without ``_``, and bytes of the tensor."""
+    """A collective of a step.
+
+    Attributes:
+        half: its name in ``torch.distributed``.
+        nbytes: bytes of the whole tensor.
+        among: ``"all"`` devices; those of each ``"node"``; or ``"replicas"``, those with the same
+            number in each node. Calls among others do not wait for each other.
+        after: number of a call of the step whose result it takes, if it does.
+    """
 
     half: str
     nbytes: float
+    among: str = "all"
+    after: int | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +118,7 @@ class Program:
     Args:
         work: of a device.
         devices: how many there are, all alike.
+        node: how many are in a node.
         bucket_cap_mb: as for a strategy.
         accumulation: micro-batches of a step, each with the work of all layers.
         kept: the share of a gradient's bytes that is sent, where it is compressed.
@@ -123,13 +134,15 @@ class Program:
         work: Work,
         devices: int,
         *,
+        node: int = 1,
         bucket_cap_mb: float | None = None,
         accumulation: int = 1,
         kept: float = 1.0,
         every: int = 1,
         step: int = 0,
     ) -> None:
-        self.work, self.devices, self.bucket_cap_mb = work, devices, bucket_cap_mb
+        self.work, self.devices, self.node = work, devices, node
+        self.bucket_cap_mb = bucket_cap_mb
         self.accumulation, self.kept, self.every, self.step = accumulation, kept, every, step
         self.ops: list[Op] = []
         self._started = 0
@@ -139,9 +152,9 @@ class Program:
         if seconds:
             self.ops.append(Op(seconds))
 
-    def start(self, half: str, nbytes: float) -> int:
+    def start(self, half: str, nbytes: float, among: str = "all", after: int | None = None) -> int:
         """Write down that a collective is started; returns its number, for :meth:`wait`."""
-        self.ops.append(Op(start=Call(half, nbytes)))
+        self.ops.append(Op(start=Call(half, nbytes, among, after)))
         self._started += 1
         return self._started - 1
 
@@ -222,12 +235,13 @@ class Program:
         values = sum(sum(layer.tensors) for layer in self.work.layers)
         return values * self.work.parameter_size
 
-    def padded(self, gradients: Gradients, size: float) -> float:
+    def padded(self, gradients: Gradients, size: float, parts: int | None = None) -> float:
         """Bytes of a flat tensor of as many values that the devices divide evenly.
 
         Args:
             gradients: whose values, or whose parameters'.
             size: bytes of a value.
+            parts: into how many it is divided; default: the devices.
         """
-        values = sum(count for _, count in gradients)
-        return -(-values // self.devices) * self.devices * size
+        values, parts = sum(count for _, count in gradients), parts or self.devices
+        return -(-values // parts) * parts * size

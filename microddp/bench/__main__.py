@@ -97,6 +97,12 @@ def _add_sharded_options(parser: argparse.ArgumentParser) -> None:
         default=list(MODELS),
         help=f"default: {', '.join(MODELS)}",
     )
+    parser.add_argument(
+        "--ranks-per-node",
+        type=positive(int),
+        metavar="N",
+        help="for hsdp (default: those of each machine)",
+    )
     _add_run_options(parser)
 
 

@@ -10,13 +10,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from tqdm import tqdm
 
-from microddp import sharding  # noqa: F401 - registers its strategies
 from microddp.backward import tensors_in
 from microddp.bench.ddp import Batch, models
 from microddp.bench.memory import bytes_alive
@@ -25,13 +25,14 @@ from microddp.comms import Comms
 from microddp.model import elements, parameter_count
 from microddp.performance import bytes_kept
 from microddp.report import MIB
+from microddp.sharding import nodes_of  # and registers the strategies
 from microddp.shared import AUTO, scatter_gather
 from microddp.step import Loss, take_step
 from microddp.strategies import STRATEGIES
 from microddp.timing import Timing, measure
 
 MODELS = ("MLP 512", "MLP 1024", "transformer")
-STAGES = {"torch": 0, "ddp": 0, "torch zero1": 1, "torch zero3": 3} | {
+STAGES = {"torch": 0, "ddp": 0, "torch zero1": 1, "torch zero3": 3, "torch hsdp": 3} | {
     name: kind.stage for name, kind in STRATEGIES.items() if kind.stage
 }
 OURS = tuple(name for name, kind in STRATEGIES.items() if kind.stage)
@@ -70,24 +71,26 @@ Step = Callable[[], object]
 
 
 def _make(
-    name: str, model: nn.Module, loss_fn: Loss, batch: Batch, comms: Comms
+    name: str, model: nn.Module, loss_fn: Loss, batch: Batch, comms: Comms, node: int
 ) -> tuple[Step, nn.Module]:
     """Make a step of one way, and the model that the step trains."""
     replica = copy.deepcopy(model)
     kind, _, collectives = name.partition(", ")
     optimizer: torch.optim.Optimizer | None = None
-    if kind.startswith("torch zero"):
-        module, optimizer = _theirs(kind, replica, comms)
+    if kind.startswith("torch "):
+        module, optimizer = _theirs(kind, replica, comms, node)
         strategy = STRATEGIES["none"](module, comms)
-    elif collectives:
-        strategy = STRATEGIES[kind](replica, comms, collectives=collectives)  # type: ignore[call-arg]
     else:
-        strategy = STRATEGIES[kind](replica, comms)
+        options: dict[str, Any] = {"collectives": collectives} if collectives else {}
+        options |= {"node": node} if kind == "hsdp" else {}
+        strategy = STRATEGIES[kind](replica, comms, **options)
     optimizer = optimizer or torch.optim.AdamW(strategy.parameters(), lr=1e-4)
     return partial(take_step, strategy, loss_fn, optimizer, batch), replica
 
 
-def _theirs(name: str, model: nn.Module, comms: Comms) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _theirs(
+    name: str, model: nn.Module, comms: Comms, node: int
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     with warnings.catch_warnings(action="ignore"):  # PyTorch's own, of its jit
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import fully_shard
@@ -98,7 +101,11 @@ def _theirs(name: str, model: nn.Module, comms: Comms) -> tuple[nn.Module, torch
             ddp.parameters(), torch.optim.AdamW, process_group=comms.group, lr=1e-4
         )
         return ddp, optimizer
-    mesh = DeviceMesh.from_group(comms.group, comms.device.type)
+    if name == "torch hsdp":
+        ranks = torch.arange(comms.world_size).view(-1, node)
+        mesh = DeviceMesh(comms.device.type, ranks, mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = DeviceMesh.from_group(comms.group, comms.device.type)
     for block in elements(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -106,15 +113,15 @@ def _theirs(name: str, model: nn.Module, comms: Comms) -> tuple[nn.Module, torch
 
 
 def _bytes(
-    name: str, model: nn.Module, loss_fn: Loss, batch: Batch, comms: Comms
+    name: str, model: nn.Module, loss_fn: Loss, batch: Batch, comms: Comms, node: int
 ) -> tuple[int, int]:
     """Return the bytes kept after backward, and the most, in the second step of a way."""
     kept: list[int] = []
     during: list[int] = []
-    _make(name, model, loss_fn, batch, comms)[0]()  # makes buffers that stay
+    _make(name, model, loss_fn, batch, comms, node)[0]()  # makes buffers that stay
     gc.collect()
     gc.freeze()  # leaves out the objects that exist already
-    step, model = _make(name, model, loss_fn, batch, comms)
+    step, model = _make(name, model, loss_fn, batch, comms, node)
 
     def look(*_: object) -> None:
         during.append(bytes_alive())
@@ -144,9 +151,10 @@ def bench_sharded(options: argparse.Namespace, comms: Comms) -> None:
     """Time every way for every model, taking turns within one run."""
     comms.print(comms.describe())
     available = models(comms.device)
-    names = [*STAGES]
+    node = nodes_of(comms, options.ranks_per_node)[0].world_size
+    names = [name for name in STAGES if "hsdp" not in name or node < comms.world_size]
     if comms.device.type == "cpu" and scatter_gather(AUTO, comms).name != "ring":
-        names += [f"{name}, ring" for name in OURS]  # as between machines
+        names += [f"{name}, ring" for name in OURS if name in names]  # as between machines
     rows: list[Row] = []
     rounds = len(options.models) * (options.warmup + options.iters)
     with tqdm(
@@ -156,13 +164,13 @@ def bench_sharded(options: argparse.Namespace, comms: Comms) -> None:
             bar.set_description(name)
             torch.manual_seed(comms.rank)
             model, loss_fn, batch = available[name]()
-            kept = {way: _bytes(way, model, loss_fn, batch, comms) for way in names}
-            ways = {way: _make(way, model, loss_fn, batch, comms)[0] for way in names}
+            kept = {way: _bytes(way, model, loss_fn, batch, comms, node) for way in names}
+            ways = {way: _make(way, model, loss_fn, batch, comms, node)[0] for way in names}
             timings = measure(
                 ways, comms, warmup=options.warmup, repeat=options.iters, progress=bar.update
             )
             rows += [
-                _row(name, way, timings, kept[way], parameter_count(model), step, comms)
+                _row(name, way, timings, kept[way], parameter_count(model), step, comms, node)
                 for way, step in ways.items()
             ]
     if comms.rank == 0:
@@ -177,9 +185,11 @@ def _row(
     count: int,
     step: Step,
     comms: Comms,
+    node: int,
 ) -> Row:
     time = timings[way]
     stage = STAGES[way.partition(",")[0]]
+    divided = node if "hsdp" in way else comms.world_size
     strategy = step.args[0]  # type: ignore[attr-defined]
     return Row(
         model=model,
@@ -188,7 +198,7 @@ def _row(
         to_ddp=time.ratio(timings[DDP]),
         to_fsdp=time.ratio(timings[THEIRS]),
         kept=kept[0],
-        predicted=bytes_kept(stage, count, comms.world_size).total,
+        predicted=bytes_kept(stage, count, divided).total,
         peak=kept[1],
         sent=strategy.sent_bytes(),
     )

@@ -8,7 +8,7 @@ each other down, and so do nodes that share a switch's uplink.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -132,6 +132,15 @@ class Network:
         """
         return _seconds(self, half, algorithm, nbytes)
 
+    def among(self, which: str) -> Network:
+        """The network of one group of devices, while each other group of its kind does the same.
+
+        Args:
+            which: ``"all"`` devices; those of one ``"node"``; or ``"replicas"``, those with the
+                same number in each node, who share the node's ports.
+        """
+        return _among(self, which)
+
     def round_seconds(self, transfers: list[Transfers]) -> float:
         """Compute the seconds until the last of these messages has arrived."""
         source = np.concatenate([t.source for t in transfers])
@@ -165,6 +174,30 @@ class Network:
             return latency + longest
         busy = len(sizes) * self.processor.message + float(sizes.sum()) * self.processor.byte
         return max(latency + longest, busy)
+
+
+@cache
+def _among(network: Network, which: str) -> Network:
+    if which == "all":
+        return network
+    each = network.in_node
+    if which == "node":
+        groups, place = network.nodes, [device % network.node for device, _ in network.slowed]
+        one = replace(network, devices=each, uplinks=(), slowed=(), processor=None)
+    else:
+        groups, place = each, [device // network.node for device, _ in network.slowed]
+        bandwidth = network.between.bandwidth * min(1.0, network.rails / each)
+        one = Network(
+            network.nodes,
+            replace(network.between, bandwidth=bandwidth),
+            adds=network.adds,
+            uplinks=tuple((nodes, uplink / each) for nodes, uplink in network.uplinks),
+        )
+    slowed = tuple(zip(place, (share for _, share in network.slowed), strict=True))
+    busy = network.processor
+    if busy:  # it carries the messages of all groups
+        busy = Processor(busy.message * groups, busy.byte * groups)
+    return replace(one, slowed=slowed, processor=busy)
 
 
 @cache

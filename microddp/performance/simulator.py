@@ -1,9 +1,10 @@
 """A simulator of data-parallel steps on devices that nobody has at hand.
 
 A step is a program (:mod:`microddp.program`), the same on every device. It is played with a clock
-for each device and one lane for messages. A collective starts when the last device has reached it
-and the collective before has ended, and lasts for
-:meth:`microddp.performance.network.Network.seconds`. Devices that are all alike share one clock.
+for each device and one lane for messages, or two for a strategy that sends inside nodes and between
+them. A collective starts when the last device has reached it and the collective before in its lane
+has ended, and lasts for :meth:`microddp.performance.network.Network.seconds`. Devices that are all
+alike share one clock.
 
 Two things are left out: messages that take memory's bandwidth or processors from computing, and a
 device that begins a collective's first rounds while another one is late.
@@ -59,7 +60,7 @@ class Way:
             raise ValueError(f"expected kept above 0 and at most 1, got {self.kept}")
 
 
-def program(work: Work, way: Way, devices: int, step: int = 0) -> list[Op]:
+def program(work: Work, way: Way, devices: int, step: int = 0, node: int = 1) -> list[Op]:
     """Write down what each device does in a step, in order.
 
     Args:
@@ -67,10 +68,12 @@ def program(work: Work, way: Way, devices: int, step: int = 0) -> list[Op]:
         way: way in which the devices work together.
         devices: number of devices.
         step: number of the step, from 0: not every step has a meeting.
+        node: number of devices in a node.
     """
     written = Program(
         work,
         devices,
+        node=node,
         bucket_cap_mb=way.bucket_cap_mb,
         accumulation=way.accumulation,
         kept=way.kept,
@@ -156,10 +159,13 @@ def simulate(
         raise ValueError(f"expected at least one step, got {steps}")
     drawn = np.random.default_rng(seed)
     clock = np.zeros(network.devices if variation else 1)
-    lane, waited, events = 0.0, 0.0, 0
+    lanes, waited, events = dict[str, float](), 0.0, 0
     ends = [0.0]
     calls: list[Call] = []
-    programs = [program(work, way, network.devices, step) for step in range(min(steps, way.every))]
+    programs = [
+        program(work, way, network.devices, step, network.in_node)
+        for step in range(min(steps, way.every))
+    ]
     for step in range(steps):
         factor: NDArray[np.float64] | float = 1.0
         if variation:
@@ -170,10 +176,12 @@ def simulate(
         ops = programs[step % way.every]
         for op in ops:
             if op.start:
-                took = network.seconds(op.start.half, way.algorithm, op.start.nbytes)
-                lane = max(lane, float(clock.max())) + took
-                done.append(lane)
-                calls.append(op.start)
+                call = op.start
+                took = network.among(call.among).seconds(call.half, way.algorithm, call.nbytes)
+                ready = 0.0 if call.after is None else done[call.after]
+                done.append(max(lanes.get(call.among, 0.0), float(clock.max()), ready) + took)
+                lanes[call.among] = done[-1]
+                calls.append(call)
             elif op.wait is not None:
                 waited += float(np.maximum(done[op.wait] - clock, 0).mean())
                 np.maximum(clock, done[op.wait], out=clock)

@@ -13,13 +13,16 @@ stage  sharded                             bytes kept                     bytes 
 
 S is 4Ψ, and DDP sends as much as stages 1 and 2: a reduce-scatter of gradients and an all-gather of
 parameters are the two halves of an all-reduce. In stage 3 parameters are all-gathered twice, before
-forward and before backward, and resharded in between.
+forward and before backward, and resharded in between. In nodes of n ranks each, of which there are
+m, stage 3 may be inside the nodes (HSDP): then a rank keeps 16/n Ψ, sends 3 (n-1)/n S inside its
+node, and 2 (m-1)/m S/n to the other nodes.
 """
 
 from microddp.sharding.fully_shard import fully_shard, shard_blocks
 from microddp.sharding.gradients import ShardedGradients
+from microddp.sharding.nodes import nodes_of
 from microddp.sharding.optimizer import ShardedOptimizer
 from microddp.sharding.param_group import FlatParamGroup, ShardedParam
 from microddp.sharding.reducer import ShardedReducer
 from microddp.sharding.sharded_module import ShardedModule
-from microddp.sharding.strategies import Zero1, Zero2, Zero3
+from microddp.sharding.strategies import Hsdp, Zero1, Zero2, Zero3

@@ -32,6 +32,7 @@ def fully_shard(
     comms: Comms,
     reshard_after_forward: bool = True,
     *,
+    replicas: Comms | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     initialise: Initialise | None = None,
@@ -50,6 +51,11 @@ def fully_shard(
     Bytes that a rank sends in a step: (n-1)/n S of parameters, twice with
     ``reshard_after_forward``, and as many of gradients.
 
+    With ``replicas`` the ranks are a grid (HSDP): those of ``comms``, of one node, say, divide the
+    parameters, and those of ``replicas``, one in each node, keep the same shard. Gradients are
+    reduce-scattered among the first, and each shard is averaged among the second: between nodes go
+    2 (m-1)/m S/n bytes a rank, with m replicas, while the gathers stay inside.
+
     ``module.state_dict()`` has this rank's shards under the names of the whole parameters, and no
     unsharded model can load it. ``whole_state_dict()`` of what this function returns has whole
     tensors, and :func:`~microddp.parts.own_parts` says which values a rank's shards are.
@@ -61,9 +67,11 @@ def fully_shard(
     Args:
         module: its parameters and buffers become those of rank 0. What is on the ``meta`` device
             is allocated on this rank's device, and initialised.
-        comms: the ranks.
+        comms: the ranks among which the parameters are divided.
         reshard_after_forward: whether the parameters are freed between forward and backward. Those
             that backward needs first may as well stay: PyTorch keeps the outermost module's.
+        replicas: the ranks that keep the same shard as this one; default: none. The norm of
+            gradients and whole states are taken over ``comms`` alone.
         param_dtype: dtype in which parameters are all-gathered and used, and to which
             floating-point inputs are cast; the shards keep their own. Default: no other dtype.
         reduce_dtype: dtype in which gradients are reduced; default: that of the shards.
@@ -72,8 +80,8 @@ def fully_shard(
         collectives: a key of ``microddp.shared.SCATTER_GATHERS``, or ``"auto"``.
 
     Returns:
-        A handle with ``no_sync()``, ``whole_state_dict()`` and ``remove()``; that of the outermost
-        module is for the whole model.
+        A handle with ``no_sync()``, ``no_all_reduce()``, ``whole_state_dict()`` and ``remove()``;
+        that of the outermost module is for the whole model.
 
     Raises:
         ValueError: the module is sharded already, a gradient would be sparse, or a module on the
@@ -106,12 +114,15 @@ def fully_shard(
         group.reshard()
     tensors = dict.fromkeys(t for m in mine for t in own_tensors(m) if group_of(t) is None)
     names = {t: name for name, t in (*module.named_buffers(), *module.named_parameters())}
-    check_structure(nn.Module(), comms, {names[t]: describe(t) for t in tensors})
-    broadcast_tensors([*tensors], comms)
+    for ranks in (comms, replicas):
+        if ranks is not None:
+            check_structure(nn.Module(), ranks, {names[t]: describe(t) for t in tensors})
+            broadcast_tensors([*tensors], ranks)
     groups = flat_param_groups(
         {names[t]: t for t in tensors if isinstance(t, nn.Parameter)},
         comms,
         scatter_gather(collectives, comms),
+        replicas=replicas,
         shard_params=True,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import inf
 from typing import Any, cast
@@ -64,8 +65,10 @@ class FlatParamGroup:
 
     Args:
         parameters: the parameters by name; dense, of one dtype and device, equal on all ranks.
-        comms: the ranks.
+        comms: the ranks among which the parameters are divided.
         collectives: the reduce-scatter and the all-gather to use.
+        replicas: the ranks that keep the same shard as this one, to average with (HSDP);
+            default: none.
         keep_gradients: whether the flat tensor of gradients lives as long as this rank's shard of
             the mean (ZeRO 1), or the shard has memory of its own (ZeRO 2 and 3).
         shard_params: whether parameters are whole only from :meth:`unshard` to :meth:`reshard`
@@ -94,12 +97,14 @@ class FlatParamGroup:
         comms: Comms,
         collectives: ScatterGather,
         *,
+        replicas: Comms | None = None,
         keep_gradients: bool = False,
         shard_params: bool = False,
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.comms, self.collectives = comms, collectives
+        self.replicas = replicas if replicas and replicas.world_size > 1 else None
         self.keep_gradients, self.shard_params = keep_gradients, shard_params
         flat = torch.cat([p.detach().flatten() for p in parameters.values()])
         self.numel, self.shard_numel = len(flat), -(-len(flat) // comms.world_size)
@@ -137,6 +142,9 @@ class FlatParamGroup:
         self.is_sharded, self.first_use = False, inf
         self._all_gather: Future | None = None
         self._reduce_scatter: Future | None = None
+        self._all_reduce: Future | None = None
+        # What was reduced among ``comms`` and not among ``replicas`` yet.
+        self._partial_mean: torch.Tensor | None = None
         self.timeline: Recorder = NOT_RECORDED
         self.reshard()
 
@@ -159,7 +167,7 @@ class FlatParamGroup:
         """
         if self.is_unsharding or (self.shard_params and not self.is_sharded):
             return
-        self.wait_for_reduce_scatter()  # while the parameters are the shards these gradients are of
+        self.wait_for_mean()  # while the parameters are the shards these gradients are of
         if self.shard_params:
             self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
             self.shard_of(self.unsharded).copy_(self.shard)
@@ -198,35 +206,76 @@ class FlatParamGroup:
     # ---- gradients: flattened, and this rank's shard of their mean
 
     @torch.no_grad()
-    def post_backward(self) -> None:
+    def post_backward(self, all_reduce: bool = True) -> None:
         """Reshard, and start the reduce-scatter of the gradients; a missing one counts as zero.
 
-        A collective, in the same order of groups on every rank. :meth:`wait_for_reduce_scatter`
-        completes it.
+        A collective, in the same order of groups on every rank. :meth:`wait_for_mean` completes it.
+
+        Args:
+            all_reduce: whether the replicas average what the reduce-scatter gives, with all that
+                was left out before. If not, it is kept until they do.
         """
-        self.wait_for_reduce_scatter()  # of an earlier portion, if gradients come in several
+        self.wait_for_mean()  # of an earlier portion, if gradients come in several
         gradients = deque(param.parameter.grad for param in self.params)
         for param in self.params:
             param.parameter.grad = None
         self.reshard()
         flat = torch.empty_like(self.unsharded, dtype=self.reduce_dtype)
         flat[self.numel :] = 0  # the padding
+        share = 1 / (self.comms.world_size * (self.replicas.world_size if self.replicas else 1))
         for param in self.params:
             gradient = gradients.popleft()  # freed when the next one takes its name
             if gradient is None:
                 flat[param.flat_range] = 0
             else:  # divided in the precision of the sum
                 gradient = gradient.flatten().to(flat.dtype)
-                torch.mul(gradient, 1 / self.comms.world_size, out=flat[param.flat_range])
+                torch.mul(gradient, share, out=flat[param.flat_range])
         self._reduce_scatter = self._start("reduce-scatter", flat)
+        if self.replicas and all_reduce:
+            self._start_all_reduce(self._reduce_scatter)
+
+    def _start_all_reduce(self, reduce_scatter: Future) -> None:
+        assert self.replicas
+        mean = self.shard.new_empty(self.shard_numel, dtype=self.reduce_dtype)
+        partial, self._partial_mean = self._partial_mean, None
+
+        def copy(scattered: Future) -> torch.Tensor:  # so that the flat tensor can go
+            mean.copy_(self.shard_of(scattered.value()))
+            if partial is not None:
+                mean.add_(partial)
+            return mean
+
+        name = f"all-reduce {self.params[0].name} ..."
+        self._all_reduce = self.collectives.all_reduce_after(
+            reduce_scatter.then(copy), mean, self.replicas, name, self.timeline
+        )
 
     def wait_for_reduce_scatter(self) -> None:
-        """Wait for the reduce-scatter, if one is pending, and add it to the shards' gradients."""
+        """Wait for the reduce-scatter, if one is pending, after which its flat tensor is free."""
         if self._reduce_scatter is None:
             return
-        with self.timeline.span(f"wait for gradients of {self.params[0].name} ...", lane="wait"):
+        with self._waiting():
             mean = self.shard_of(self._reduce_scatter.wait())
         self._reduce_scatter = None
+        if self.replicas is None:
+            self._add_to_gradients(mean)
+        elif self._all_reduce is None:
+            before = self._partial_mean
+            self._partial_mean = mean.clone() if before is None else before.add_(mean)
+
+    def wait_for_mean(self) -> None:
+        """Wait for all that is pending, and add the mean to the shards' gradients."""
+        self.wait_for_reduce_scatter()
+        if self._all_reduce is not None:
+            with self._waiting():
+                mean = self._all_reduce.wait()
+            self._all_reduce = None
+            self._add_to_gradients(mean)
+
+    def _waiting(self) -> AbstractContextManager[object]:
+        return self.timeline.span(f"wait for gradients of {self.params[0].name} ...", lane="wait")
+
+    def _add_to_gradients(self, mean: torch.Tensor) -> None:
         mean = mean.to(self.shard.dtype, copy=not self.keep_gradients)
         # With sharded parameters, one of which this rank has no value gets an empty gradient: a
         # loop over all gradients finds one for each.

@@ -16,23 +16,26 @@ class ShardedReducer(Switchable):
         groups: the flat parameter groups.
         params: the parameters of all groups.
         local_params: the ones of which this rank's shards have at least one value.
+        all_reduces: whether replicas, where there are any, average what is reduced now.
     """
 
     def __init__(self, groups: Iterable[FlatParamGroup]) -> None:
         self.groups = list(groups)
         self.params = [param for group in self.groups for param in group.params]
         self.local_params = [param for group in self.groups for param in group.local_params]
+        self.all_reduces = True
         self._pending: deque[FlatParamGroup] = deque()
 
     def reduce(self, group: FlatParamGroup) -> None:
         """Start a group's reduce-scatter. A collective, in the same order on every rank."""
-        group.post_backward()
+        group.post_backward(self.all_reduces)
         self._pending.append(group)
         # One may be pending while the next is filled: each has memory for all of its gradients.
         if group.collectives.blocking or len(self._pending) > 1:
             self._pending.popleft().wait_for_reduce_scatter()
 
     def wait(self) -> None:
-        """Wait for all pending reduce-scatters."""
-        while self._pending:
-            self._pending.popleft().wait_for_reduce_scatter()
+        """Wait for all that is pending."""
+        self._pending.clear()
+        for group in self.groups:
+            group.wait_for_mean()

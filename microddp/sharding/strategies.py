@@ -1,4 +1,4 @@
-"""Sharding as strategies of a step: ZeRO's stages 1 to 3."""
+"""Sharding as strategies of a step: ZeRO's stages 1 to 3, and stage 3 by nodes (HSDP)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from microddp.allreduce import ring_cost
 from microddp.comms import Comms
 from microddp.parts import from_torch, load_parts, whole_state
 from microddp.program import Program
 from microddp.sharding.fully_shard import shard_blocks
 from microddp.sharding.gradients import ShardedGradients
+from microddp.sharding.nodes import nodes_of
 from microddp.sharding.reducer import ShardedReducer
 from microddp.sharding.sharded_module import ShardedModule
 from microddp.shared import AUTO
@@ -32,14 +34,20 @@ class Sharded(Strategy):
         collectives: a key of ``microddp.shared.SCATTER_GATHERS``, or ``"auto"``.
 
     Attributes:
+        inside: the ranks among which state is divided.
         sharded: the handle of what shards the model.
         reducer: its flat parameter groups, with the reduce-scatters of their gradients.
     """
 
     averages = overlaps = buckets = True
     replicas = False
+    inside: Comms
     reducer: ShardedReducer
     sharded: ShardedGradients | ShardedModule
+
+    def __init__(self, model: nn.Module, comms: Comms) -> None:
+        super().__init__(model, comms)
+        self.inside = comms
 
     def record(self, timeline: Recorder) -> None:
         super().record(timeline)
@@ -74,13 +82,13 @@ class Sharded(Strategy):
     def state(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        return whole_state(self.reducer.local_params, self.comms, model, optimizer)
+        return whole_state(self.reducer.local_params, self.inside, model, optimizer)
 
     def load(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
         parts = from_torch(model, state["model"], state["optimizer"])
-        load_parts(self.reducer.local_params, self.comms, [parts], optimizer)
+        load_parts(self.reducer.local_params, self.inside, [parts], optimizer)
 
 
 @register("zero1")
@@ -172,7 +180,7 @@ class Zero3(Sharded):
             for group in module.groups
             if not module.reshard_after_forward
         }
-        others = self.comms.world_size - 1
+        others = self.inside.world_size - 1
         return float(
             sum(
                 others * group.shard_numel * group.unsharded.itemsize * (2 + (group not in kept))
@@ -183,27 +191,95 @@ class Zero3(Sharded):
     @classmethod
     def program(cls, program: Program) -> None:
         """All-gather each layer while the one before it computes, in forward and in backward."""
-        work = program.work
-        layers = [
-            (layer, [(i, count) for count in layer.tensors]) for i, layer in enumerate(work.layers)
-        ]
-        reduced: list[int] = []
-        for _ in range(program.accumulation):
-            for order, phase in ((layers, "forward"), (layers[::-1], "backward")):
-                gathers = (
-                    program.start("all_gather", program.padded(bucket, work.parameter_size))
-                    for _, bucket in order
+        _three_stages(program, program.devices, "all")
+
+
+@register("hsdp")
+class Hsdp(Zero3):
+    """ZeRO 3 among the ranks of each node, and averages between the nodes.
+
+    PyTorch calls it HSDP, *hybrid* sharding. Parameters are gathered inside a node only.
+
+    Args:
+        model: this rank's replica.
+        comms: the ranks.
+        bucket_cap_mb: not used.
+        collectives: those inside a node, as for all stages.
+        node: how many ranks in a row are a node; default: those of each machine.
+
+    Attributes:
+        across: the ranks that keep the same shard.
+
+    Raises:
+        ValueError: the nodes would have different numbers of ranks.
+
+    Source: Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.2.2.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comms: Comms,
+        bucket_cap_mb: float | None = None,
+        collectives: str = AUTO,
+        node: int | None = None,
+    ) -> None:
+        del bucket_cap_mb
+        Sharded.__init__(self, model, comms)
+        self.inside, self.across = nodes_of(comms, node)
+        self.sharded = shard_blocks(
+            model, self.inside, replicas=self.across, collectives=collectives
+        )
+        self.reducer = self.sharded.context
+
+    def sent_bytes(self) -> float:
+        shards = sum(group.shard.nbytes for group in self.reducer.groups if group.requires_grad)
+        return super().sent_bytes() + ring_cost(self.across.world_size, shards).most_sent
+
+    @classmethod
+    def program(cls, program: Program) -> None:
+        """As stage 3 inside a node, and each shard is averaged when it was reduced."""
+        _three_stages(program, program.node, "node")
+
+
+def _three_stages(program: Program, divided: int, among: str) -> None:
+    """Write stage 3 down: each layer is gathered while the one before it computes.
+
+    Args:
+        program: to write to.
+        divided: among how many devices parameters are divided.
+        among: these devices, as in :class:`~microddp.program.Call`. If they are not all, each
+            reduced shard is averaged among the replicas.
+    """
+    work = program.work
+    layers = [
+        (layer, [(i, count) for count in layer.tensors]) for i, layer in enumerate(work.layers)
+    ]
+    reduced: list[int] = []
+    means: list[int] = []
+    for _ in range(program.accumulation):
+        for order, phase in ((layers, "forward"), (layers[::-1], "backward")):
+            gathers = (
+                program.start(
+                    "all_gather", program.padded(bucket, work.parameter_size, divided), among
                 )
-                prefetched = next(gathers)
-                for layer, bucket in order:
-                    needed, prefetched = prefetched, next(gathers, prefetched)
-                    program.wait(needed)
-                    program.compute(getattr(layer, phase))
-                    if phase == "backward":
-                        program.copy(bucket)
-                        size = program.padded(bucket, work.gradient_size)
-                        reduced.append(program.start("reduce_scatter", size))
-                        if len(reduced) > 1:  # the next one needs the memory of one before
-                            program.wait(reduced[-2])
-        program.wait(reduced[-1])
-        program.compute(work.optimizer / program.devices)
+                for _, bucket in order
+            )
+            prefetched = next(gathers)
+            for layer, bucket in order:
+                needed, prefetched = prefetched, next(gathers, prefetched)
+                program.wait(needed)
+                program.compute(getattr(layer, phase))
+                if phase == "backward":
+                    program.copy(bucket)
+                    size = program.padded(bucket, work.gradient_size, divided)
+                    reduced.append(program.start("reduce_scatter", size, among))
+                    if among != "all":
+                        means.append(
+                            program.start("all_reduce", size / divided, "replicas", reduced[-1])
+                        )
+                    if len(reduced) > 1:  # the next one needs the memory of one before
+                        program.wait(reduced[-2])
+    for call in means or reduced[-1:]:
+        program.wait(call)
+    program.compute(work.optimizer / divided)

@@ -24,7 +24,13 @@ from microddp.shared.collectives import (
 from microddp.shared.comm_hook import AtWait, all_reduce_hook, on_thread
 from microddp.shared.hierarchical import Hierarchy, hierarchical_all_reduce
 from microddp.shared.memory import memory_refused
-from microddp.shared.region import SharedRegion, machines_of, region_of, why_not_shared
+from microddp.shared.region import (
+    SharedRegion,
+    cached_per_comms,
+    machines_of,
+    region_of,
+    why_not_shared,
+)
 from microddp.shared.scatter_gather import (
     SCATTER_GATHERS,
     CollectiveName,

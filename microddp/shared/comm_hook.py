@@ -32,17 +32,18 @@ def all_reduce_hook(
 
 
 def on_thread(
-    reduce: Callable[[torch.Tensor], object], buffer: torch.Tensor
+    reduce: Callable[[torch.Tensor], object], buffer: torch.Tensor, lane: str = "all-reduce"
 ) -> torch.futures.Future[torch.Tensor]:
     """Reduce a buffer in place on a thread; return its future, as a communication hook does.
 
-    One thread for all, so that buckets travel in the order in which they were sent. On a GPU it has
-    a stream of its own, which waits for what was computed before this call.
+    One thread for all of a lane, so that buckets travel in the order in which they were sent. On a
+    GPU it has a stream of its own, which waits for what was computed before this call.
 
     Args:
         reduce: called with the buffer. What it raises is raised again where the bucket is waited
             for, as a ``RuntimeError``.
         buffer: of the bucket.
+        lane: name of the thread. Lanes do not wait for each other, so each needs ranks of its own.
     """
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
         devices=[buffer.device] if buffer.is_cuda else None
@@ -51,13 +52,13 @@ def on_thread(
 
     def run() -> None:
         try:
-            with _after(computed, buffer.device):
+            with _after(computed, buffer.device, lane):
                 reduce(buffer)
                 future.set_result(buffer)
         except BaseException as error:  # whatever it is: else it would be waited for, for ever
             future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))  # type: ignore[arg-type]
 
-    _transport().submit(run)
+    _transport(lane).submit(run)
     return future
 
 
@@ -85,22 +86,23 @@ class AtWait(torch.futures.Future[torch.Tensor]):
 
 
 def _after(
-    computed: torch.cuda.Event | None, device: torch.device
+    computed: torch.cuda.Event | None, device: torch.device, lane: str
 ) -> AbstractContextManager[object]:
     """Let the block's GPU work wait for an event, beside the work of other threads."""
     if computed is None:
         return nullcontext()
     torch.cuda.set_device(device)  # a thread begins on GPU 0, and would make a context there
-    stream = _stream(device)
+    stream = _stream(device, lane)
     stream.wait_event(computed)
     return torch.cuda.stream(stream)
 
 
 @functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def _stream(device: torch.device, lane: str) -> torch.cuda.Stream:
+    del lane  # each has its own
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @functools.cache
-def _transport() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="all-reduce")
+def _transport(lane: str) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix=lane)

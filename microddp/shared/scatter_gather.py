@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from microddp.allreduce import ring_all_gather, ring_reduce_scatter
+from microddp.allreduce import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from microddp.carrier import BACKEND
 from microddp.comms import Comms
 from microddp.shared.carriers import AUTO
@@ -30,6 +30,7 @@ class ScatterGather:
         name: ``"ring"``, ``"shared"`` or ``"backend"``.
         reduce_scatter: sums over the ranks, so that each rank has its chunk of the sum, in place.
         all_gather: fills the tensor with every rank's chunk, in place.
+        all_reduce: sums over ranks that hold the same chunk, in place; on a thread of its own.
         blocking: whether :meth:`start` returns only when all is done. Copies through shared memory
             need a core, which backward has: a thread would only take turns with it.
     """
@@ -37,6 +38,7 @@ class ScatterGather:
     name: str
     reduce_scatter: Callable[[torch.Tensor, Comms], object]
     all_gather: Callable[[torch.Tensor, Comms], object]
+    all_reduce: Callable[[torch.Tensor, Comms], object] = ring_all_reduce
     blocking: bool = False
 
     def start(
@@ -71,6 +73,33 @@ class ScatterGather:
         done.set_result(flat)
         return done
 
+    def all_reduce_after(
+        self, chunk: Future, out: torch.Tensor, replicas: Comms, name: str, timeline: Recorder
+    ) -> Future:
+        """Start an all-reduce of a chunk among the ranks that hold the same one.
+
+        It has a lane of its own: what goes on between nodes does not hold up what goes on inside
+        them.
+
+        Args:
+            chunk: a future, after which ``out`` has this rank's values.
+            out: summed in place.
+            replicas: the ranks.
+            name: name of the call in the timeline.
+            timeline: records the call.
+
+        Returns:
+            A future whose value is ``out``.
+        """
+
+        def reduce(tensor: torch.Tensor) -> None:
+            chunk.wait()
+            self.all_reduce(tensor, replicas)
+
+        future = on_thread(reduce, out, lane="between replicas")
+        timeline.launched(name, future, nbytes=out.nbytes)
+        return future
+
 
 def _reduce_scatter(flat: torch.Tensor, comms: Comms) -> None:
     out = flat.tensor_split(comms.world_size)[comms.rank]
@@ -83,12 +112,16 @@ def _all_gather(flat: torch.Tensor, comms: Comms) -> None:
     call(flat, flat.tensor_split(comms.world_size)[comms.rank], group=comms.group)
 
 
+def _all_reduce(chunk: torch.Tensor, comms: Comms) -> None:
+    comms.all_reduce(chunk)
+
+
 SCATTER_GATHERS = {
     each.name: each
     for each in (
         ScatterGather("ring", ring_reduce_scatter, ring_all_gather),
         ScatterGather("shared", shared_reduce_scatter, shared_all_gather, blocking=True),
-        ScatterGather(BACKEND, _reduce_scatter, _all_gather),
+        ScatterGather(BACKEND, _reduce_scatter, _all_gather, _all_reduce),
     )
 }
 

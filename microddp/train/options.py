@@ -43,7 +43,8 @@ class TrainingConfig:
         schedule: how gradients are averaged: naive, one by one after backward; hooks, one by one
             during backward; bucketed, in buckets; ddp, by microddp's DDP; torch, by PyTorch's;
             zero1 leaves each rank an n-th of the optimizer's state, zero2 of gradients, too, and
-            zero3 of parameters, too
+            zero3 of parameters, too; hsdp is zero3 among the ranks of a machine, with averages
+            between machines
         all_reduce: algorithm that adds gradients up, with schedule ddp; auto takes the fastest
             here, and may take another one in the next run, which then rounds differently
         compress: compressor of gradients, with error feedback, as top-k:0.01

@@ -20,3 +20,17 @@ def test_reports_every_way_with_what_it_keeps(tmp_path):
         assert row["peak"] >= row["kept"]
     assert rows["zero3"]["kept"] <= 1.01 * rows["torch zero3"]["kept"]
     assert rows["zero3"]["sent"] == pytest.approx(1.5 * rows["zero1"]["sent"], rel=0.01)
+
+
+def test_on_two_levels(tmp_path):
+    report = tmp_path / "report.json"
+    options = ("--models", "MLP 512", "--iters", "2", "--warmup", "1", "--json", report)
+    four = [*TORCHRUN[:-1], "--nproc-per-node=4"]
+    assert TORCHRUN[-1].startswith("--nproc-per-node")
+    run(*four, "-m", "microddp.bench", "sharded", "--ranks-per-node", "2", *options)
+    rows = {row["way"]: row for row in json.loads(report.read_text())["rows"]}
+    for way in ("hsdp", "torch hsdp"):
+        assert rows[way]["kept"] == pytest.approx(rows[way]["predicted"], rel=0.05), way
+        assert rows[way]["kept"] > 1.9 * rows["zero3"]["kept"]
+    # 3/2 of the parameters inside, and an all-reduce of half of them between two.
+    assert rows["hsdp"]["sent"] == pytest.approx(rows["zero1"]["sent"] * 2 / 1.5, rel=0.01)

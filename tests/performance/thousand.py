@@ -37,7 +37,8 @@ watch(dist, "all_gather_into_tensor", "all_gather", lambda args: args[0].nbytes)
 found = {}
 # PyTorch's own DDP calls from C++.
 for kind in (name for name, made in STRATEGIES.items() if made.averages and name != "torch"):
-    options = {"collectives": "backend"} if kind.startswith("zero") else {}
+    options = {"collectives": "backend"} if STRATEGIES[kind].stage else {}
+    options |= {"node": 8} if kind == "hsdp" else {}
     strategy = STRATEGIES[kind](FullMLP(256, depth=5), comms, 0.4, **options)
     optimizer = torch.optim.SGD(strategy.parameters(), lr=0.1)
     batch = torch.randn(2, 4, 256).unbind()
