@@ -416,8 +416,9 @@ slow, quick = (
 )
 if slow and quick:
     a, b = (by_speed[link]["buckets"].median for link in (slow, quick))
+    change = f"{abs(1e3 * (a - b)):.0f} ms {'shorter' if a > b else 'longer'}"
     said = (
-        f"Links of {quick} instead of {slow} save {1e3 * (a - b):.0f} ms of {1e3 * a:.0f}; half "
+        f"Links of {quick} instead of {slow} make a step of {1e3 * a:.0f} ms {change}; half "
         f"the bytes saved {1e3 * saved['half the bytes']:.0f} ms of {1e3 * base.median:.0f}."
     )
     more = a - b > saved["half the bytes"]
