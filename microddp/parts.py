@@ -62,9 +62,17 @@ def own_parts(
         shard.name: {
             "shape": tuple(shard.shape),
             "start": shard.param_range.start,
-            "parts": {VALUES: shard.sharded_data, **state.get(shard.sharded_param, {})},
+            "parts": {VALUES: shard.sharded_data, **_flat(state.get(shard.sharded_param, {}))},
         }
         for shard in shards
+    }
+
+
+def _flat(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """View what an optimizer keeps of each value in one dimension; of a whole matrix it has two."""
+    return {
+        key: value.flatten() if torch.is_tensor(value) and value.dim() > 1 else value
+        for key, value in kept.items()
     }
 
 
@@ -180,8 +188,8 @@ def _take(shard: ParamShard, entry: Mapping[str, Any], keys: Iterable[str], kept
             kept[key] = value.clone()
             continue
         if key != VALUES and key not in kept:
-            kept[key] = torch.zeros_like(shard.sharded_data, dtype=value.dtype)
-        target = shard.sharded_data if key == VALUES else kept[key]
+            kept[key] = torch.zeros_like(shard.sharded_param, dtype=value.dtype)
+        target = shard.sharded_data if key == VALUES else kept[key].view(-1)
         target[first - here : last - here] = value.flatten()[first - begin : last - begin]
     return last - first
 

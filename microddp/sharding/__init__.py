@@ -22,8 +22,8 @@ from microddp.sharding.fully_shard import fully_shard, shard_blocks
 from microddp.sharding.gradients import ShardedGradients
 from microddp.sharding.nodes import nodes_of
 from microddp.sharding.optimizer import ShardedOptimizer
-from microddp.sharding.owned import OwnedOptimizer, owners, update_work
+from microddp.sharding.owned import OwnedOptimizer, owners
 from microddp.sharding.param_group import FlatParamGroup, ShardedParam
 from microddp.sharding.reducer import ShardedReducer
 from microddp.sharding.sharded_module import ShardedModule
-from microddp.sharding.strategies import Hsdp, Zero1, Zero2, Zero3
+from microddp.sharding.strategies import Hsdp, Owned, Zero1, Zero2, Zero3

@@ -1,8 +1,8 @@
-"""Whole matrices, each updated by the one rank that owns it: for optimizers such as Muon.
+"""Whole parameters, each updated by the one rank that owns it: for optimizers such as Muon.
 
 Muon orthogonalises the gradient of a whole matrix, so a slice of one is of no use to it. Ownership
-of whole matrices takes the place of slices, and no wrapper is needed: the optimizer's step
-reduces the gradients, updates what this rank owns, and gathers the parameters.
+of whole matrices takes the place of slices. No wrapper is needed: before its step the optimizer's
+gradients are reduced to the owners, and after it the parameters are gathered from them.
 """
 
 from __future__ import annotations
@@ -15,38 +15,129 @@ from torch import nn
 
 from microddp.buckets import bucket_caps, plan_buckets
 from microddp.comms import Comms
+from microddp.parts import ParamShard
 from microddp.replicas import broadcast_tensors
 from microddp.shared import AUTO, Future, ScatterGather, scatter_gather
-from microddp.timing import NOT_RECORDED
+from microddp.timing import NOT_RECORDED, Recorder
 
 
-def update_work(parameter: torch.Tensor) -> float:
-    """Compare the work of updates: for a matrix that of the products in Muon's iteration.
+def owners(sizes: Sequence[int], owned: list[int]) -> list[int]:
+    """Give each parameter to a rank, the one that owns least so far; the largest go first.
 
-    Each is of a matrix and its transpose, or of the square that comes of that: rows x columns x the
-    smaller of the two. For other shapes it is the number of values.
-    """
-    return parameter.numel() * (min(parameter.shape) if parameter.dim() == 2 else 1)
-
-
-def owners(parameters: Sequence[torch.Tensor], work: list[float]) -> list[int]:
-    """Give each parameter to a rank, the one with the least work so far; the largest go first.
+    Muon's products take rows x columns x the smaller of the two, which in a transformer is its
+    width for every matrix. So numbers of values balance its work, too.
 
     Args:
-        parameters: in any order.
-        work: of each rank, before; what it is given is added.
+        sizes: numbers of values, of each parameter.
+        owned: those of each rank, before; what it is given is added.
 
     Returns:
         The owner of each parameter.
 
-    Source: Graham, "Bounds on multiprocessing timing anomalies", 1969: the most that a rank has to
-    do is at most 4/3 - 1/(3n) of the least possible.
+    Source: Graham, "Bounds on multiprocessing timing anomalies", 1969: the most that a rank has is
+    at most 4/3 - 1/(3n) of the least possible.
     """
-    owner = [0] * len(parameters)
-    for i in sorted(range(len(parameters)), key=lambda i: -update_work(parameters[i])):
-        owner[i] = work.index(min(work))
-        work[owner[i]] += update_work(parameters[i])
+    owner = [0] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        owner[i] = owned.index(min(owned))
+        owned[owner[i]] += sizes[i]
     return owner
+
+
+class OwnedGroup:
+    """Parameters that lie in one flat tensor, those of each owner side by side.
+
+    Args:
+        named: parameters of one dtype and device, by name.
+        owner: of each of them.
+        comms: the ranks.
+        by: the reduce-scatter and the all-gather to use.
+
+    Attributes:
+        parameters: all of them, views of the flat tensor.
+        owned: those of this rank, with the tensors for its optimizer.
+        flat: n chunks of the size of the largest, of which the parameters are views.
+        timeline: records collectives, and the wait for them.
+    """
+
+    def __init__(
+        self, named: dict[str, nn.Parameter], owner: Sequence[int], comms: Comms, by: ScatterGather
+    ) -> None:
+        self.parameters, self.comms, self.by = list(named.values()), comms, by
+        self.timeline: Recorder = NOT_RECORDED
+        filled = [0] * comms.world_size
+        places: list[tuple[int, int]] = []
+        for p, rank in zip(self.parameters, owner, strict=True):
+            places.append((rank, filled[rank]))
+            filled[rank] += p.numel()
+        chunk = max(filled)
+        self.flat = self.parameters[0].detach().new_zeros(comms.world_size * chunk)
+        self._starts = [rank * chunk + start for rank, start in places]
+        self.owned: list[ParamShard] = []
+        self._mine: list[int] = []  # their numbers
+        for i, (name, p) in enumerate(named.items()):
+            values = self._view(self.flat, i)
+            values.copy_(p.detach())
+            p.data = values
+            if owner[i] == comms.rank:
+                mine = nn.Parameter(values, p.requires_grad)
+                all_of_it = slice(0, p.numel())
+                self.owned.append(ParamShard(name, p.shape, all_of_it, values.view(-1), mine))
+                self._mine.append(i)
+
+    def _view(self, flat: torch.Tensor, i: int) -> torch.Tensor:
+        """View parameter i in a flat tensor."""
+        p = self.parameters[i]
+        return flat[self._starts[i] :][: p.numel()].view(p.shape)
+
+    @torch.no_grad()
+    def reduce(self) -> Future:
+        """Start the reduce-scatter of the gradients, and forget these. A collective."""
+        flat = torch.zeros_like(self.flat)
+        for i, p in enumerate(self.parameters):
+            if p.grad is not None:
+                torch.mul(p.grad, 1 / self.comms.world_size, out=self._view(flat, i))
+            p.grad = None
+        return self.by.start("reduce-scatter", flat, self.comms, "reduce-scatter", self.timeline)
+
+    def take(self, reduced: Future) -> None:
+        """Wait for the means, and add what this rank owns to its optimizer's gradients."""
+        with self.timeline.span("wait for gradients", lane="wait"):
+            flat = reduced.wait()
+        for i, param in zip(self._mine, self.owned, strict=True):
+            mean, before = self._view(flat, i), param.sharded_param.grad
+            param.sharded_param.grad = mean if before is None else before + mean
+
+    def gather(self) -> Future:
+        """Start to all-gather the parameters from their owners. A collective."""
+        return self.by.start("all-gather", self.flat, self.comms, "all-gather", self.timeline)
+
+
+def owned_groups(
+    named: dict[str, nn.Parameter],
+    comms: Comms,
+    bucket_cap_mb: float | None = None,
+    collectives: str = AUTO,
+) -> list[OwnedGroup]:
+    """Give each parameter an owner, and group those that travel together. A collective.
+
+    Args:
+        named: the parameters by name; they become those of rank 0, and views of flat tensors.
+        comms: the ranks.
+        bucket_cap_mb: size of a group in MiB; ``None``: 25, after a first one of 1.
+        collectives: a key of ``microddp.shared.SCATTER_GATHERS``, or ``"auto"``.
+
+    Returns:
+        The groups, those of the last parameters first, as backward has them.
+    """
+    broadcast_tensors([p.data for p in named.values()], comms)
+    by, owned = scatter_gather(collectives, comms), [0] * comms.world_size
+    backward, groups = [*named.items()][::-1], []
+    for members in plan_buckets([p for _, p in backward], bucket_caps(bucket_cap_mb)):
+        group = dict(backward[i] for i in members)
+        owner = owners([p.numel() for p in group.values()], owned)
+        groups.append(OwnedGroup(group, owner, comms, by))
+    return groups
 
 
 class OwnedOptimizer:
@@ -62,7 +153,7 @@ class OwnedOptimizer:
 
     Args:
         optimizer_class: any optimizer, as ``torch.optim.Muon``.
-        parameters: of one dtype and device; they become those of rank 0, and views of flat tensors.
+        parameters: they become those of rank 0, and views of flat tensors.
         comms: the ranks.
         bucket_cap_mb: size of a group in MiB; ``None``: 25, after a first one of 1.
         collectives: a key of ``microddp.shared.SCATTER_GATHERS``, or ``"auto"``.
@@ -70,14 +161,13 @@ class OwnedOptimizer:
 
     Attributes:
         groups: what is reduced and gathered together.
-        work: of each rank, in units of :func:`update_work`.
 
     Example:
         >>> muon = OwnedOptimizer(torch.optim.Muon, matrices, comms, lr=0.02)
         >>> loss.backward()
         >>> muon.step()
 
-    Source: the optimizers of nanochat (``nanochat/optim.py``, 2026), which have these three phases.
+    Source: the optimizers of nanochat (``nanochat/optim.py``), which have these three phases.
     """
 
     def __init__(
@@ -89,104 +179,39 @@ class OwnedOptimizer:
         collectives: str = AUTO,
         **options: Any,
     ) -> None:
-        parameters = list(parameters)
-        optimizer_class(parameters, **options)  # what it refuses, it refuses on every rank
-        broadcast_tensors([p.data for p in parameters], comms)
-        by = scatter_gather(collectives, comms)
-        self.work = [0.0] * comms.world_size
-        self.groups: list[OwnedGroup] = []
-        # As backward has them: those of the last layers first.
-        backward = parameters[::-1]
-        for members in plan_buckets(backward, bucket_caps(bucket_cap_mb)):
-            group = [backward[i] for i in members]
-            self.groups.append(OwnedGroup(group, owners(group, self.work), comms, by))
-        self.optimizers = [
-            optimizer_class(group.mine, **options) if group.mine else None for group in self.groups
-        ]
+        named = {str(i): p for i, p in enumerate(parameters)}
+        optimizer_class(named.values(), **options)  # what it refuses, it refuses on every rank
+        self.groups = owned_groups(named, comms, bucket_cap_mb, collectives)
+        mine = [[param.sharded_param for param in group.owned] for group in self.groups]
+        self._optimizers = [optimizer_class(each, **options) if each else None for each in mine]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizers' groups, for schedules of the learning rate."""
-        return [group for each in self.optimizers if each for group in each.param_groups]
+        return [group for each in self._optimizers if each for group in each.param_groups]
+
+    @property
+    def state(self) -> dict[torch.Tensor, Any]:
+        """What the optimizers keep of what this rank owns."""
+        return {p: kept for each in self._optimizers if each for p, kept in each.state.items()}
 
     def zero_grad(self) -> None:
         """Set all gradients to ``None``."""
         for group in self.groups:
             for p in group.parameters:
                 p.grad = None
+            for param in group.owned:
+                param.sharded_param.grad = None
 
     def step(self) -> None:
         """Update all parameters by the mean of the ranks' gradients. A collective."""
         reduced = [group.reduce() for group in self.groups]
         gathered = []
-        for group, optimizer, mean in zip(self.groups, self.optimizers, reduced, strict=True):
-            group.take(mean.wait())
+        for group, optimizer, mean in zip(self.groups, self._optimizers, reduced, strict=True):
+            group.take(mean)
             if optimizer:
                 optimizer.step()
+                optimizer.zero_grad()
             gathered.append(group.gather())
         for future in gathered:
             future.wait()
-
-
-class OwnedGroup:
-    """Parameters that lie in one flat tensor, those of each owner side by side.
-
-    Args:
-        parameters: of one dtype and device.
-        owner: of each of them.
-        comms: the ranks.
-        by: the reduce-scatter and the all-gather to use.
-
-    Attributes:
-        parameters: all of them, views of the flat tensor.
-        mine: those that this rank owns.
-        flat: n chunks of the size of the largest, of which the parameters are views.
-    """
-
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        owner: Sequence[int],
-        comms: Comms,
-        by: ScatterGather,
-    ) -> None:
-        self.parameters, self.comms, self.by = list(parameters), comms, by
-        self.mine = [p for p, rank in zip(parameters, owner, strict=True) if rank == comms.rank]
-        filled = [0] * comms.world_size
-        places: list[tuple[int, int]] = []
-        for p, rank in zip(parameters, owner, strict=True):
-            places.append((rank, filled[rank]))
-            filled[rank] += p.numel()
-        chunk = max(filled)
-        self.flat = parameters[0].new_zeros(comms.world_size * chunk)
-        self._starts = [rank * chunk + start for rank, start in places]
-        for p, values in zip(parameters, self._views(self.flat), strict=True):
-            values.copy_(p.detach())
-            p.data = values
-
-    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """View the parameters in a flat tensor."""
-        return [
-            flat[start : start + p.numel()].view(p.shape)
-            for start, p in zip(self._starts, self.parameters, strict=True)
-        ]
-
-    @torch.no_grad()
-    def reduce(self) -> Future:
-        """Start the reduce-scatter of the gradients, and forget these. A collective."""
-        flat = torch.zeros_like(self.flat)
-        for p, values in zip(self.parameters, self._views(flat), strict=True):
-            if p.grad is not None:
-                torch.mul(p.grad, 1 / self.comms.world_size, out=values)
-            p.grad = None
-        return self.by.start("reduce-scatter", flat, self.comms, "reduce-scatter", NOT_RECORDED)
-
-    def take(self, reduced: torch.Tensor) -> None:
-        """Let the means of what this rank owns be the gradients."""
-        means = dict(zip(self.parameters, self._views(reduced), strict=True))
-        for p in self.mine:
-            p.grad = means[p]
-
-    def gather(self) -> Future:
-        """Start to all-gather the parameters from their owners. A collective."""
-        return self.by.start("all-gather", self.flat, self.comms, "all-gather", NOT_RECORDED)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,11 +11,14 @@ from torch import nn
 
 from microddp.allreduce import ring_cost
 from microddp.comms import Comms
-from microddp.parts import from_torch, load_parts, whole_state
+from microddp.parts import ParamShard, from_torch, load_parts, whole_state
 from microddp.program import Program
+from microddp.replicas import broadcast_parameters, check_structure
 from microddp.sharding.fully_shard import shard_blocks
 from microddp.sharding.gradients import ShardedGradients
 from microddp.sharding.nodes import nodes_of
+from microddp.sharding.owned import owned_groups, owners
+from microddp.sharding.param_group import check_dense
 from microddp.sharding.reducer import ShardedReducer
 from microddp.sharding.sharded_module import ShardedModule
 from microddp.shared import AUTO
@@ -48,6 +51,11 @@ class Sharded(Strategy):
     def __init__(self, model: nn.Module, comms: Comms) -> None:
         super().__init__(model, comms)
         self.inside = comms
+
+    @property
+    def local_params(self) -> Sequence[ParamShard]:
+        """The parameters of which this rank keeps values."""
+        return self.reducer.local_params
 
     def record(self, timeline: Recorder) -> None:
         super().record(timeline)
@@ -82,13 +90,13 @@ class Sharded(Strategy):
     def state(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        return whole_state(self.reducer.local_params, self.inside, model, optimizer)
+        return whole_state(self.local_params, self.inside, model, optimizer)
 
     def load(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
         parts = from_torch(model, state["model"], state["optimizer"])
-        load_parts(self.reducer.local_params, self.inside, [parts], optimizer)
+        load_parts(self.local_params, self.inside, [parts], optimizer)
 
 
 @register("zero1")
@@ -240,6 +248,83 @@ class Hsdp(Zero3):
     def program(cls, program: Program) -> None:
         """As stage 3 inside a node, and each shard is averaged when it was reduced."""
         _three_stages(program, program.node, "node")
+
+
+@register("owned")
+class Owned(Sharded):
+    """Each parameter is updated by one rank: for optimizers that need whole matrices, as Muon.
+
+    Gradients are reduced to their owners after backward, and parameters gathered after the
+    optimizer's step (:mod:`microddp.sharding.owned`). Its state is kept by the owners.
+    """
+
+    stage = 1
+    overlaps = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comms: Comms,
+        bucket_cap_mb: float | None = None,
+        collectives: str = AUTO,
+    ) -> None:
+        super().__init__(model, comms)
+        check_dense(model, comms)
+        check_structure(model, comms)
+        broadcast_parameters(model, comms)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.groups = owned_groups(trained, comms, bucket_cap_mb, collectives)
+
+    def record(self, timeline: Recorder) -> None:
+        Strategy.record(self, timeline)
+        for group in self.groups:
+            group.timeline = timeline
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()  # nothing is sent before finish()
+
+    def finish(self) -> None:
+        reduced = [group.reduce() for group in self.groups]
+        for group, mean in zip(self.groups, reduced, strict=True):
+            group.take(mean)
+
+    def after_step(self) -> None:
+        for future in [group.gather() for group in self.groups]:
+            future.wait()
+
+    @property
+    def local_params(self) -> list[ParamShard]:
+        return [param for group in self.groups for param in group.owned]
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [param.sharded_param for param in self.local_params]
+
+    def remove(self) -> None:
+        return  # the model is as it was, but for the place of its parameters in memory
+
+    def sent_bytes(self) -> float:
+        padded = sum(group.flat.nbytes for group in self.groups)
+        return ring_cost(self.comms.world_size, padded).most_sent
+
+    @classmethod
+    def program(cls, program: Program) -> None:
+        """Reduce-scatter gradients after backward, and all-gather parameters after the update."""
+        program.micro_batches(program.accumulation)
+        owned, sizes = [0] * program.devices, []
+        for bucket in program.buckets(overlaps=True, together=True):
+            before = [*owned]
+            owners([count for _, count in bucket], owned)
+            most = max(now - then for now, then in zip(owned, before, strict=True))
+            program.copy(bucket)
+            sizes.append(program.devices * most)
+        for half, size in (
+            ("reduce_scatter", program.work.gradient_size),
+            ("all_gather", program.work.parameter_size),
+        ):
+            for call in [program.start(half, values * size) for values in sizes]:
+                program.wait(call)
+            if half == "reduce_scatter":
+                program.compute(program.work.optimizer / program.devices)
 
 
 def _three_stages(program: Program, divided: int, among: str) -> None:

@@ -8,7 +8,7 @@ from torch.nn.functional import mse_loss
 
 from microddp.comms import MessageCounter
 from microddp.replicas import check_replicas
-from microddp.sharding import OwnedOptimizer, owners, update_work
+from microddp.sharding import OwnedOptimizer, owners
 
 SHAPES = [(48, 32), (32, 32), (32, 64), (64, 32), (8, 32)]
 
@@ -92,9 +92,9 @@ def test_bytes_sent_and_state_kept(comms):
     sent = sum(m.nbytes for m in counter.messages)
     assert sent == 2 * (n - 1) / n * padded
     assert padded < 1.7 * sum(p.nbytes for p in model.parameters())
-    kept = [p.numel() for each in optimizer.optimizers if each for p in each.state]
-    assert sum(comms.all_gather_data(sum(kept))) == sum(p.numel() for p in model.parameters())
-    assert len(optimizer.param_groups) == sum(bool(group.mine) for group in optimizer.groups)
+    kept = sum(p.numel() for p in optimizer.state)
+    assert sum(comms.all_gather_data(kept)) == sum(p.numel() for p in model.parameters())
+    assert len(optimizer.param_groups) == sum(bool(group.owned) for group in optimizer.groups)
 
 
 @on_ranks(2)
@@ -111,16 +111,17 @@ def test_gradients_accumulate_without_a_word(comms):
     torch.testing.assert_close(*ends)
 
 
-def test_work_is_dealt_out_evenly():
-    parameters = [torch.empty(shape, device="meta") for shape in SHAPES * 4]
-    work = [0.0] * 4
-    owner = owners(parameters, work)
-    total = sum(map(update_work, parameters))
-    assert sum(work) == total
-    assert max(work) <= (4 / 3) * total / 4
-    assert sorted(set(owner)) == [0, 1, 2, 3]
-    assert update_work(torch.empty(48, 32)) == 48 * 32 * 32
-    assert update_work(torch.empty(7)) == 7
+def test_values_are_dealt_out_evenly():
+    sizes = [torch.empty(shape, device="meta").numel() for shape in SHAPES * 4]
+    owned = [0, 0, 0, 0]
+    owner = owners(sizes, owned)
+    assert sum(owned) == sum(sizes)
+    assert max(owned) <= (4 / 3) * sum(sizes) / 4
+    assert [
+        sum(s for s, rank in zip(sizes, owner, strict=True) if rank == r) for r in range(4)
+    ] == owned
+    owners([10**6], owned)
+    assert max(owned) > 10**6, "what a rank has already counts"
 
 
 @on_ranks(2)
