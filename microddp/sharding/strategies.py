@@ -297,7 +297,12 @@ class Owned(Sharded):
         return [param for group in self.groups for param in group.owned]
 
     def parameters(self) -> list[nn.Parameter]:
-        return [param.sharded_param for param in self.local_params]
+        none = nn.Parameter(torch.empty(0, device=self.comms.device))  # an optimizer wants one
+        return [param.sharded_param for param in self.local_params] or [none]
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.local_params:
+            super().check_optimizer(optimizer)
 
     def remove(self) -> None:
         return  # the model is as it was, but for the place of its parameters in memory

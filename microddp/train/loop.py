@@ -29,6 +29,7 @@ from microddp.step_times import StepTimes, break_down
 from microddp.strategies import STRATEGIES
 from microddp.timing import NOT_RECORDED, Span, Timeline
 from microddp.train.checkpoint import Checkpoints, gather_states, own_state
+from microddp.train.optimizers import OPTIMIZERS
 from microddp.train.options import TrainingConfig
 from microddp.train.task import evaluate, make_task
 
@@ -133,7 +134,7 @@ class Trainer:
         if state:
             self._go_on_from(state)
         self.strategy = self._make_strategy()
-        self.optimizer = torch.optim.Adam(self.strategy.parameters(), config.lr)
+        self.optimizer = OPTIMIZERS[config.optimizer](self.strategy.parameters(), config.lr)
         if state:
             if config.average_every:
                 state = {**state, "optimizer": own_state(state["optimizers"], comms)}

@@ -17,11 +17,13 @@ from microddp.compression import compressor
 from microddp.local_sgd import Outer
 from microddp.shared import ALL_REDUCES, AUTO
 from microddp.strategies import STRATEGIES
+from microddp.train.optimizers import OPTIMIZERS
 
 CHOICES = {
     "schedule": tuple(name for name, strategy in STRATEGIES.items() if strategy.averages),
     "model": ("mlp", "cnn", "transformer"),
     "data": ("synthetic", "digits", "mnist", "text"),
+    "optimizer": tuple(OPTIMIZERS),
     "precision": ("fp32", "bf16", "fp16"),
     "all_reduce": (AUTO, BACKEND, *ALL_REDUCES),
 }
@@ -30,7 +32,7 @@ METAVARS = {"checkpoint": "DIR", "elastic": "HOST:PORT"}  # the others have that
 TYPE_METAVARS = {int: "N", float: "X", str: "NAME", Path: "FILE"}
 RESULT_OPTIONS = (
     *("model", "data", "channels", "hidden", "depth", "width"),
-    *("batch_size", "precision", "compress", "lr", "seed"),
+    *("batch_size", "precision", "compress", "optimizer", "lr", "seed"),
     *("average_every", "outer", "fragments", "warm_up"),
 )
 
@@ -44,7 +46,7 @@ class TrainingConfig:
             during backward; bucketed, in buckets; ddp, by microddp's DDP; torch, by PyTorch's;
             zero1 leaves each rank an n-th of the optimizer's state, zero2 of gradients, too, and
             zero3 of parameters, too; hsdp is zero3 among the ranks of a machine, with averages
-            between machines
+            between machines; with owned, one rank updates the whole of each parameter
         all_reduce: algorithm that adds gradients up, with schedule ddp; auto takes the fastest
             here, and may take another one in the next run, which then rounds differently
         compress: compressor of gradients, with error feedback, as top-k:0.01
@@ -65,7 +67,9 @@ class TrainingConfig:
         precision: dtype of the model's operations; weights and gradients stay fp32, and fp16 scales
             the loss so that small gradients survive
         bucket_cap_mb: size of a bucket in MiB, for schedules that have some
-        lr: learning rate of Adam
+        optimizer: adam, or muon for matrices and adam for the rest, for schedules that keep
+            parameters whole
+        lr: learning rate of Adam, and of Muon's updates scaled to the size of Adam's
         seed: seed of the first weights, of the order of the data, and of synthetic data
         profile: file for a Chrome trace of the last epoch's first steps, of all ranks
         report: say which rank or link holds the others up in those steps, if one does
@@ -100,6 +104,7 @@ class TrainingConfig:
     accumulate: int = 1
     precision: str = "fp32"
     bucket_cap_mb: float = 25.0
+    optimizer: str = "adam"
     lr: float = 1e-3
     seed: int = 0
     profile: Path | None = None
@@ -123,6 +128,12 @@ class TrainingConfig:
             raise ValueError(
                 "--all-reduce: expected --schedule ddp, no --compress and no --average-every with "
                 f"it, got {self.schedule}, {self.compress} and {self.average_every}"
+            )
+        stages = [name for name, kind in STRATEGIES.items() if kind.stage and name != "owned"]
+        if self.optimizer == "muon" and self.schedule in stages:
+            raise ValueError(
+                "--optimizer: expected a --schedule that keeps matrices whole with muon, such as "
+                f"ddp or owned, got {self.schedule}"
             )
         if self.compress != "none":
             self._check_compression()

@@ -135,3 +135,39 @@ def test_a_checkpoint_goes_on_in_another_stage(comms):
             apart = (flat(result.model) - flat(whole.model)).norm() / flat(whole.model).norm()
             assert apart < 1e-5, (first, second)
         comms.barrier()
+
+
+@on_ranks(2, 3)
+def test_muon_on_whole_matrices(comms):
+    options = {"model": "transformer", "depth": 1, "width": 32, "optimizer": "muon", "epochs": 2}
+    muon = dataclasses.replace(SMALL, **options)
+    whole = train(dataclasses.replace(muon, schedule="ddp"), comms)
+    assert whole.epochs[-1].loss < whole.epochs[0].loss
+    owned = train(dataclasses.replace(muon, schedule="owned"), comms)
+    check_replicas(owned.model, comms)
+    apart = (flat(owned.model) - flat(whole.model)).norm() / flat(whole.model).norm()
+    assert apart < 1e-3, apart  # it computes in bf16
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(comms.all_gather_data(made)[0])
+        for first, second in itertools.pairwise(["owned", "ddp", "owned"]):
+            there = {"checkpoint": folder / first}
+            train(dataclasses.replace(muon, schedule=first, epochs=1, **there), comms)
+            again = dataclasses.replace(muon, schedule=second, resume=True, **there)
+            ends = train(again, comms)
+            apart = (flat(ends.model) - flat(whole.model)).norm() / flat(whole.model).norm()
+            assert apart < 1e-3, (first, second, apart)
+        comms.barrier()
+    with pytest.raises(ValueError, match="--optimizer: expected a --schedule that keeps matrices"):
+        dataclasses.replace(muon, schedule="zero3")
+
+
+@on_ranks(3)
+def test_a_rank_may_own_nothing(comms):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4, bias=False)
+    strategy = STRATEGIES["owned"](model, comms)
+    optimizer = torch.optim.SGD(strategy.parameters(), lr=0.1)
+    before = flat(model)
+    take_step(strategy, mse_loss, optimizer, torch.randn(2, 4, 4).unbind())
+    check_replicas(model, comms)
+    assert not torch.equal(before, flat(model))

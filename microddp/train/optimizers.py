@@ -1,0 +1,54 @@
+"""The optimizers of ``python -m microddp.train``, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class MuonWithAdam(torch.optim.Optimizer):
+    """Muon for matrices, Adam for what has another number of dimensions.
+
+    Args:
+        parameters: whole ones; Muon has no use for a slice of a matrix.
+        lr: learning rate of Adam; Muon has that of an update whose values are as large as Adam's.
+
+    Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024;
+    Liu et al., "Muon is scalable for LLM training", 2025, for the rate.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+        every = self.param_groups[0]["params"]
+        matrices, others = [[p for p in every if (p.dim() == 2) is two] for two in (True, False)]
+        self._parts: list[torch.optim.Optimizer] = []
+        if matrices:
+            muon = torch.optim.Muon(matrices, lr, adjust_lr_fn="match_rms_adamw")
+            self._parts.append(muon)
+        if others:
+            self._parts.append(torch.optim.Adam(others, lr))
+        self._share()
+
+    def _share(self) -> None:
+        """Let the two keep what they keep in one place."""
+        for part in self._parts:
+            part.state = self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        del closure  # of no use to either
+        for part in self._parts:
+            part.step()
+
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter], float], torch.optim.Optimizer]] = {
+    "adam": lambda parameters, lr: torch.optim.Adam(parameters, lr),
+    "muon": MuonWithAdam,
+}
