@@ -2,283 +2,190 @@
 r"""
 # 12. One slow link, one slow rank
 
-What if one link, or one rank, is slow? Up to here all were alike. In a real cluster a cable is bad,
-two machines share an uplink, one GPU is older than the others. Since every rank waits for all in
-each step, one of them can slow down all. This chapter predicts by how much, takes bytes and work
-from what is slow, and tells a slow link from a slow rank.
+What if one link, or one rank, is slow? You care because all others wait for it in every step, and
+the usual timers do not say for whom. This chapter predicts what a slow link costs, takes bytes from
+it, finds a slow rank that DDP hides, tells rank from link, and counts false alarms.
 """
 
 # %% tags=["imports"]
-import functools
-import itertools
+import math
+import platform
+import statistics
 import time
+from functools import partial
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector
 
 import microddp
 from microddp import figures
-from microddp.allreduce import ALGORITHMS, ring_all_reduce
-from microddp.comms import MessageCounter
+from microddp.allreduce import ring_all_reduce
 from microddp.data import ShardedBatches, load_digits
-from microddp.findings import find
+from microddp.findings import Prediction, compare, find, in_words
 from microddp.hosts import relink
 from microddp.model import FullMLP
 from microddp.performance import find_stragglers, straggler_report
+from microddp.program import Layer, Work
 from microddp.report import MIB, human_seconds, table
 from microddp.shared import parts_by_speed, weighted_all_reduce, weighted_time
+from microddp.stage import (
+    PausingOptimizer,
+    Stage,
+    cluster,
+    pausing_batch,
+    pausing_loss,
+    pausing_model,
+    set_stage,
+)
 from microddp.step import compute_gradients, take_step
 from microddp.strategies import STRATEGIES
-from microddp.timing import NOT_RECORDED, Timeline, measure
+from microddp.timing import Timeline, measure, seconds_now
 
 # %%
-# sphinx_gallery_builds = "an all-reduce for unequal links, and shards for unequal ranks"
+# sphinx_gallery_builds = "an all-reduce for unequal links, and a search for the slow rank"
 # sphinx_gallery_hosts = "4 x 1gbit"
 comms = microddp.init()
+rank, n = comms.rank, comms.world_size
 comms.print(comms.describe())
-senders = comms.timed(computing=False)
-n, box = senders.world_size, senders.box
-if box is None or n < 4:
-    comms.print("For the links of this chapter: python -m microddp.hosts --hosts 4 -- chapters/...")
+known = comms.box is not None and len(comms.box.links) == n == 4
+if not known:
+    comms.print("Left out here: links of other speeds, which take four hosts in a box.")
 
 # %% [markdown]
 r"""
 ## The busiest link
 
-A message from one host to another crosses the sender's link outwards and the receiver's inwards. If
-hosts share an uplink, as those of a rack do, it also crosses that, unless it stays in the rack.
+A message crosses its sender's link outwards and its receiver's inwards. If it leaves a rack whose
+hosts share an *uplink*, it crosses that, too.
 
-**Predict.** In whatever order an algorithm sends its messages, every link must carry those that
-cross it. So it takes at least
+**Predict.** Every link has to carry all messages that cross it. So an all-reduce takes at least
 
 $$ T \ge \max_{\text{link}} \frac{\text{bytes that cross it}}{\text{its speed}}, $$
 
-the time of the *busiest* link. For equal links that gives the ring's $\frac{2(n-1)}{n} \frac{S}{B}$
-of chapter 02. It also tells what happens when links differ, without a new formula for each
-algorithm. What it does not know is phases: a link that waits for another one carries nothing
-meanwhile.
+the time of its *busiest* link. For a ring on equal links that is the $\frac{2(n-1)}{n} \frac{S}{B}$
+of chapter 02.
 
-**Build.** A counter tells who sent how much to whom:
-"""
-
-
-# %%
-def crossed(src, dst):
-    """The links on the way, in their directions, with their bytes a second."""
-    yield ("out of", src), box.links[src].bytes_per_second
-    yield ("into", dst), box.links[dst].bytes_per_second
-    for uplink in box.uplinks:
-        if (src in uplink.hosts) != (dst in uplink.hosts):
-            way = "out of" if src in uplink.hosts else "into"
-            yield (way, uplink.hosts), uplink.link.bytes_per_second
-
-
-# %%
-def busiest(call):
-    """The link that needs longest to carry what a call sends, and its seconds."""
-    with MessageCounter(senders) as counter:
-        call()
-    seconds = {("nothing", ""): 0.0}
-    for message in itertools.chain(*counter.gather()):
-        for link, speed in crossed(message.src, message.dst):
-            seconds[link] = seconds.get(link, 0.0) + message.nbytes / speed
-    return max(seconds.items(), key=lambda item: item[1])
-
-
-# %% [markdown]
-r"""
-It sees the messages of this book's algorithms, not the backend's. One more way knows which hosts
-are in one *rack*: here 0 and 1, and 2 and 3. The two in a rack add up a half of the tensor each,
-then each meets the one that has the same half in the other rack, and at last the halves are
-exchanged in the rack:
-"""
-
-
-# %%
-def by_racks(tensor, group):
-    """All-reduce of four ranks in two racks."""
-    halves, neighbour, across = tensor.chunk(2), group.rank ^ 1, group.rank ^ 2
-    mine, theirs = halves[group.rank % 2], halves[neighbour % 2]
-    got = torch.empty_like(mine)
-    group.sendrecv(theirs, neighbour, got, neighbour)
-    mine += got
-    group.sendrecv(mine, across, got, across)
-    mine += got
-    group.sendrecv(mine, neighbour, theirs, neighbour)
-
-
-# %% [markdown]
-r"""
-**Measure.** Four networks: all links alike; host 2's link at a tenth; host 0's link at a tenth; and
-an uplink at a fifth, which hosts 2 and 3 share. A fifth, in which all that host 2 sends is 5 ms
-late, takes a kernel that can delay packets:
+**Measure.** A ring of four hosts on three networks, which `relink` makes: all links alike; host 2's
+at a tenth; and hosts 2 and 3 behind an uplink at a fifth, as a second rack. (Only speeds change,
+not latencies.) In the order 0 1 2 3 the ring crosses the uplink once each way, as every link. In
+the order 0 2 1 3 each message leaves a rack or enters it: the uplink carries twice as much.
 """
 
 # %%
-tensor = torch.zeros(MIB // 4, device=senders.device)  # sums of which stay finite
-WAYS = {name: functools.partial(ALGORITHMS[name], tensor, senders) for name in ("naive", "ring")}
-if n == 4:
-    WAYS["ring 0 2 1 3"] = functools.partial(ring_all_reduce, tensor, senders, order=[0, 2, 1, 3])
-    WAYS["by racks"] = functools.partial(by_racks, tensor, senders)
-WAYS["backend"] = functools.partial(senders.all_reduce, tensor)
-NETWORKS = {
-    "alike": [("1gbit",)],
-    "host 2 slow": [("100mbit", 2)],
-    "host 0 slow": [("1gbit",), ("100mbit", 0)],
-    "2, 3 share": [("1gbit",), ("200mbit", None, [2, 3])],
-    "host 2 late": [("1gbit",), ("1gbit+5ms", 2)],
+NETWORKS = {  # arguments of relink, the slowest link's bytes a second, and how often it is crossed
+    "all alike": (("1gbit",), 1e9 / 8, (1, 1)),
+    "host 2 slow": (("100mbit", 2), 1e8 / 8, (1, 1)),
+    "2 and 3 share": (("200mbit", None, [2, 3]), 2e8 / 8, (1, 2)),
 }
-
-
-# %%
-def compare(ways):
-    """The busiest link of each way, and the seconds that it takes."""
-    links = {name: busiest(call) for name, call in ways.items() if name != "backend"}
-    times = measure(ways, senders, repeat=3, warmup=1)
-    return {name: (links.get(name), timing.median) for name, timing in times.items()}
-
-
-# %%
-results = {}
-for network, changes in NETWORKS.items() if box and n == 4 else ():
-    try:
-        for change in changes:
-            relink(senders, *change)
-    except RuntimeError as error:
-        if "netem" not in str(error):
-            raise
-        continue
-    box = senders.box
-    results[network] = compare(WAYS)
-
+tensor, least, took = torch.zeros(MIB // 4, device=comms.device), {}, {}
+for network, (change, speed, times) in NETWORKS.items() if known else ():
+    relink(comms, "1gbit")
+    relink(comms, *change)
+    orders = {f"ring {order}": order for order in ([0, 1, 2, 3], [0, 2, 1, 3])}
+    calls = {k: partial(ring_all_reduce, tensor, comms, order=v) for k, v in orders.items()}
+    took[network] = measure(calls, comms, repeat=5, warmup=1)
+    bounds = [2 * (n - 1) / n * tensor.nbytes * crossed / speed for crossed in times]
+    least[network] = dict(zip(calls, bounds, strict=True))
 
 # %% tags=["plumbing"]
-rows = []
-for network, found in results.items():
-    for name, (link, measured) in found.items():
-        cells = ("", "", human_seconds(measured), "")
-        if link:
-            (way, who), least = link
-            cells = (f"{way} {who}", human_seconds(least), cells[2], f"{measured / least:.2f}")
-        rows.append((network, name, *cells))
-headers = ["links", "way", "busiest link", "its time", "measured", "ratio"]
-senders.print(table(rows, headers) if rows else "links of known speed: none here")
+rows = [
+    (network, name, human_seconds(least[network][name]), in_words(timing))
+    for network, timings in took.items()
+    for name, timing in timings.items()
+]
+headers = ["links", "all-reduce of 1 MiB", "its busiest link", "measured (quartiles)"]
+comms.print(table(rows, headers) if rows else "no table without links of known speed")
 
 # %% tags=["plumbing"]
-if results:
-    took = {network: {k: t for k, (_, t) in found.items()} for network, found in results.items()}
-    shared = took["2, 3 share"]
-    bars = {
-        f"{network}: {k}": {"busiest link": link[1], "more than that": max(0.0, t - link[1])}
-        for network in ("alike", "2, 3 share")
-        for k, (link, t) in results[network].items()
-        if link
-    }
-    in_order, other, racks = (shared[k] for k in ("ring", "ring 0 2 1 3", "by racks"))
+if known:
+    in_order, other = calls
+    ring = Prediction(least["host 2 slow"][in_order], took["host 2 slow"][in_order])
+    alike = human_seconds(took["all alike"][in_order].median)
+    said = f"With host 2's link at a tenth, the ring takes {ring}; with all links alike {alike}."
+    find(comms, "slow-link", **ring.sides(said))
+    order = compare(took["2 and 3 share"][in_order], took["2 and 3 share"][other])
+    said = f"Behind a shared uplink the ring rack by rack is {order.than('in the other order')}"
+    find(comms, "ring-order", **order.sides(f"{said}; by the bytes, 2 times."))
+
+# %% tags=["plumbing"]
+if known:
     figures.stacked_bars(
-        bars,
-        title=f"Two racks: the ring takes {other / in_order:.1f} times as long in another order, "
-        f"by racks {racks / in_order:.1f}",
+        {
+            f"{network}: {name}": {
+                "busiest link": min(least[network][name], timing.median),
+                "more than that": max(0.0, timing.median - least[network][name]),
+            }
+            for network, timings in took.items()
+            for name, timing in timings.items()
+        },
+        title=f"Two racks: rack by rack the ring is {order.than('in the other order')}",
         xlabel="an all-reduce of 1 MiB",
     )
-    for name in ("ring", "backend"):
-        assert took["host 2 slow"][name] > 3 * took["alike"][name], "all wait for one link"
-    assert took["host 0 slow"]["naive"] > 1.5 * took["host 2 slow"]["naive"]
-    assert other > in_order
-
-# %% tags=["plumbing"]
-late = results.get("host 2 late", {})
-later = late["ring"][1] - results["alike"]["ring"][1] if late else 0.0
-find(
-    senders,
-    "late",
-    measured=(
-        bool(late),
-        f"With host 2's packets 5 ms late, a ring takes {human_seconds(later)} longer: as long as "
-        f"{later / 5e-3:.0f} of its messages, one after the other.",
-    ),
-    left_out=(not late, "Left out: delay, which takes hosts in a box and a kernel with netem."),
-)
 
 # %% [markdown]
 r"""
-**Explain.** The ring sends as much over every link, so it runs at the speed of the slowest,
-wherever that is. gloo's own all-reduce is a ring, too.
-Naive takes about twice the time of its busiest link, because it has two phases: rank 0 first only
-receives, then only sends; and it takes the others one by one, so a slow link also waits for the
-fast ones. It depends on *where* the slow link is. At rank 0 all messages cross it, at rank 2 one
-each way.
-
-Where two racks are joined by a slow uplink, the *order* of the ring decides. In the order 0 1 2 3
-it crosses the uplink once each way, as every other link. In the order 0 2 1 3 each message leaves
-the rack or enters it, so the uplink carries twice as much. `by_racks` sends the least across, two
-halves each way, and loses a part of that again: its three phases wait for each other, and in two of
-them the uplink is idle. So number the ranks rack by rack: `torchrun` keeps a machine's ranks
-together, and the order of machines is yours to give. NCCL finds out which links there are in a
-machine, and joins machines in the order of their ranks: it [does not ask the network between
-them](https://github.com/NVIDIA/nccl/issues/1340).
+**Explain.** A ring sends as much over every link, so it has the speed of the slowest. Number the
+ranks rack by rack: `torchrun` keeps a machine's together, and the order of machines is yours.
 
 ## Bytes taken from a slow link
 
-**Predict.** How little can a slow host do with? It must send what it has, $S$ bytes, and receive
-the sum, $S$ bytes. The ring makes it carry $2(n-1)/n \cdot S$ each way, since it also adds up a
-part for others and passes on what is not its own.
+**Predict.** A slow host has to send its $S$ bytes, and to receive the sum, $S$ bytes. The ring
+makes it carry $2(n-1)/n \cdot S$ each way, because it also adds up a part for the others.
 
-Let every rank *own* a part of the tensor, owner $r$ of $c_r$ bytes. All send him their values of
-that part; he adds them up, in rank order, and sends the sum to all. Then rank $r$ sends the others'
-parts once, $S - c_r$, and his own $n - 1$ times: $S + (n-2)\,c_r$ in all, and he receives as much.
-With equal parts that is the ring's number. With $c_r = 0$ it is $S$, the least there is. So with
-more than two ranks, give each link what it can carry in the same time $T$:
+Let rank $r$ *own* $c_r$ bytes of the tensor: all ranks send it their values of that part, and it
+sends the sum to all. So it sends $S - c_r$ of the others' parts, and its own $n - 1$ times: $S +
+(n-2)\,c_r$ in all, and it receives as much. Choose the parts so that all links need the same time;
+a rank whose link is too slow even for $S$ owns nothing. Then the least time is
 
-$$ c_r = \max\left(0,\ \frac{T B_r - S}{n - 2}\right), \qquad \sum_r c_r = S. $$
+$$ \max\left(\frac{S}{\min_r B_r},\ \frac{2(n-1)\,S}{\sum_r B_r}\right). $$
 
-A link that is too slow even for $S$ gets no part, and then it sets the time. So the least time is
+At most $2(n-1)/n$ can be gained on the ring: 1.5 for four hosts, 2 for many.
 
-$$ \max\left(\frac{S}{\min_r B_r},\ \frac{2(n-1)\,S}{\sum_r B_r}\right): $$
-
-the slowest link carries $S$, and all links together what all ranks send.
-
-**Build.**
+**Build.** If first all values are sent, and then all sums, a host that owns nothing first only
+sends and then only receives: $2S/B$, longer than the ring. So cut the tensor into *slices*. While
+the values of one slice go to their owners, the sums of the slice before come back, and each message
+carries both. With $k$ slices there are $k + 1$ rounds, which take the slow link $\frac{k+1}{k}
+S/B$:
 """
 
 
 # %%
-def by_owners(tensor, group, counts):
+def weighted(tensor, group, counts, slices=8):
     """All-reduce in which rank r adds up `counts[r]` elements of a flat tensor."""
-    rank, n = group.rank, group.world_size
-    parts = torch.split(tensor, counts)
-    values = [parts[rank].clone() for _ in range(n)]  # of my part, from every rank
-    for k in range(1, n):
-        dst, src = (rank + k) % n, (rank - k) % n
-        group.sendrecv(parts[dst], dst, values[src], src)
-    parts[rank].copy_(functools.reduce(torch.add, values))  # in rank order
-    for k in range(1, n):
-        dst, src = (rank + k) % n, (rank - k) % n
-        group.sendrecv(parts[rank], dst, parts[src], src)
+    rank, n, none = group.rank, group.world_size, tensor[:0]
+    parts = [(none, *part.tensor_split(slices), none) for part in tensor.split(counts)]
+    mine = parts[rank]
+    for j in range(1, slices + 2):
+        values = [mine[j]]
+        for k in range(1, n):
+            dst, src = (rank + k) % n, (rank - k) % n
+            message = torch.cat([parts[dst][j], mine[j - 1]])  # a value for dst, a sum of mine
+            got = tensor.new_empty(len(mine[j]) + len(parts[src][j - 1]))
+            group.sendrecv(message, dst, got, src)
+            values.append(got[: len(mine[j])])
+            parts[src][j - 1].copy_(got[len(mine[j]) :])
+        mine[j].copy_(sum(values))
 
 
 # %% [markdown]
 r"""
-{func}`~microddp.shared.weighted.parts_by_speed` solves for the parts, and
-{func}`~microddp.shared.weighted.weighted_all_reduce` is the hardened version: it sends to all at
-once, and in columns, so that first sums come in while later values still go out. All must give what
-the backend does:
+{func}`~microddp.shared.weighted.parts_by_speed` works out the parts. In microddp's own
+{func}`~microddp.shared.weighted.weighted_all_reduce`, messages to all ranks are under way at once.
+Both must give what the backend does:
 """
 
 # %%
-tensor = torch.zeros(4 * MIB // 4, device=senders.device)
-SPEEDS = [1.0, 1.0, 0.1, 1.0][:n] + [1.0] * (n - 4)
-counts = parts_by_speed(tensor.numel(), SPEEDS)
-given = torch.randint(-9, 9, tensor.shape, device=tensor.device).float()  # whose sums are exact
-expected, *sums = (given.clone() for _ in range(4 if n == 4 else 3))
-senders.all_reduce(expected)
-by_owners(sums[0], senders, counts)
-weighted_all_reduce(sums[1], senders, speeds=SPEEDS)
-if n == 4:
-    by_racks(sums[2], senders)
-assert all(torch.equal(each, expected) for each in sums)
-senders.print("parts in MiB:", ", ".join(f"{4 * count / MIB:.2f}" for count in counts))
+given = torch.randint(-9, 9, (MIB // 2,), device=comms.device).float()  # sums of these are exact
+SPEEDS = [1.0, 1.0, 0.1, 1.0, *[1.0] * n][:n]
+counts = parts_by_speed(len(given), SPEEDS)
+sums = [given.clone() for _ in range(3)]
+weighted(sums[0], comms, counts)
+weighted_all_reduce(sums[1], comms, speeds=SPEEDS)
+comms.all_reduce(sums[2])
+assert all(torch.equal(each, sums[2]) for each in sums)
+comms.print("parts in MiB:", ", ".join(f"{4 * count / MIB:.2f}" for count in counts))
 
 # %% [markdown]
 r"""
@@ -286,396 +193,579 @@ r"""
 """
 
 # %%
-MBITS = (1000, 500, 250, 100) if box and n == 4 else ()
-curves = {"ring": [], "by owners": [], "weighted": []}
-least = {"ring": [], "weighted": []}
+MBITS = (1000, 400, 100) if known else ()
+tensor, by_speed, bounds = torch.zeros_like(given), {}, []
 for mbit in MBITS:
-    relink(senders, "1gbit")
-    relink(senders, f"{mbit}mbit", host=2)
-    box = senders.box
-    speeds = [link.bytes_per_second for link in box.links]
-    counts = parts_by_speed(tensor.numel(), speeds)
-    ways = {
-        "ring": functools.partial(ring_all_reduce, tensor, senders),
-        "by owners": functools.partial(by_owners, tensor, senders, counts),
-        "weighted": functools.partial(weighted_all_reduce, tensor, senders, speeds=speeds),
+    relink(comms, "1gbit")
+    relink(comms, f"{mbit}mbit", host=2)
+    speeds = [link.bytes_per_second for link in comms.box.links]
+    counts = parts_by_speed(len(tensor), speeds)
+    bounds.append(weighted_time(tensor.nbytes, speeds))
+    calls = {
+        "ring": partial(ring_all_reduce, tensor, comms),
+        "one slice": partial(weighted, tensor, comms, counts, 1),
+        "8 slices": partial(weighted, tensor, comms, counts),
     }
-    for name, timing in measure(ways, senders, repeat=3, warmup=1).items():
-        curves[name].append(timing.median)
-    least["ring"].append(2 * (n - 1) / n * tensor.nbytes / min(speeds))
-    least["weighted"].append(weighted_time(tensor.nbytes, speeds))
+    by_speed[mbit] = measure(calls, comms, repeat=4, warmup=1)
+if known:
+    relink(comms, "1gbit")
 
 # %% tags=["plumbing"]
-if MBITS:
-    gains, expected = (
-        [ring / weighted for ring, weighted in zip(of["ring"], of["weighted"], strict=True)]
-        for of in (curves, least)
-    )
+if known:
     rows = [
-        (f"{mbit} Mbit/s", *(human_seconds(times[i]) for times in curves.values()), gain, predicted)
-        for i, (mbit, gain, predicted) in enumerate(zip(MBITS, gains, expected, strict=True))
+        (
+            f"{mbit} Mbit/s",
+            human_seconds(bound),
+            *(human_seconds(timing.median) for timing in timings.values()),
+            str(compare(timings["8 slices"], timings["ring"])),
+        )
+        for bound, (mbit, timings) in zip(bounds, by_speed.items(), strict=True)
     ]
-    headers = ["host 2", *curves, "ring / weighted", "predicted"]
-    senders.print(table(rows, headers, floats=["", "", "", "", ".2f", ".2f"]))
-    drawn = curves | {"weighted, bound": least["weighted"]}
+    headers = ["host 2", "least", "ring", "one slice", "8 slices", "8 slices against the ring"]
+    comms.print(table(rows, headers))
+
+# %% tags=["plumbing"]
+if known:
+    slowest = by_speed[100]
+    gain = compare(slowest["8 slices"], slowest["ring"])
+    one = compare(slowest["one slice"], slowest["ring"])
+    said = (
+        f"At a tenth of the speed 8 slices are {gain.than('the ring')}; the bytes allow 1.33. "
+        f"One slice is {one.than('the ring')}; they allow 0.75."
+    )
+    find(comms, "slices", **gain.sides(said))
+    curves = {"weighted, least": bounds} | {
+        name: [timings[name].median for timings in by_speed.values()] for name in slowest
+    }
     figures.lines(
-        {name: ([1, 2, 4, 10], [1e3 * t for t in times]) for name, times in drawn.items()},
-        title=f"At a tenth of the speed, the ring takes {gains[-1]:.2f} times as long as weighted",
+        {name: ([1, 2.5, 10], [1e3 * t for t in times]) for name, times in curves.items()},
+        title=f"At a tenth of the speed: 8 slices {gain.than('the ring')}",
         xlabel="how many times slower host 2's link is than the others",
-        ylabel="ms",
+        ylabel="an all-reduce of 2 MiB, ms",
         log="x",
     )
-    relink(senders, "1gbit")
-    assert gains[-1] > 1
-    assert curves["by owners"][-1] > curves["weighted"][-1]
 
-# %% [markdown] index=["straggler", "slow rank", "slow link"]
+# %% [markdown] index=["straggler", "slow rank"]
 r"""
-**Explain.** With equal links there is nothing to shift: both send the same bytes. Below some speed
-(exercise 2) the slow link carries the tensor once each way and nothing else, and then nothing but
-compression or fewer meetings (chapters 10 and 11) makes that shorter. By the bounds no more than
-$2(n-1)/n$ can be gained on the ring: a factor of 1.5 for four hosts, 2 for many. A measured ratio
-is larger where the ring misses its own bound by more.
+**Explain.** With equal links there is nothing to shift, and slices only cost: more messages. Below
+some speed (exercise 2) the slow link carries the tensor once each way, and only fewer bytes or
+meetings (chapters 10 and 11) help. {func}`~microddp.performance.link_speed.probe_links` measures
+the speeds. But is it a link that is slow?
 
-`by_owners` gains none of it. Host 2, which owns nothing, only sends in the first loop and only
-receives in the second. So its link is used one way at a time, for $2S/B_2$ instead of the ring's
-$1.5\,S/B_2$.
+## The straggler that DDP hides
 
-A job has to know its speeds first. They can be measured, before the training:
-{func}`~microddp.performance.link_speed.probe_links` sends messages around and takes the time. But
-is it a link that is slow?
+A rank for which the others wait is a *straggler*. Do the usual timers, of forward and backward on
+each rank, show it?
+
+**Predict.** Not if it is slow in backward. DDP's backward ends when all gradients are averaged, so
+the others wait *inside* theirs, and it takes equally long on all ranks. (A [proposal to detect
+stragglers](https://github.com/pytorch/pytorch/issues/71303) has been open in PyTorch since 2022.
+With 200 ms planted on one of four T4s, the four backwards took 292 to 293 ms: [traceml issue
+252](https://github.com/traceopt-ai/traceml/issues/252), July 2026.)
+
+What differs is what a rank does *before* it waits. In DDP nothing waits before the end of backward
+(unless forward has buffers to broadcast). So the time from the step's begin to the *launch* of each
+collective contains no wait, and a rank needs no clock but its own.
+
+**Build.** A communication hook is called when a bucket is launched (chapter 10). It notes the time,
+and goes on as DDP would. On the slow rank backward takes 30 ms longer. The stage is a scale model
+of four machines with an A100 and 25 Gbit/s each, that train 355 million parameters:
+"""
+
+# %%
+there = cluster("a100", "25gbit", nodes=n, node=1, parameters=355e6, tokens=24_576, layers=4)
+stage = set_stage(comms, there, layer_bytes=1 << 20)
+comms.print(stage)
+NAP, SLOW, COUNT = 0.03, min(1, n - 1), 8
+launched = []
+
+
+def noting(group, bucket):
+    launched.append(time.perf_counter())
+    return allreduce_hook(group, bucket)
+
+
+def held_back(loss):
+    """Make backward NAP longer on the slow rank."""
+    if rank == SLOW:
+        loss.register_hook(lambda _: time.sleep(NAP))
+    return loss
+
+
+# %% [markdown]
+r"""
+**Measure.** The usual timers, and the last launch:
+"""
+
+# %%
+ddp, now = stage.strategy("ddp", 1.0).module, partial(seconds_now, comms.device)
+ddp.register_comm_hook(comms.group, noting)
+
+
+def clocked_step():
+    begin = now()
+    loss = held_back(stage.loss_fn(ddp(stage.batch[0]), stage.batch[1]))
+    middle = now()
+    loss.backward()
+    end = now()
+    return middle - begin, end - middle, end - begin, launched[-1] - begin
+
+
+steps = [clocked_step() for _ in range(COUNT)][1:]
+everyone = comms.all_gather_data([statistics.median(times) for times in zip(*steps, strict=True)])
+
+# %% tags=["plumbing"]
+headers = ["ms, medians", "forward", "backward", "both", "to the last launch"]
+rows = [(f"rank {r}", *(1e3 * t for t in times)) for r, times in enumerate(everyone)]
+comms.print(table(rows, headers, floats=["", *[".1f"] * 4]))
+_, backward, whole, own = zip(*everyone, strict=True)
+found = own.index(max(own))
+spreads = [max(times) / min(times) for times in (backward, whole, own)]
+hidden = max(spreads[:2]) < 1.1
+figures.stacked_bars(
+    {
+        f"rank {r}": {
+            "forward": forward,
+            "backward": max(0.0, last - forward),
+            "waiting for communication": max(0.0, both - last),
+        }
+        for r, (forward, _, both, last) in enumerate(everyone)
+    },
+    title=f"Forward and backward: the longest {spreads[1]:.2f} times the shortest; to the last "
+    f"launch {spreads[2]:.2f} times",
+    xlabel="forward and backward, cut at the launch of the last bucket",
+)
+
+# %% tags=["plumbing"]
+said = (
+    f"The longest backward of all ranks is {spreads[0]:.2f} times the shortest, with "
+    f"forward {spreads[1]:.2f} times. The longest time to the last launch is rank {found}'s, "
+    f"{spreads[2]:.2f} times the shortest."
+)
+find(
+    comms,
+    "hidden",
+    told=(n > 1 and hidden and found == SLOW, f"{said} It is the slow one."),
+    shown=(n > 1 and not hidden and found == SLOW, f"{said} It is the slow one."),
+    missed=(n > 1 and found != SLOW, f"{said} But rank {SLOW} was made slow."),
+    alone=(n == 1, "One rank has nobody to wait for it."),
+)
+
+# %% [markdown] index=["slow link"]
+r"""
+**Explain.** A rank may also be slow in its loader or optimizer. Nobody waits there either: add what
+passes from the end of backward to the next step's begin.
 
 ## Slow rank or slow link?
 
-A step takes longer than it should. Rank 0 looks at its own clock: it waits in collectives. That is
-all it can see. The cause may be a rank that computes slowly, for which all wait, or a link, over
-which bytes come slowly.
-
-**Predict.** The two differ in *when ranks arrive*. A collective cannot begin before the last rank
-is there. What passes until then is waiting for ranks, what passes from then on is waiting for the
-transfer:
+**Predict.** The two differ in *when ranks arrive* at a collective. Until the last rank is there, a
+rank waits for ranks; from then on for the transfer. With $a_r$ the moment at which rank $r$
+launches it:
 
 $$ \text{wait} = \underbrace{\max_r a_r - a_{\text{me}}}_{\text{for ranks}} +
-\underbrace{\text{end} - \max_r a_r}_{\text{for transfers}}, $$
+\underbrace{\text{end} - \max_r a_r}_{\text{for transfers}}. $$
 
-with $a_r$ the moment at which rank $r$ launches it. Nobody can tell alone: it takes the clocks of
-all ranks, and these have to agree, to within much less than a step. (They do on one machine;
-{class}`~microddp.timing.timeline.Timeline` begins on all after a barrier.)
-
-**Build.** By hand, for the collectives of a timeline:
+**Build.** For the collectives of a timeline (chapter 04):
 """
 
 
 # %%
 def waits(spans, rank):
-    """Seconds in which a rank's collectives waited for ranks, and for transfers."""
+    """For each collective, the seconds in which a rank waited for ranks, and for transfers."""
     calls = [
         sorted((s.start, s.end) for s in spans if s.lane == "communication" and s.rank == r)
         for r in range(n)
     ]
-    for_ranks = for_transfers = 0.0
     for together in zip(*calls, strict=True):
         start, end = together[rank]
         all_there = min(max(start for start, _ in together), end)
-        for_ranks += all_there - start
-        for_transfers += end - all_there
-    return for_ranks, for_transfers
+        yield all_there - start, end - all_there
 
 
 # %% [markdown]
 r"""
-**Measure.** Four scenes of eight steps each. In the second, rank 1 sleeps for 30 ms in each step.
-In the third, host 2's link is at a quarter of its speed. In the fourth, both:
+**Measure.** Naive averaging, four scenes of eight steps: nothing planted; rank 1 slow, as above;
+host 2's link at a quarter; both:
 """
 
-# %%
-NAP, COUNT = 0.03, 8
-torch.manual_seed(0)
-model = FullMLP(256, depth=4, inputs=64, outputs=10).to(senders.device)
-digits = load_digits(senders.device)
-batch = tuple(tensor[:16] for tensor in digits.train.tensors)
-strategy = STRATEGIES["naive"](model, senders)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
 
 # %%
-def run(count, sleeper=None, share=None):
-    timeline = Timeline(senders)
+def run(stage, count, late=False):
+    """Take recorded steps; return the spans of all ranks, and the bytes that a rank sends."""
+    strategy, timeline = stage.strategy("naive"), Timeline(comms)
+    optimizer = stage.make_optimizer(strategy.module.parameters())
     strategy.record(timeline)
+    loss_fn = (lambda *pair: held_back(stage.loss_fn(*pair))) if late else stage.loss_fn
     for _ in range(count):
-        if senders.rank == sleeper:
-            time.sleep(NAP)
-        take_step(strategy, cross_entropy, optimizer, batch, share=share)
-    strategy.record(NOT_RECORDED)
-    return timeline.gather()
+        take_step(strategy, loss_fn, optimizer, stage.batch)
+    return timeline.gather(), strategy.sent_bytes()
 
 
 # %%
-SCENES = {"nothing": (None, None), "rank 1 sleeps": (1, None)}
-if box and n > 2:
-    SCENES |= {"host 2's link": (None, 2), "both": (1, 2)}
+SCENES = {"nothing": (False, False), f"rank {SLOW} slow": (True, False)}
+if known:
+    SCENES |= {"host 2's link slow": (False, True), "both": (True, True)}
 reports, mine = {}, {}
-run(3)
-for scene, (sleeper, host) in SCENES.items() if n > 1 else ():
-    if host is not None:
-        relink(senders, "250mbit", host=host)
-    spans = run(COUNT, sleeper)
-    mine[scene] = [1e3 * seconds / COUNT for seconds in waits(spans, rank=0)]
-    reports[scene] = straggler_report(spans, senders, strategy.sent_bytes())
-    if host is not None:
-        relink(senders, "1gbit")
+for scene, (late, link) in SCENES.items() if n > 1 else ():
+    if link:
+        relink(comms, "250mbit", host=2)
+    spans, sent = run(stage, COUNT, late)
+    by_step = torch.tensor([*waits(spans, rank=0)]).view(COUNT, -1, 2).sum(dim=1)
+    mine[scene] = (1e3 * by_step.median(dim=0).values).tolist()
+    reports[scene] = straggler_report(spans, comms, sent)
+    if link:
+        relink(comms, "1gbit")
 
 # %% tags=["plumbing"]
 rows = [
-    (scene, sum(mine[scene]), *mine[scene], report.rank, report.link)
+    (scene, *mine[scene], "none" if report.rank is None else report.rank, report.link)
     for scene, report in reports.items()
 ]
-headers = ["planted", "rank 0 waits, ms a step", "for ranks", "for transfers"]
-senders.print(table(rows, [*headers, "named: rank", "link of"], floats=["", *[".1f"] * 3, "", ""]))
-for scene, report in reports.items():
-    named = zip(SCENES[scene], (report.rank, report.link), strict=True)
-    assert all(planted in (None, found) for planted, found in named), f"{scene}: {report}"
+headers = ["planted", "rank 0 waits for ranks, ms (median)", "for transfers"]
+headers += ["report names rank", "and link of"]
+if rows:
+    comms.print(table(rows, headers, floats=["", ".1f", ".1f", "", ""]))
+
+# %% tags=["plumbing"]
+right = [
+    scene
+    for scene, report in reports.items()
+    if (report.rank, report.link)
+    == (SLOW if SCENES[scene][0] else None, 2 if SCENES[scene][1] else None)
+]
+wrong = ", ".join(scene for scene in reports if scene not in right)
+find(
+    comms,
+    "rank-or-link",
+    right=(n > 1 and not wrong, f"In {len(right)} of {len(reports)} scenes the report is right."),
+    wrong=(n > 1 and bool(wrong), f"The report is wrong where this was planted: {wrong}."),
+    alone=(n == 1, "One rank waits for nobody."),
+)
+
+# %% tags=["plumbing"]
+if reports:
+    waiting = [
+        1e3 * parts["waits for ranks"] for parts in reports[f"rank {SLOW} slow"].bars.values()
+    ]
+    title = f"Rank {SLOW} slow: it waits {waiting[SLOW]:.0f} ms for ranks, rank 0 {waiting[0]:.0f}"
+    if known:
+        waiting = [
+            1e3 * bar["waits for transfers"] for bar in reports["host 2's link slow"].bars.values()
+        ]
+        title += f"; slow link: {min(waiting):.0f} to {max(waiting):.0f} ms for transfers"
+    figures.stacked_bars(
+        {
+            f"{scene}: rank {r}": parts
+            for scene in list(reports)[1:3]
+            for r, parts in enumerate(reports[scene].bars.values())
+        },
+        title=title,
+        xlabel="a step",
+    )
 
 # %% [markdown]
 r"""
-**Explain.** "Waits" alone tells a slow rank from a slow link as little as a thermometer tells one
-illness from another. Split at the last arrival, it does: the sleep adds to the waits for ranks, the
-slow link mostly to those for transfers. Mostly, because who is let go late comes late to the next
-collective. And each of the eight messages has a part that does not depend on its bytes, so a link
-at a quarter of the speed does not take four times as long.
-
-microddp's {func}`~microddp.performance.stragglers.straggler_report` has to be right where nothing
-was planted, too, so it asks for more. In each collective somebody is last without being to blame.
-So a rank is named only if it works 15 % longer than the others in three steps of four, and if
-without it the step would have been shorter by 4 % or more. And which link is slow, no collective
-can tell, for all wait for it. So messages are sent from rank to rank, after the steps. `python -m
-microddp.train --report` prints what it says; of the last scene:
+**Explain.** A rank that leaves one collective late arrives late at the next, so part of a slow
+link's cost shows up as waiting for ranks. And all ranks wait for a slow link, so to find it
+{func}`~microddp.performance.stragglers.straggler_report` sends messages from rank to rank. It names
+a rank on two conditions: it works 15 % longer than the others in three
+steps of four, and without it the median step would be shorter by 4 %. `python -m microddp.train
+--report` prints it. Of the last scene:
 """
 
 # %%
-reports.get("both", next(reversed(reports.values()), None))
+reports.get(list(SCENES)[-1])
+
+# %% [markdown]
+r"""
+## How often is it wrong?
+
+**Predict.** The first condition alone should name innocent ranks: those that share a core work
+longer all the time. The second asks what that costs the others.
+
+**Measure.** A hundred reports on ranks, of eight short steps each, with nothing planted:
+"""
+
+
+# %%
+def devices_of(compute, layers, values):
+    """Devices that compute so long for a step, in layers of so many values each."""
+    layer = Layer(compute / 3 / layers, compute * 2 / 3 / layers, (values,))
+    model = pausing_model(Work((layer,) * layers), comms.device)
+    return Stage(comms, model, pausing_loss, pausing_batch(comms.device), PausingOptimizer)
+
+
+REPORTS, quick = 100, devices_of(0.008, 2, 1 << 10)
+near, alarms = [], 0
+for _ in range(REPORTS):
+    report = find_stragglers(run(quick, COUNT)[0], n)
+    alarms += report.rank is not None
+    near += [(report.longer(r), report.delay(r) / report.step) for r in range(n)]
 
 # %% tags=["plumbing"]
-if "both" in reports:
-    bars = {
-        f"{scene}, rank {r}": parts
-        for scene in ("rank 1 sleeps", "host 2's link")
-        for r, parts in enumerate(reports[scene].bars.values())
-    }
-    figures.stacked_bars(
-        bars, title="A slow rank: the others wait for it. A slow link: all wait", xlabel="a step"
-    )
+often, costly = (max(values) for values in zip(*near, strict=True))
+first = sum(longer >= 0.75 for longer, _ in near)
+second = sum(delay >= 0.04 for _, delay in near)
+said = (
+    f"Of {REPORTS} reports with nothing planted, {alarms} named a rank. Of their {len(near)} ranks "
+    f"{first} met the first condition and {second} the second. At most, a rank worked longer "
+    f"in {often:.0%} of its steps, and one held the others up for {costly:.1%} of a step."
+)
+find(
+    comms,
+    "false-alarms",
+    none=(n > 1 and alarms == 0, said),
+    some=(n > 1 and alarms > 0, said),
+    alone=(n == 1, "A rank alone is never named: it is compared with itself."),
+)
+
+# %% [markdown] index=["clock offset"]
+r"""
+To probe links takes seconds, so reports on links were tried once: a hundred named no link and no
+rank (`tests/performance/false_alarms.py`; four hosts on 2 cores of an AMD EPYC, November 2026).
+
+## Whose clock?
+
+The split at the last arrival compares clocks of different ranks. Those of two machines differ by an
+*offset*.
+
+**Predict.** Rank 0 reads its clock and sends a message; the peer answers with its own clock; rank 0
+reads again. The peer's clock was read in between. Take the middle: it is off by at most half the
+round trip, however unequal the two ways were. That is [Cristian's
+algorithm](https://doi.org/10.1007/BF01784024) (1989), and the heart of
+[NTP](https://www.rfc-editor.org/rfc/rfc5905). Of several round trips the shortest counts.
+
+**Measure.** Each rank's clock is made a quarter of a second ahead of the one before:
+"""
+
+
+# %%
+def clock():
+    return time.perf_counter() + 0.25 * rank
+
+
+def offset_of(peer, rounds=20):
+    """A peer's clock less rank 0's, and the bound, as rank 0 finds them; seconds."""
+    trips, theirs = [(math.inf, 0.0)], torch.zeros(1, dtype=torch.float64, device=comms.device)
+    for _ in range(rounds):
+        if rank == 0:
+            sent = clock()
+            comms.send(theirs, peer)
+            comms.recv(theirs, peer)
+            answer, came = theirs.item(), clock()
+            trips.append((came - sent, answer - (sent + came) / 2))
+        elif rank == peer:
+            comms.recv(theirs, 0)
+            theirs.item()  # on a GPU: until it is there
+            comms.send(theirs.fill_(clock()), 0)
+    trip, offset = min(trips)
+    return offset, trip / 2
+
+
+# %%
+estimates = comms.all_gather_data([offset_of(peer) for peer in range(1, n)])[0]
+one_clock = comms.box is not None or len(set(comms.all_gather_data(platform.node()))) == 1
+
+# %% tags=["plumbing"]
+rows = [
+    (f"rank {r}", 1e3 * offset, 1e6 * bound, 1e6 * abs(offset - 0.25 * r))
+    for r, (offset, bound) in enumerate(estimates, start=1)
+]
+headers = ["", "estimated offset, ms", "bound, us", "missed the planted one by, us"]
+if rows:
+    comms.print(table(rows, headers, floats=["", ".3f", ".0f", ".1f"]))
+
+# %% tags=["plumbing"]
+bound = max((bound for _, bound in estimates), default=0.0)
+missed = max((abs(offset - 0.25 * r) for r, (offset, _) in enumerate(estimates, 1)), default=0.0)
+sought = 0.04 * whole[0]
+
+# %% tags=["plumbing"]
+said = (
+    f"The widest bound is {human_seconds(bound)}, {bound / sought:.0%} of what a rank is named "
+    f"for: 4% of a step of {human_seconds(whole[0])}."
+)
+within = all(abs(offset - 0.25 * r) <= bound for r, (offset, bound) in enumerate(estimates, 1))
+find(
+    comms,
+    "offsets",
+    within=(
+        n > 1 and one_clock and within,
+        f"All planted offsets were found again within their bounds, to {human_seconds(missed)} or "
+        f"better. {said}",
+    ),
+    beyond=(
+        n > 1 and one_clock and not within,
+        f"An estimate is off by more than its bound. {said}",
+    ),
+    machines=(n > 1 and not one_clock, f"The machines have clocks of their own. {said}"),
+    alone=(n == 1, "A rank alone has one clock."),
+)
 
 # %% [markdown] index=["heterogeneous"]
 r"""
-In the upper bars, the rank that does not wait for others is the one that others wait for. In the
-lower ones there is no such rank.
+**Explain.** Clocks also *run* at different speeds: NTP allows for 15 microseconds in a second. So
+estimate before and after the recorded steps. (On several machines microddp's timelines begin after
+a barrier, a coarser estimate.)
 
-What makes a rank slow? A GPU that is hot and clocks down, another process on the host, a loader
-that does not keep up, longer samples, a garbage collection (chapter 07). What makes a link slow? A
-bad cable or port that sends again what was lost, another job's messages, half the lanes of a PCIe
-slot. It is best to repair or replace either. Until then, it can be given less to do.
+What makes a rank slow? A hot GPU that clocks down, another process, a loader that does not keep up,
+longer samples, a garbage collection (chapter 07). A link? A bad cable that sends again what was
+lost, another job's messages, half the lanes of a PCIe slot. Repair it; until then, give a slow rank
+less to do.
 
 ## Less work for a slow rank
 
-**Predict.** Let rank $r$ compute $v_r$ samples a second, and give it $b_r$ of a batch of $b$. A
-step takes as long as its slowest, $\max_r b_r / v_r$. With equal shards that is $b / (n \min_r
-v_r)$. It is least if all are done together, with $b_r$ in proportion to $v_r$:
+**Predict.** Rank $r$ computes $v_r$ samples a second, and gets $b_r$ of a batch of $b$. All are
+done together if $b_r$ is in proportion to $v_r$. Then computing takes $b / \sum_r v_r$ instead of
+$b / (n \min_r v_r)$. $M$, here the time of the messages one by one, stays.
 
-$$ T = \frac{b}{\sum_r v_r}, \qquad
-\text{gain} = \frac{\sum_r v_r}{n \min_r v_r}. $$
-
-With two ranks, one of them at a third of the other's speed, the gain is $\frac{4/3}{2/3} = 2$.
-
-But what is the average then? Each rank's loss is the mean over *its* samples, and the mean of the
-ranks' gradients counts each rank alike. A sample on a rank with few then counts for more than one
-on a rank with many. What one rank would compute on the whole batch is the mean over *samples*:
-
-$$ g = \sum_r \frac{b_r}{b}\, g_r = \frac1n \sum_r \frac{b_r}{b/n}\, g_r. $$
-
-So the all-reduce stays what it is, and each rank multiplies its loss by its number of samples over
-that of an equal share.
-
-**Build.** This needs devices of known speed, as it needed links of known speed before. Here they
-are made of sleep: a rank sleeps 1 ms for each sample, and rank 1 sleeps 3 ms. (So a core idles
-while its GPU computes.) What is learned is real.
+**Measure.** Rank 1's device takes three times as long for a sample:
 """
 
 # %%
-BATCH, SLOW = 96 - 96 % n, 1 if n > 1 else 0
-A_SAMPLE = 3e-3 if senders.rank == SLOW else 1e-3  # seconds
-
-
-# %%
-def build():
-    """The same model on every rank, on a device of the rank's speed."""
-    torch.manual_seed(0)
-    model = FullMLP(64, depth=3, inputs=64, outputs=10).to(senders.device)
-    model.register_forward_pre_hook(lambda _, inputs: time.sleep(A_SAMPLE * len(inputs[0])))
-    return model
-
-
-# %%
-def sizes_by_speed(batch, speeds):
-    """Samples for each rank, in proportion to its speed."""
-    ends = [round(batch * speed / sum(speeds)) for speed in itertools.accumulate(speeds)]
-    return [end - start for start, end in itertools.pairwise([0, *ends])]
-
-
-# %%
-def shard(sizes):
-    """This rank's shard of the first batch."""
-    return next(ShardedBatches(digits.train, BATCH, senders.rank, n, sizes=sizes).epoch(0))
-
-
-# %% [markdown]
-r"""
-How fast a rank is, it can say itself. (One forward will do here, where the sleep is. A job would
-time whole steps, without the waits.)
-"""
-
-# %%
-equal, model = [BATCH // n] * n, build()
-start = time.perf_counter()
-model(shard(equal)[0])
-speed = torch.tensor([BATCH // n / (time.perf_counter() - start)], device=senders.device)
-speeds = senders.all_gather(speed).flatten().tolist()
-by_speed = sizes_by_speed(BATCH, speeds)
-senders.print("samples a second:", [round(speed) for speed in speeds], "shards:", by_speed)
-
-# %% [markdown]
-r"""
-Now the gradient of all ranks together, beside that of one process on the whole batch:
-"""
-
-
-# %%
-def weighted_loss(outputs, targets):
-    return cross_entropy(outputs, targets) * len(targets) / (BATCH / n)
-
-
-def averaged(sizes, loss_fn):
-    strategy = STRATEGIES["naive"](build(), senders)
-    compute_gradients(strategy, loss_fn, shard(sizes))
-    return parameters_to_vector(p.grad for p in strategy.module.parameters())
-
-
-# %%
-alone = build()
-x, y = next(ShardedBatches(digits.train, BATCH, 0, 1).epoch(0))
-cross_entropy(alone(x), y).backward()
-whole = parameters_to_vector(p.grad for p in alone.parameters())
-for name, sizes, loss_fn in (
-    ("equal shards", equal, cross_entropy),
-    ("by speed", by_speed, weighted_loss),
-    ("by speed, not weighted", by_speed, cross_entropy),
-):
-    off = ((averaged(sizes, loss_fn) - whole).norm() / whole.norm()).item()
-    senders.print(f"{name}: {off:.1e} of the gradient's norm from that of the whole batch")
-    assert off < 1e-5 or name == "by speed, not weighted"
-
-# %% [markdown]
-r"""
-Weighted, unequal shards give the gradient of the whole batch, but for rounding. microddp's
-{func}`~microddp.step.take_step` does it if it is passed `share`, the samples of an equal shard,
-which {class}`~microddp.data.ShardedBatches` knows. If it is left out, nothing is scaled.
-
-**Measure.**
-"""
-
-# %%
-steps = {}
-for name, sizes in (("equal", equal), ("by speed", by_speed)):
-    strategy = STRATEGIES["naive"](build(), senders)
-    optimizer = torch.optim.SGD(strategy.module.parameters(), lr=0.1)
-    batch = shard(sizes)
-    run(3)
-    steps[name] = find_stragglers(run(COUNT, share=BATCH / n), n)
-least = {"equal": max(equal) / min(speeds), "by speed": BATCH / sum(speeds)}
-rows = [(name, 1e3 * least[name], 1e3 * report.step, report.rank) for name, report in steps.items()]
-headers = ["shards", "computing, predicted, ms", "a step, ms", "named: rank"]
-senders.print(table(rows, headers, floats=["", ".1f", ".1f", ""]))
-gain = steps["equal"].step / steps["by speed"].step
-senders.print(f"gain: {least['equal'] / least['by speed']:.1f} predicted, {gain:.1f} measured")
+BATCH = 96 - 96 % n
+A_SAMPLE = [(3 if r == SLOW else 1) * 0.06 * n / BATCH for r in range(n)]  # seconds
+quick = round(BATCH / (n - 1 + 1 / 3))
+equal, uneven = [BATCH // n] * n, [quick] * n
+uneven[SLOW] = BATCH - (n - 1) * quick
+values = int(stage.sides[1].nbytes / 16) if stage.sides else 1 << 18  # of each of 4 layers
+computing, calls = {}, {}
+for name, sizes in (("equal", equal), ("by speed", uneven)):
+    seconds = [size * a_sample for size, a_sample in zip(sizes, A_SAMPLE, strict=True)]
+    computing[name] = max(seconds)
+    calls[name] = devices_of(seconds[rank], 4, values).step("naive")
+steps = measure(calls, comms, repeat=5, warmup=1)
 
 # %% tags=["plumbing"]
-figures.stacked_bars(
-    {f"{k}, rank {r}": b for k, v in steps.items() for r, b in enumerate(v.bars.values())},
-    title=f"Shards by speed: a step in 1/{gain:.1f} of the time",
-    xlabel="a step",
+M = stage.sides[1].messages + 4 * stage.sides[1].start if stage.sides else 0.0
+rows = [
+    (name, str(sizes), human_seconds(computing[name] + M), in_words(steps[name]))
+    for name, sizes in (("equal", equal), ("by speed", uneven))
+]
+headers = ["shards", "samples", "slowest rank's computing, and M", "a step (quartiles)"]
+comms.print(table(rows, headers))
+gain = compare(steps["by speed"], steps["equal"])
+predicted = (computing["equal"] + M) / (computing["by speed"] + M)
+alone = computing["equal"] / computing["by speed"]
+said = (
+    f"With shards by speed a step is {gain.than('with equal ones')}. Computing alone would be "
+    f"{alone:.1f} times as fast, and {predicted:.1f} times with the messages."
 )
-assert n == 1 or gain > 1.2
+find(comms, "less-work", **gain.sides(said if n > 1 else "One rank has all of the work."))
 
 # %% [markdown]
 r"""
-**Explain.** Hardly anybody waits for the slow rank any more. A step is longer than predicted by
-what a rank does besides: the messages, as the figure shows, backward, and the optimizer. These cost
-both steps as much, so the gain is less than predicted.
-
-All this rests on speeds that stay as they are. Measured once, they are right until the GPU cools
-down; measured often, they follow noise. Nor is it free: a rank with more samples needs more memory
-for them, and batch normalisation sees batches of different size on each. Where ranks differ by a
-few per cent, equal shards lose these few per cent, and nothing else.
+**Explain.** This rests on speeds that stay as they are, and more samples need more memory.
 
 ## Where it breaks: a mean of means
 
-The third line above, shards by speed and a plain mean, raised no exception, and its gradient is
-another one: that of a batch in which some samples count more than others. **Predict.** A sample of
-rank $r$ has the weight $\frac{1}{n b_r}$ instead of $\frac1b$:
+Each rank's loss is a mean over *its* samples, and the all-reduce counts each rank alike. So with
+shards by speed a sample of the slow rank counts for more. As in chapter 01, each rank has to
+multiply its loss by its samples over those of an equal share: {func}`~microddp.step.take_step` does
+if it is passed `share`. For the digits:
 """
 
 # %%
-rows = [(f"rank {r}", size, BATCH / (n * size)) for r, size in enumerate(by_speed)]
-senders.print(table(rows, ["", "samples", "each counts"], floats=["", "", ".2f"]))
+digits = load_digits(comms.device).train
+
+
+def gradient(sizes, share=None):
+    """The averaged gradient of the first batch, in shards of these sizes."""
+    torch.manual_seed(0)
+    strategy = STRATEGIES["naive"](FullMLP(64, 3, inputs=64, outputs=10).to(comms.device), comms)
+    batch = next(ShardedBatches(digits, BATCH, rank, n, sizes=sizes).epoch(0))
+    compute_gradients(strategy, cross_entropy, batch, share=share)
+    return parameters_to_vector(p.grad for p in strategy.module.parameters())
+
+
+right = gradient(equal)
+with_share, without = (
+    ((gradient(uneven, share) - right).norm() / right.norm()).item() for share in (BATCH / n, None)
+)
+assert with_share < 1e-5
+
+# %% tags=["plumbing"]
+counts = [BATCH / (n * size) for size in uneven]
+said = (
+    f"By a mean of means the gradient is {without:.0%} off, without any exception: a sample of "
+    f"rank {SLOW} counts {counts[SLOW]:.1f} times, one of another rank {min(counts):.1f} times. "
+    f"Weighted, it is off by {with_share:.0e}."
+)
+find(comms, "mean-of-means", several=(n > 1, said), alone=(n == 1, "One rank has one mean."))
 
 # %% [markdown]
 r"""
-If samples are dealt at random, that is no bias, and only some more noise. If rank 1 has what others
-do not, the long sentences, or the patients of one hospital, the model gets a preference that nobody
-asked for. It takes no slow rank: the last batch of an epoch and batches counted in tokens are
-unequal as well, and chapter 06 has ranks whose inputs end early.
+If samples are dealt at random, that only adds noise. If rank 1 has what others do not, the model
+gets a preference that nobody asked for. Batches counted in *tokens* are uneven, too: see chapter
+14.
+
+:::{admonition} On GPUs
+What changes:
+
+- *A launch is not an arrival.* The CPU launches kernels ahead of the GPU. Record [CUDA
+  events](https://docs.pytorch.org/docs/stable/generated/torch.cuda.Event.html) on the stream, at
+  the step's begin and in the hook. With
+  [`TORCH_NCCL_ENABLE_TIMING=1`](https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html)
+  PyTorch also records when each collective starts on the GPU. An NCCL kernel waits inside for the
+  other ranks, so in a profile the slow rank's are the *shortest*.
+- *The order of machines.* NCCL finds the links inside a machine. Between machines it does not look:
+  its rings take them in the order of the ranks (issues
+  [1340](https://github.com/NVIDIA/nccl/issues/1340) and
+  [1545](https://github.com/NVIDIA/nccl/issues/1545), 2024, and
+  [1933](https://github.com/NVIDIA/nccl/issues/1933), December 2025). Slurm's [topology
+  plugin](https://slurm.schedmd.com/topology.html) places a job on few switches; `--switches=1` asks
+  for one.
+- *What to run.* `nvidia-smi -q -d PERFORMANCE,ECC`, or DCGM, for low clocks and memory errors;
+  `all_reduce_perf` of nccl-tests, on pairs of machines, for a slow link.
+:::
 
 ## What to take along
 
-- A collective takes at least what its busiest link needs for its bytes. The ring's is its slowest
-  link, so one link at a tenth makes it about ten times as long.
-- If two racks are joined by a slow link, what crosses it sets the time: number the ranks rack by
-  rack.
-- A slow link must carry the tensor once each way. The rest can be left to others.
-- Slow rank or slow link: compare the clocks of all ranks, and split a wait at the last arrival.
-- Unequal shards need a mean over samples, not over ranks.
+- A ring has the speed of its slowest link. Number the ranks rack by rack.
+- A slow link has to carry the tensor once each way. Others can do the rest.
+- DDP hides a slow rank in every rank's backward. Compare the time from the step's begin to the last
+  launch: it contains no wait and needs no common clock. On GPUs, take it on the stream.
+- Slow rank or slow link: split a wait at the last arrival. On several machines that takes the
+  clocks' offsets, known to half a round trip.
+- Unequal shards need a mean over samples.
 
 ## Exercises
+
+**The lab.** Write a function that names the rank that DDP hides. {doc}`It is checked </labs>` on 2,
+3 and 4 ranks.
+
+```console
+$ python -m microddp.labs start 12
+```
 
 1. There are only two hosts, and the link of one is slow. How many bytes can be taken from it?
 
    <details class="solution"><summary>Solution</summary>
 
    None. Each has to send its $S$ bytes and to receive the sum. The ring's $2(n-1)/n \cdot S$ is $S$
-   for two, and `parts_by_speed` gives a half to each. One link's speed is also the other's: what
-   one sends the other receives.
+   for two. One link's speed is also the other's: what one sends the other receives.
 
    </details>
 
-2. Four hosts, one link at a share $x$ of the others' speed. Below which $x$ is it the slow link
-   that sets the time of the weighted all-reduce, and which ratio to the ring is there at most?
+2. Four hosts, one link at a share $x$ of the others' speed. Below which $x$ does the slow link set
+   the time of the weighted all-reduce, and how much can then be gained on the ring?
 
    <details class="solution"><summary>Solution</summary>
 
    The slow link needs $S / (xB)$, all links together $2(n-1)S / ((n-1+x)B)$. They are equal at $x =
-   (n-1)/(2n-3)$: for four hosts at 0.6. The ring needs $2(n-1)/n \cdot S/(xB)$, so from there on
-   down the ratio of the bounds is $2(n-1)/n = 1.5$: the column "predicted" above.
+   (n-1)/(2n-3)$: for four hosts at 0.6. The ring needs $2(n-1)/n \cdot S/(xB)$, so below that the
+   ratio of the bounds is $2(n-1)/n = 1.5$.
 
    </details>
 
-3. Let rank 1 sleep in every third step only, and take the report of that alone. Whom does it name?
+3. Let rank 1 be slow in every third step only, and take the report of that. Whom does it name?
 
    <details class="solution"><summary>Solution</summary>
 
-   Nobody, and it says so: "Rank 1 alone holds the others up for 30% of the time, but not steadily:
-   for 0% of the median step" (on the machine this was tried on, November 2026). A rank is named for
-   what it does in three steps of four. One that is slow at times asks for another search: what does
-   it do then? A checkpoint, a garbage collection, a slow file.
+   Nobody: a rank is named for what it does in three steps of four, and in the median step. The
+   report says how much the rank held the others up in all, "but not steadily". One that is slow at
+   times asks for another search: what does it do then? A checkpoint, a garbage collection, a slow
+   file.
 
    </details>
 """
