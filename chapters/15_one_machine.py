@@ -2,17 +2,15 @@
 r"""
 # 15. Inside one machine
 
-How fast can one machine agree with itself? Ranks of one machine have the same memory under them.
-Yet all that they knew of each other so far came in messages, as if they were far apart. This
-chapter builds an all-reduce without a message, in memory that the ranks share, and predicts its
-time from that of a copy. Then it lets machines with several ranks each send every sum over the
-network once.
+How fast can one machine agree with itself? You care if several of your ranks are on one machine:
+they share a memory, and still send each other messages, as if they were far apart. This chapter
+builds an all-reduce without a message, predicts its time from that of a copy, and says where that
+misses. Then machines send each sum over the network once, as NCCL can between nodes.
 """
 
 # %% tags=["imports"]
 import os
 import time
-from contextlib import contextmanager
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -24,11 +22,12 @@ from torch.nn.functional import mse_loss
 import microddp
 from microddp import figures
 from microddp.allreduce import ring_all_reduce
-from microddp.model import FullMLP, gradient_bytes
+from microddp.findings import Prediction, compare, find
+from microddp.model import FullMLP, parameter_count
 from microddp.report import human_bytes, human_seconds, table
 from microddp.shared import (
+    all_reduce_hook,
     carrier,
-    fastest,
     hierarchical_all_reduce,
     machines_of,
     region_of,
@@ -37,6 +36,7 @@ from microddp.shared import (
     shared_reduce_scatter,
     why_not_shared,
 )
+from microddp.stage import cluster, set_stage
 from microddp.timing import Timing, measure
 
 # %%
@@ -44,84 +44,69 @@ from microddp.timing import Timing, measure
 # sphinx_gallery_hosts = "2 x 1gbit, 2 ranks each"
 comms = microddp.init()
 comms.print(comms.describe())
-senders = comms.timed(computing=False)  # without ranks that would only take another's core
+timed = comms.timed(computing=False)  # without ranks that would only take another's core
 
 # %% [markdown]
 """
 ## Who shares memory?
 
-Which ranks are on one machine? `torchrun` numbers the ranks that it started in one place, and hosts
-have names. Neither is a proof: two containers may have one name and no memory in common. So the
-ranks try. On Linux each one makes a file that lies in memory and has no name in any folder
-(`memfd_create`), and tells the others where it is, and a random word that it wrote on it. Who
-can open it, and finds the word, shares memory with its owner: both *map* the file, so that its
-pages appear among the addresses of both processes, and what one writes there the other reads. When
-the last process that has it open ends, the file is gone, whatever ended the process:
-"""
+Two containers may have one host name and no memory in common. So the ranks try. On Linux each makes
+a file that lies in memory (`memfd_create`), writes a random word on it, and tells the others both.
+A rank that can open it and finds the word *maps* it: its pages appear among the addresses of both
+processes, and one reads what the other writes there.
 
-# %%
-machines = machines_of(senders)
-senders.print(f"{senders.world_size} ranks stay; by machine: {machines}")
-groups = [senders.subgroup(ranks) for ranks in machines]
-(inside,) = filter(None, groups)  # the ranks of this machine
-me, n = inside.rank, inside.world_size
-if n == 1:
-    why = why_not_shared(senders) or "it is alone on its machine: add --nproc-per-node=2"
-    senders.print(fill(f"Left out: a rank that shares its memory with others. {why}.", 90))
-
-# %% [markdown]
-"""
-Hosts in a box count as machines: between them there is a network, and nothing else. On the
-website there are two, of two ranks each, which share the cores that the page names at its top. What
-belongs to one machine is timed on the first, with all these cores, while the ranks of the other one
-sleep:
+Hosts in a box count as machines. On the website there are two, of two ranks each. Work inside a
+machine is timed on the first, with all cores, while the others sleep:
 """
 
 # %% tags=["plumbing"]
-
-
-@contextmanager
-def on_all_cores():
-    """Let this rank, and groups that it makes, use the cores of all hosts in a box."""
-    own = os.sched_getaffinity(0) if senders.box else ()
-    try:
-        if own:
-            os.sched_setaffinity(0, range(os.cpu_count()))
-        yield
-    finally:
-        if own:
-            os.sched_setaffinity(0, own)
-
-
-with on_all_cores():
-    groups = [senders.subgroup(ranks) for ranks in machines]
-    (inside,) = filter(None, groups)
-
+if timed.box:  # each of its hosts has a share of the cores; a machine is timed on all of them
+    os.sched_setaffinity(0, range(os.cpu_count()))
 
 # %%
-def on_one_machine(calls, **options):
-    """Time calls among the ranks of the first machine; all ranks learn the times."""
-    seconds = {}
-    if senders.rank in machines[0]:
-        with on_all_cores():
-            times = measure(calls, inside, **options)
-        seconds = {name: timing.seconds for name, timing in times.items()}
-    told = senders.all_gather_data(seconds)[machines[0][0]]
-    return {name: Timing(tuple(of)) for name, of in told.items()}
+machines = machines_of(timed)
+groups = [timed.subgroup(ranks) for ranks in machines]
+(inside,) = filter(None, groups)  # the ranks of this machine
+me, n = inside.rank, inside.world_size
+timed.print(f"{timed.world_size} ranks stay; by machine: {machines}")
+
+# %% tags=["plumbing"]
+FIRST, ALONE = timed.rank in machines[0], len(machines[0]) == 1
+why = why_not_shared(timed) or "it is alone on its machine: add --nproc-per-node=2"
+if ALONE:
+    timed.print(fill(f"Left out: a rank that shares its memory with others. {why}.", 90))
+
+
+def on_first(call):
+    """What a call returns on the first machine, while the others sleep; all ranks learn it."""
+    return timed.all_gather_data(call() if FIRST else None)[machines[0][0]]
+
+
+def in_a_row(calls, count, repeat=9):
+    """Timings of a call on the first machine, when so many are made in a row."""
+
+    def row(call):
+        for _ in range(count):
+            call()
+
+    def seconds():
+        rows = {name: partial(row, call) for name, call in calls.items()}
+        times = measure(rows, inside, repeat=repeat)
+        return {name: [s / count for s in timing.seconds] for name, timing in times.items()}
+
+    return {name: Timing(tuple(each)) for name, each in on_first(seconds).items()}
 
 
 # %% [markdown] index=["shared memory", "semaphore"]
 r"""
 ## Two barriers and a sum
 
-**Predict.** A message between two ranks of one machine goes through a socket. The sender's bytes
-are copied into the kernel and from there to the receiver, in packets, each handled on the way by
-what would handle it in a network. In shared memory there is no message. A rank writes its tensor
-where the others see it. Each adds up the $n$-th part that is its own, and writes the sum where all
-see it. Then each reads the whole.
+**Predict.** A message between ranks of one machine is copied into the kernel and out again, in
+packets. In shared memory a rank writes its tensor where the others see it. Each adds up the $n$-th
+part that is its own, and writes the sum where all see it. Then each reads the whole.
 
-What that costs is reading and writing. Let a copy of $S$ bytes take $c(S)$ seconds: it reads $S$
-and writes $S$. To add to a tensor in place reads two and writes one.
+Let a copy of $S$ bytes take $c(S)$ seconds: it reads $S$ and writes $S$. To add to a tensor in
+place reads two and writes one.
 
 | | bytes read and written |
 |---|---|
@@ -130,18 +115,16 @@ and writes $S$. To add to a tensor in place reads two and writes one.
 | add the others' parts | $3S\,(n-1)/n$ |
 | copy the result out | $2S$ |
 
-That makes $(7 - 1/n)\,S$, as much as $\frac{7 - 1/n}{2}$ copies: 3.25 for two ranks.
-
-And the ranks must wait for each other, twice, at a *barrier*. Nobody may add up before all have
-written, and nobody may read the result before all have added up their part. Let one, in memory,
-take $b$ seconds. And let the calls of PyTorch alone, with next to nothing to add up, take $p$. Then
+That makes $(7 - 1/n)\,S$, or $\frac{7 - 1/n}{2}$ copies: 3.25 for two ranks. And twice the ranks
+wait for each other, at a *barrier*: nobody adds up before all have written, nobody reads before all
+have added up. Let a barrier take $b$, and PyTorch's calls $p$ if there is next to nothing to add
+up. Then
 
 $$ t(S) = 2b + p + \frac{7 - 1/n}{2}\,c(S) . $$
 
 **Build.** A {class}`~microddp.shared.region.SharedRegion` has the memory of all ranks of a machine,
-and the barrier. Each rank allocates a block of its own file and tells the others at which byte of
-the file it begins, its offset. With that each maps the blocks of all; `region.at` returns them as
-tensors:
+and the barrier. Each rank allocates a block and tells the others where in its file it begins;
+`region.at` returns theirs as tensors:
 """
 
 # %%
@@ -178,8 +161,8 @@ def shared_sum(tensor, written=region.barrier, summed=region.barrier):
 
 # %% [markdown]
 """
-Is it right? Whole numbers, whose sums are exact, against the backend's all-reduce. And numbers
-that are rounded: each is added up once, in rank order, so all ranks must have the same bits:
+Is it right? Whole numbers have exact sums, to compare with the backend's. Of numbers that are
+rounded, each is added up once, in rank order, so all ranks must have the same bits:
 """
 
 # %%
@@ -193,72 +176,66 @@ rounded = torch.randn(1003, generator=torch.Generator().manual_seed(me))
 shared_sum(rounded)
 results = inside.all_gather(rounded.to(inside.device))
 assert (results == results[0]).all()
-senders.print(f"{n} ranks: equal to the backend's sum, and the same bits on each")
+timed.print(f"{n} ranks: equal to the backend's sum, and the same bits on each")
 
 # %% [markdown]
 """
-How does a rank know that the others have come? A flag in shared memory would not do everywhere. A
-processor may let others see two writes in another order than they were made, ARM's do, and then a
-rank finds the flag and not yet the values. So a rank uses a *semaphore* of each other rank, a
-counter that the kernel knows: to *post* adds one, to *wait* takes one away, and sleeps while there
-is none. The standard lists both among the calls that bring memory up to date ([POSIX, Base
-Definitions, 4.15](https://pubs.opengroup.org/onlinepubs/9799919799/basedefs/V1_chap04.html)): what
-was written before a post is there after the wait. A rank that waits looks a hundred times first, if
-each rank has a core, and then sleeps, so that with more ranks than cores nobody takes another's
-time.
+How does a rank know that the others have come? Not by a flag in shared memory: a processor such as
+ARM's may show two writes in another order than they were made. Each rank has a *semaphore* of each
+other one, a counter of the kernel's: to *post* adds one, to *wait* takes one away, and sleeps while
+there is none. After the wait a rank sees all that was written before the post ([POSIX,
+4.15](https://pubs.opengroup.org/onlinepubs/9799919799/basedefs/V1_chap04.html)). A barrier posts to
+all others, and then waits for each.
 
-How long does the barrier take, beside the backend's? And the calls, without barriers? microddp's
-{func}`~microddp.shared.collectives.shared_all_reduce`, which is compared below, does more than the
-function above: it takes any shape and dtype, checks that all ranks make the same call, and keeps a
-record. What that takes is its time in a group of one rank. Fifty in a row of each, on the first
-machine, where nothing comes between them:
+**Predict.** A barrier has two speeds. Ranks in step find the others' posts there, and nobody
+sleeps. A rank that sleeps has to be woken, and comes late to the next barrier, where the *other*
+one then sleeps: either state keeps itself up.
+
+**Measure.** A thousand barriers, each timed. Then 50 in a row, and as many of the backend's, which
+are made of messages:
 """
 
 
 # %%
-def repeated(times, call, *arguments):
-    for _ in range(times):
-        call(*arguments)
+def each_barrier():
+    seconds = []
+    for _ in range(1000):
+        begun = time.perf_counter()
+        region.barrier()
+        seconds.append(time.perf_counter() - begun)
+    return seconds
 
 
-nothing = partial(repeated, 0, None)
-values = torch.zeros(n)
-(alone,) = filter(None, [senders.subgroup([rank]) for rank in range(senders.world_size)])
-waits = {
-    "a barrier in memory": region.barrier,
-    "the backend's barrier": inside.barrier,
-    "the calls of a sum": partial(shared_sum, values, nothing, nothing),
-    "microddp's sum, in a group of one": partial(shared_all_reduce, values, alone),
-}
-times = on_one_machine({name: partial(repeated, 50, call) for name, call in waits.items()})
+barriers = Timing(tuple(on_first(each_barrier)))
+in_rows = in_a_row({"memory": region.barrier, "messages": inside.barrier}, 50)
+b = in_rows["memory"].median
 
 # %% tags=["plumbing"]
-
-
-def of_each(timing, count):
-    return Timing(tuple(seconds / count for seconds in timing.seconds))
-
-
-times = {name: of_each(timing, 50) for name, timing in times.items()}
-barrier, calls_alone = times["a barrier in memory"].median, times["the calls of a sum"].median
-rows = [
-    (name, human_seconds(timing.median), " to ".join(map(human_seconds, timing.spread)))
-    for name, timing in times.items()
-]
-senders.print(table(rows, ["", "median", "quartiles"]))
+low, high = (barriers.percentile(percent) for percent in (10, 90))
+said = (
+    f"One barrier in ten takes {human_seconds(low)} or less, and one in ten {human_seconds(high)} "
+    f"or more. In a row each takes b, {human_seconds(b)}, and the backend's "
+    f"{human_seconds(in_rows['messages'].median)}."
+)
+find(
+    timed,
+    "barrier",
+    two_speeds=(not ALONE and high > 3 * low, said),
+    one_speed=(not ALONE and high <= 3 * low, f"{said} Two speeds are not to be seen."),
+    alone=(ALONE, "One rank waits for nobody."),
+)
 
 # %% [markdown]
 """
 ## Where it breaks: a barrier left out
 
-Each barrier looks as if it could be spared: the ranks do the same work and come at about the same
-time. **Predict.** Without the first, a rank may add up what another one wrote in the *last* call.
-Without the second, a fast rank may read a part that is not added up yet. And it may go on to the
-next call, and write over what a slow rank is still to add up. Whether it does is a matter of
-microseconds, and of who has a core: a test may pass for long. A rank that is late makes it sure.
+The ranks do the same work, and come at about the same time. So why wait? **Predict.** Without the
+first barrier, a rank may add up what another wrote in the *last* call. Without the second, a fast
+rank may read what is not added up yet, and then write over what a slow one is still to add up. A
+rank that is late makes the error certain.
 
-**Measure.** Other numbers in each call, and the right sum is known. First all ranks come as they
-do, then the last one sleeps ten milliseconds before it writes, and again before it adds up:
+**Measure.** Other numbers in each call, so that the right sum is known. First all come as they do;
+then the last rank sleeps ten milliseconds before it writes, and before it adds up:
 """
 
 # %%
@@ -278,39 +255,53 @@ def wrong_sums(written, summed, late):
 
 
 # %%
+def nothing():
+    pass
+
+
 BARRIERS = {
     "both barriers": (region.barrier, region.barrier),
     "without the first": (nothing, region.barrier),
     "without the second": (region.barrier, nothing),
 }
-rows = []
+wrong = {}
 for name, pair in BARRIERS.items():
-    counts = [wrong_sums(*pair, late) for late in (0, 1e-2)]
-    rows.append((name, *counts))
-    assert (counts[1] > 0) == (n > 1 and name != "both barriers")
-    assert name != "both barriers" or not any(counts)
-senders.print(table(rows, [f"wrong, of {n * CALLS} sums", "as they come", "one is late"]))
+    wrong[name] = [on_first(partial(wrong_sums, *pair, late)) for late in (0, 1e-2)]
+    assert (wrong[name][1] > 0) == (not ALONE and name != "both barriers")
+assert wrong["both barriers"] == [0, 0]
+
+# %% tags=["plumbing"]
+sums = len(machines[0]) * CALLS
+rows = [(name, *counts) for name, counts in wrong.items()]
+timed.print(table(rows, [f"wrong, of {sums} sums", "as they come", "one is late"]))
+(_, first, late_first), (_, second, late_second) = rows[1:]
+said = (
+    f"If one rank is late, {late_first} of {sums} sums are wrong without the first barrier, and "
+    f"{late_second} without the second. As the ranks come, it is {first} and {second}"
+)
+find(
+    timed,
+    "wrong-sums",
+    seen=(not ALONE and min(first, second) > 0, f"{said}."),
+    hidden=(not ALONE and min(first, second) == 0, f"{said}: a test may pass."),
+    alone=(ALONE, "One rank finds every sum right, with barriers or without."),
+)
 
 # %% [markdown]
 r"""
-**Explain.** The column on the left counts what happened to happen, on the first machine.
-Another machine, or another load, has another number, and it may be 0: so such a mistake can live
-long. The column on the right was arranged, and is the one to test with. (No call follows the last
-one, so there the late rank itself may be right without the second barrier.)
+**Explain.** By chance another number is wrong on each machine, or none: such a mistake can live
+long. Arrange for a late rank in your test. (After the last call nobody writes over anything, so
+there the late rank may be right without the second barrier.)
 
-And a third barrier at the end, so that nobody writes its next tensor over what others still read?
-It is not needed. What the next call writes first is the rank's block of `inputs`, which the others
-read before the second barrier only. The sums of the next call are written after *its* first
-barrier, and by then every rank has read these.
+A third barrier is not needed: the next call writes `inputs`, which others read before the second
+only, and writes sums after *its* first, when all have read these.
 
-## Small tensors: one barrier
+## One barrier, and none of the copies
 
-**Predict.** A small tensor's time is that of barriers and calls. So do with one barrier: write the
-tensor, wait, and add up everything oneself. That is $n$ times the additions, of few values:
-$4S + 3(n-1)S$ are read and written, or $2 + \frac{3}{2}(n-1)$ copies. But now nothing stops a fast
-rank from beginning the next call while a slow one still adds up. With *two buffers in turn* it
-writes into the other one. When it comes to the first again, two calls later, all ranks have been at
-the barrier in between, to which they came after they had read.
+**Predict.** A small tensor's time is barriers and calls. So take one barrier: write the tensor,
+wait, and let each rank add up everything. But then a fast rank could begin the next call while a
+slow one still adds up. With *two buffers in turn* it writes into the other one; and when it comes
+to the first again, all have been at the barrier in between, after they had read.
 
 **Build.**
 """
@@ -332,187 +323,153 @@ def one_barrier(tensor, written=region.barrier):
 
 # %% [markdown]
 r"""
-microddp has both: one barrier for small tensors. Large ones it takes a piece at a time, through
-buffers of a megabyte, two in turn. Such a buffer can stay in the processor's *cache*, its small and
-fast memory: what one rank has just written, another reads from there. What must go to the main
-memory then is the tensor itself, where it is larger than the cache: each rank reads $S$ and writes
-$S$, like one copy. Smaller tensors need no main memory, and pieces only mean more barriers.
+Of a large tensor the copies can be spared, if it is in shared memory already: DDP's buckets can be.
+microddp's {func}`~microddp.shared.collectives.shared_all_reduce` adds it up *in place*: a rank
+reads the $n$ parts of its sum, and writes that $n$ times. $S$ and $S$: as much as one copy.
 
-microddp can do one thing more: a tensor that is in shared memory already is added up where it is,
-so that nothing is copied in or out. A rank then reads the $n$ parts that it adds up, and writes the
-sum $n$ times: $S$ and $S$ again. DDP puts its buckets there.
-
-**Measure.** Sizes from 4 KiB to 16 MiB. Small ones are called several times in a row, and timed
-together. The backend sends through sockets between CPUs, and on GPUs by NCCL; the ring is
-chapter 02's. "Copy" is that of one tensor on each rank, all at the same time. The prediction takes
-it from this table, and barriers and calls from above. (Up to 1 MiB the same tensors are copied
-several times in a row, so they may be in the cache; larger ones are called once at a time.)
+**Measure.** Small tensors are added up many times in a row. "No barrier" is all the work of
+`shared_sum`, which waits for nobody. "Copy" copies one tensor on each rank, all at once:
 """
 
-# %%
-SIZES = [2**k for k in range(12, 25, 2)]
-IN_MEMORY = {"two barriers": shared_sum, "one barrier": one_barrier}
-IN_MEMORY["microddp"] = partial(shared_all_reduce, comms=inside)
-BY_MESSAGES = {"backend": inside.all_reduce, "ring": partial(ring_all_reduce, comms=inside)}
+# %% tags=["plumbing"]
+SIZES = [2**k for k in range(12, 25, 3)]
 
 
 def calls_of(nbytes):
-    """Each way with a tensor of its own, many times in a row if it is small."""
-    times = max(1, min(50, 2**22 // nbytes))
-    zeros = partial(torch.zeros, nbytes // 4)
-    calls = {name: (way, zeros(device=comms.device)) for name, way in BY_MESSAGES.items()}
-    calls |= {name: (way, zeros()) for name, way in IN_MEMORY.items()}
-    calls["microddp, in place"] = IN_MEMORY["microddp"], region.zeros(nbytes // 4, torch.float32)
-    calls["copy"] = torch.ones(nbytes // 4).copy_, zeros()
-    if nbytes > SMALL:
-        del calls["one barrier"]
-    return times, {name: partial(repeated, times, *call) for name, call in calls.items()}
+    x, y = torch.zeros(2, nbytes // 4)
+    calls = {
+        "backend": partial(inside.all_reduce, x.to(comms.device)),
+        "two barriers": partial(shared_sum, x),
+        "no barrier": partial(shared_sum, x, nothing, nothing),
+        "in place": partial(shared_all_reduce, region.zeros(nbytes // 4, torch.float32), inside),
+        "copy": partial(x.copy_, y),
+    }
+    if nbytes <= SMALL:
+        calls["one barrier"] = partial(one_barrier, x)
+    return calls
 
 
 # %%
-timings = {}
-for nbytes in SIZES:
-    times, calls = calls_of(nbytes)
-    for name, timing in on_one_machine(calls, warmup=3, repeat=11).items():
-        timings.setdefault(name, {})[nbytes] = of_each(timing, times)
+tiny = partial(shared_sum, torch.zeros(n), nothing, nothing)
+p = in_a_row({"": tiny}, 50)[""].median
+timings = {s: in_a_row(calls_of(s), max(1, min(50, 2**22 // s))) for s in SIZES}
 
 
-# %%
+def work(nbytes):
+    """Predicted seconds of calls and bytes."""
+    return p + (7 - 1 / len(machines[0])) / 2 * timings[nbytes]["copy"].median
+
+
 def predicted(nbytes):
-    return 2 * barrier + calls_alone + (7 - 1 / n) / 2 * timings["copy"][nbytes].median
-
-
-calls = {"": partial(repeated, 50, one_barrier, values, nothing)}
-calls_of_one = on_one_machine(calls)[""].median / 50
-
-
-def predicted_of_one(nbytes):
-    return barrier + calls_of_one + (2 + 3 / 2 * (n - 1)) * timings["copy"][nbytes].median
+    return 2 * b + work(nbytes)
 
 
 # %% tags=["plumbing"]
-rows = [
-    (human_bytes(nbytes), *(human_seconds(of[nbytes].median) if nbytes in of else None
-                            for of in timings.values()), human_seconds(predicted(nbytes)))
-    for nbytes in SIZES
-]  # fmt: skip
-senders.print(f"median time of a call, {n} ranks")
-senders.print(table(rows, ["size", *timings, "two barriers, predicted"]))
-
-# %% tags=["plumbing"]
-
-
-def with_quartiles(timing):
-    low, high = timing.spread
-    return f"{timing.median:.2f} ({low:.2f} to {high:.2f})"
-
-
-def ratios(name, other):
-    return {s: t.ratio(timings[other][s]) for s, t in timings[name].items()}
-
-
-over_backend, over_copy = ratios("microddp", "backend"), ratios("microddp", "copy")
-over_two = ratios("microddp", "two barriers")
-rows = [
-    (
-        human_bytes(s),
-        with_quartiles(over_backend[s]),
-        with_quartiles(over_two[s]),
-        with_quartiles(over_copy[s]),
-        with_quartiles(ratios("microddp, in place", "copy")[s]),
-        f"{timings['two barriers'][s].median / predicted(s):.2f}",
-        f"{timings['one barrier'][s].median / predicted_of_one(s):.2f}" if s <= SMALL else None,
-    )
+parts = {
+    s: (timings[s]["two barriers"].median, predicted(s), timings[s]["no barrier"].median, work(s))
     for s in SIZES
-]
-headers = ["size", "microddp / backend", "microddp / two barriers", "microddp / copy",
-           "in place / copy", "two barriers / predicted", "one barrier / predicted"]  # fmt: skip
-senders.print(table(rows, headers))
+}
+rows = [(human_bytes(s), *map(human_seconds, each)) for s, each in parts.items()]
+headers = ["size", "two barriers", "predicted", "no barrier", "predicted"]
+timed.print(table(rows, headers))
+# %% tags=["plumbing"]
+over = {s: took / guessed for s, (took, guessed, *_) in parts.items()}
+worst = max(SIZES, key=lambda s: max(over[s], 1 / over[s]))
+took, guessed, bare, bare_guessed = map(human_seconds, parts[worst])
+waiting = human_seconds(max(0.0, parts[worst][0] - parts[worst][2]))
+said = (
+    f"Measured times are {min(over.values()):.2g} to {max(over.values()):.2g} times the predicted "
+    f"ones. The largest miss is at {human_bytes(worst)}: {took}, predicted {guessed}. There work "
+    f"takes {bare}, predicted {bare_guessed}, and waiting {waiting}, predicted "
+    f"{human_seconds(2 * b)}."
+)
+find(
+    timed,
+    "model",
+    longer=(over[worst] > 1.25, said),
+    shorter=(over[worst] < 0.8, said),
+    near=(0.8 <= over[worst] <= 1.25, f"{said} That is within a quarter, as at every size."),
+)
 
 # %% tags=["plumbing"]
-
-
-def sizes_where(of, holds):
-    found = [human_bytes(s) for s, timing in of.items() if holds(timing)]
-    return ", ".join(found) or "no size"
-
-
-above = sizes_where(over_two, lambda timing: timing.spread[0] > 1)
-under = sizes_where(over_two, lambda timing: timing.spread[1] < 1)
-senders.print(f"microddp clearly takes more time than two barriers at {above}; less at {under}.")
-
-# %% tags=["plumbing"]
-below = [s for s in SIZES if over_backend[s].spread[1] < 1]
-title = f"microddp takes less time than the backend at {len(below)} of {len(SIZES)} sizes"
-if len(below) == len(SIZES):
-    least, *_, most = sorted(timing.median for timing in over_backend.values())
-    title = f"microddp, through memory: {least:.2f} to {most:.2f} of the backend's time"
+gains = {s: compare(timings[s]["in place"], timings[s]["backend"]) for s in SIZES}
+faster = [s for s in SIZES if gains[s].faster]
+ratios = sorted(gain.ratio for gain in gains.values())
+span = f"{ratios[0]:.2g} to {ratios[-1]:.2g} times as fast as the backend"
+series = ("backend", "two barriers", "one barrier", "in place", "copy")
 figures.times_by_size(
-    {name: timings[name] for name in ("backend", "ring", "two barriers", "microddp", "copy")},
-    title=title,
+    {name: {s: timings[s][name] for s in SIZES if name in timings[s]} for name in series},
+    title=f"In place in shared memory: {span}",
     models={"two barriers": predicted},
 )
+said = f"An all-reduce in place in shared memory is {span}, by size; faster, beyond the quartiles,"
+if not ALONE:
+    find(
+        timed,
+        "memory",
+        all=(len(faster) == len(SIZES), f"{said} at all {len(SIZES)} sizes."),
+        not_all=(len(faster) < len(SIZES), f"{said} at {len(faster)} of {len(SIZES)} sizes."),
+    )
+
+# %% tags=["plumbing"]
+smallest = timings[SIZES[0]]
+one = compare(smallest["one barrier"], smallest["two barriers"])
+limit = Prediction(timings[SIZES[-1]]["copy"].median, timings[SIZES[-1]]["in place"])
+said = f"A sum of {human_bytes(SIZES[-1])} in place, predicted as one copy, takes {limit}."
+if not ALONE:
+    find(
+        timed,
+        "one-barrier",
+        **one.sides(f"At {human_bytes(SIZES[0])}, one barrier is {one.than('two')}."),
+    )
+    find(timed, "one-copy", **limit.sides(said))
 
 # %% [markdown] index=["hierarchical all-reduce", "topology"]
 r"""
-**Explain.** For small tensors the prediction is barriers and calls, for large ones copies. Where
-the measured time is below, a part of what one rank wrote may still have been in the cache when it
-was read. Where it is above, the ranks may have waited for the slower of them in each call, or for
-values that another core had written last: no row of this table separates the two. `one_barrier`
-saves the second barrier and some of the calls. microddp spends that again: a part of it on what it
-does in a group of one, above. This run does not separate the rest.
-
-The column "microddp / copy" says how far it is from the limit of memory. It tells little where
-the tensor fits into the cache, and the copy never leaves it. In place it may be below 1, since a
-rank then writes where it has just read, and a copy writes elsewhere. The ring goes through the same
-sockets as the backend.
-
-Who else does that? DeepSpeed has such an all-reduce for machines with two processors: 32 MB in 0.65
-ms instead of gloo's 30.7, 64 KB in 0.028 instead of 0.23
-([April 2024](https://github.com/deepspeedai/DeepSpeed/pull/5391)).
+**Explain.** The model adds up what was measured apart: barriers one right after the other, and
+copies of what no other core has touched. In a sum the ranks come to a barrier from work, and not in
+step; and values that another core has written last are fetched from that core's *cache*, its small
+and fast memory. On the other hand, values that are still in its own cache a rank need not read from
+main memory.
 
 ## Several machines: each sum once
 
-Now the network. Machines have several ranks each, and one link.
+**Predict.** Let $M$ machines have $n$ ranks each, $N = Mn$, and one link. A ring through all ranks
+leaves each machine once. Over its link go the $2\,\frac{N-1}{N}\,S$ bytes that every rank sends.
+But all that a machine has to say is its sum, $S$ bytes. So let its ranks add up first, in memory,
+each its part; let the ranks that have a part sum it over the machines; and let all hand the results
+round, in memory. The link carries $n$ all-reduces of $S/n$ among $M$ machines, together
+$2\,\frac{M-1}{M}\,S$: for two machines of two ranks $S$ instead of $1.5\,S$, and of eight ranks
+$S$ instead of $1.875\,S$.
 
-**Predict.** Let $M$ machines have $n$ ranks each, $N = Mn$. A ring through all ranks that goes
-machine by machine leaves each machine once. Over that link go the $2\,\frac{N-1}{N}\,S$ bytes
-that every rank sends to its neighbour. But the machine's ranks have something to say *together*:
-their sum, $S$ bytes. So let them add up first, in memory, each a part, its *share*; let every share
-be summed over the machines by those who have it; and let them hand the results round, in memory.
-The link carries the all-reduces of $n$ shares of $S/n$ among $M$ machines, together
-$2\,\frac{M-1}{M}\,S$. For two machines of two ranks that is $S$ instead of $1.5\,S$, for two of
-eight $S$ instead of $1.875\,S$.
-
-**Build.** The ranks that have the same share are a *lane*:
+**Build.**
 """
 
 # %%
-even = len(machines) > 1 and len({len(ranks) for ranks in machines}) == 1
-lane = None
-if even and comms.device.type == "cpu":
-    lanes = [senders.subgroup(ranks) for ranks in zip(*machines, strict=True)]
-    (lane,) = filter(None, lanes)
+M = len(machines)
+even = M > 1 and n > 1 and len({len(ranks) for ranks in machines}) == 1
+across = None
+if even and comms.device.type == "cpu":  # the ranks that have this rank's part
+    groups = [timed.subgroup(ranks) for ranks in zip(*machines, strict=True)]
+    (across,) = filter(None, groups)
 
 
 def by_machine(tensor):
-    share = shared_reduce_scatter(tensor, inside)
-    ring_all_reduce(share, lane)
+    part = shared_reduce_scatter(tensor, inside)
+    ring_all_reduce(part, across)
     shared_all_gather(tensor, inside)
 
 
 # %% [markdown]
 """
-microddp's {func}`~microddp.shared.hierarchical.hierarchical_all_reduce` takes machines of
-uneven size, too. And it cuts a large tensor into parts of 4 MiB: while one travels, the machine
-adds up the next.
+microddp's {func}`~microddp.shared.hierarchical.hierarchical_all_reduce` takes machines of uneven
+size, too, and sends a large tensor in pieces: while one travels, the machine adds up the next.
 
-**Measure.** 16 MiB, and what the interface of the first host says that it sent. The time that the
-bytes need on the link is known:
+**Measure.** 16 MiB, and what the interface of the first host says that it sent:
 """
 
 
-# %%
+# %% tags=["plumbing"]
 def bytes_sent():
     """What has left this host, by the kernel's list of interfaces; without loopback."""
     _, _, *lines = Path("/proc/net/dev").read_text().splitlines()
@@ -522,198 +479,230 @@ def bytes_sent():
 
 def counted(call):
     """Bytes that a call brings onto the first host's link."""
-    senders.barrier()
+    timed.barrier()
     before = bytes_sent()
     call()
-    senders.barrier()
-    return senders.all_gather_data(bytes_sent() - before)[0]
+    timed.barrier()
+    return timed.all_gather_data(bytes_sent() - before)[0]
 
 
-# %%
-N, M = senders.world_size, len(machines)
+# %% tags=["plumbing"]
 tensor = torch.zeros(LARGEST // 4)
-flat, once = 2 * (N - 1) / N, 2 * (M - 1) / M  # times S, over a machine's link
+flat, once = 2 * (M * n - 1) / (M * n), 2 * (M - 1) / M  # times S, over a machine's link
 WAYS = {
-    "ring": (partial(ring_all_reduce, tensor, senders), flat),
-    "backend": (partial(senders.all_reduce, tensor), flat),
+    "ring": (partial(ring_all_reduce, tensor, timed), flat),
+    "backend": (partial(timed.all_reduce, tensor), flat),
     "by machine": (partial(by_machine, tensor), once),
-    "microddp": (partial(hierarchical_all_reduce, tensor, senders), once),
+    "microddp": (partial(hierarchical_all_reduce, tensor, timed), once),
 }
 found = {}
-if lane:
-    found = measure({name: call for name, (call, _) in WAYS.items()}, senders, repeat=7)
+if across:
+    probe = torch.full((1003,), float(timed.rank))
+    by_machine(probe)
+    assert (probe == sum(range(timed.world_size))).all()
+    found = measure({name: call for name, (call, _) in WAYS.items()}, timed, warmup=1, repeat=5)
 else:
-    senders.print("One machine, or GPUs: python -m microddp.hosts --ranks-per-host 2 has several.")
+    timed.print("Left out: it takes machines of equally many ranks, two or more, and no GPUs.")
 
 # %% tags=["plumbing"]
 rows = []
 for name, timing in found.items():
-    (call, expected), carried, wire = WAYS[name], None, None
-    if senders.box:
+    (call, times_S), carried, wire = WAYS[name], None, None
+    if timed.box:
         carried = counted(call) / LARGEST
-        wire = expected * LARGEST * senders.box.seconds_per_byte
-        assert 0.98 * expected < carried < 1.15 * expected
-    rows.append((
-        name,
-        expected,
-        carried,
-        human_seconds(wire) if wire else None,
-        human_seconds(timing.median),
-        f"{timing.median / wire:.2f}" if wire else None,
-        with_quartiles(timing.ratio(found["ring"])),
-    ))  # fmt: skip
-headers = ["", "over the link / S", "counted", "wire's time", "measured", "/ wire", "/ ring"]
-if rows:
-    senders.print(f"{M} machines of {n} ranks, {human_bytes(LARGEST)}")
-    senders.print(table(rows, headers, floats=".3f"))
-    ratio = with_quartiles(found["microddp"].ratio(found["by machine"]))
-    senders.print(f"microddp / by machine: {ratio}")
+        wire = human_seconds(times_S * LARGEST * timed.box.seconds_per_byte)
+        assert 0.98 * times_S < carried < 1.15 * times_S
+    rows.append((name, times_S, carried, wire, human_seconds(timing.median)))
+headers = ["", "over the link / S", "counted", "wire's time", "measured"]
+if across:
+    timed.print(f"{M} machines of {n} ranks, {human_bytes(LARGEST)}")
+    timed.print(table(rows, headers, floats=".2f"))
+    gain = compare(found["microddp"], found["ring"])
+    said = (
+        f"By machine, an all-reduce is {gain.than('a ring through all ranks')}; by bytes it would "
+        f"be {flat / once:.2f} times as fast."
+    )
+    find(timed, "once", **gain.sides(said))
+
+# %% [markdown]
+r"""
+**Explain.** The time besides the wire is work of the cores, which all ranks of the box share.
+
+And a step? **Predict.** The stage (chapter 03) is a scale model of machines that have as many A100
+each, and a link of 25 Gbit/s, and train 355 million parameters. $M$, all messages alone, is more
+than the two thirds of $C$, computing alone, that could hide it. So a step takes $\frac{1}{3}C + M$
+or more, and by machine $M$ shrinks as the bytes do:
+"""
+
+# %%
+WORK = {"parameters": 355e6, "tokens": 24_576, "layers": 24}
+
+
+def step_with(all_reduce):
+    strategy = stage.strategy("ddp", 4.0)
+    strategy.module.register_comm_hook((timed, all_reduce), all_reduce_hook)
+    return stage.step(strategy)
+
 
 # %% tags=["plumbing"]
-if found and senders.box:
-    wires = {name: WAYS[name][1] * LARGEST * senders.box.seconds_per_byte for name in found}
-    ratio = with_quartiles(found["microddp"].ratio(found["ring"])).partition(" ")[0]
-    figures.stacked_bars(
-        {
-            name: {"on the wire": wires[name], "besides": max(0, t.median - wires[name])}
-            for name, t in found.items()
-        },
-        title=f"Each sum once over the network: {ratio} of the ring's time",
-        xlabel=f"an all-reduce of {human_bytes(LARGEST)}",
-    )
+steps = {}
+if across and timed.box:
+    there = cluster("a100", "25gbit", nodes=M, node=n, value_size=4, **WORK)
+    stage = set_stage(timed, there)
+    timed.print(stage)
+    calls = {"one device": stage.step("none"), "ring": step_with(ring_all_reduce)}
+    calls["by machine"] = step_with(hierarchical_all_reduce)
+    steps = measure(calls, timed, warmup=1, repeat=5)
 
-# %% [markdown] index=["NVLink", "NVLS", "SHARP", "tree"]
+# %% tags=["plumbing"]
+said = "Left out: it takes several machines of equally many ranks, and links of known speed."
+if steps:
+    C, messages = stage.sides[1].compute, stage.sides[1].messages
+    ideal = max(C, C / 3 + messages) / max(C, C / 3 + messages * once / flat)
+    alone = steps.pop("one device")
+    speeds = {name: stage.speed_up(step, alone) for name, step in steps.items()}
+    gain = compare(steps["by machine"], steps["ring"])
+    figures.speed_ups(
+        {name: speed.times for name, speed in speeds.items()},
+        timed.world_size,
+        title=f"A step by machine is {gain.than('in a ring')}",
+    )
+    said = (
+        f"By machine {timed.world_size} devices are {speeds['by machine'].ratio:.1f} times as fast "
+        f"as one, in a ring {speeds['ring'].ratio:.1f} times: a step is {gain.than('in a ring')}. "
+        f"By C and M alone it would be {ideal:.2f} times as fast."
+    )
+find(timed, "step", measured=(bool(steps), said), left_out=(not steps, said))
+
+# %% [markdown] index=["NVLink", "NVLS", "SHARP", "RDMA", "rail", "symmetric memory", "tree"]
 r"""
-**Explain.** The bytes are those of the formula, but for headers and the barrier around the call.
-With two machines of two, $S$ by $1.5\,S$ is 0.67: so much of the ring's time on the wire is the
-least that a way by machine takes, whatever it does in memory. What comes besides the wire is work
-of the cores, which all ranks of the box share: to send and receive, and to add up and hand round in
-memory. In `by_machine` the link waits for that; microddp lets one part travel while it adds up the
-next, and the line below the table says whether that showed. The more ranks a machine has, the more
-there is to win: of two machines, up to one half.
+**Explain.** A message starts more slowly on the stage than in the cluster, where another processor
+does that work. Both ways have these starts, which brings them closer to each other.
 
 ## How NCCL does it
 
-GPUs of one machine are joined by NVLink, a link of their own, or else by PCIe, the machine's bus,
-and one writes into the memory of another; where neither is possible, NCCL goes through the host's
-memory, as its [manual](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html) says of
-SHM, shared memory.
+**Inside a machine** one GPU reads and writes the memory of another, over NVLink or PCIe; where
+neither is possible, NCCL goes through the host's memory
+([SHM](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html)).
 
-Between machines it has trees besides rings. A
-[tree](https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/) runs
-along a chain inside each machine and from machine to machine as a tree, so it sends each machine's
-sum, and not each rank's. There are two at once, so that no link is idle. For small messages the way
-up and down a tree, of a logarithm of steps, is shorter than a ring.
+**Between machines** the network card copies. With *RDMA* (remote direct memory access) cards write
+into each other's memory past the kernel, with *GPUDirect* straight from GPU to GPU. Servers often
+have a card for each GPU. Cards of one number in all machines may share a switch, a *rail*. A
+message for another rail can cross NVLink first, to the GPU whose card is on it: *PXN*, mostly for
+all-to-all ([NCCL's maintainer](https://github.com/NVIDIA/nccl/issues/2193), June 2026).
 
-And the switch between GPUs may be able to add (*NVLS*: NVLink with SHARP). Each GPU has a chunk of
-$S/n$ to care for: it reads its sum from the switch, which asks all GPUs for what they have, and
-writes the sum to the switch, which gives it to all. So a GPU sends $S$ for the sums of all and
-$S/n$ for its own chunk ([NCCL's maintainer](https://github.com/NVIDIA/nccl-tests/pull/239)).
-**Predict.** In a ring of 8 each GPU sends $\frac{14}{8}\,S$, here $\frac{9}{8}\,S$: the switch
-could be 1.56 times as fast. Published, on 8 H200, for 16 GiB: 480 GB/s with NVLS and 367 in a ring
-([Stas Bekman](https://github.com/stas00/ml-engineering/tree/master/network), August 2026). These
-are bus bandwidths, $\frac{S}{t} \cdot \frac{2(n-1)}{n}$, that is, a ring's bytes a second:
-"""
+**Which algorithm?** Four nodes of 8 B200, a card of 400 Gbit/s for each GPU, took trees up to 16
+MiB, a ring at 32 and 64, NVLSTree at 128 and 256, and a ring from 512 MiB. (A tree sends each
+machine's sum; NVLSTree has the switch between its GPUs add that up.) With 4 GiB the ring keeps each
+card busy at 94 % of its speed, and NVLSTree, forced, is 0.82 times as fast ([Stas
+Bekman](https://github.com/stas00/ml-engineering/tree/master/network), NCCL 2.30.7, AWS's tuner,
+October 2026): NCCL makes several rings, which leave by different cards (exercise 1). Small messages
+need no barrier: in its protocol LL, each 4 bytes of data carry 4 of flag, at half the bandwidth or
+less, and 1 us a hop instead of 6 ([Hu and others](https://arxiv.org/abs/2507.04786), 2025).
+`NCCL_DEBUG=INFO` and `NCCL_DEBUG_SUBSYS=TUNING` print what your job takes.
 
-# %%
-ring_bytes, switch_bytes = 14 / 8, 9 / 8  # that leave a GPU, times S
-rows = []
-for way, bus, times_S in (("ring", 367, ring_bytes), ("NVLS", 480, switch_bytes)):
-    seconds = 16 * 2**30 * ring_bytes / (bus * 1e9)
-    rows.append((way, bus, human_seconds(seconds), times_S * 16 * 2**30 / seconds / 1e9))
-headers = ["published, 8 H200", "bus GB/s", "so 16 GiB take", "GB/s that leave a GPU"]
-senders.print(table(rows, headers, floats=".0f"))
-allowed = ring_bytes / switch_bytes
-senders.print(f"NVLS is {480 / 367:.2f} times as fast, where bytes allow {allowed:.2f}")
+**The switch adds.** With *NVLS* (NVLink with SHARP) a GPU reads the sum of its part of $S/n$ from
+the switch, which asks all GPUs for what they have, and writes it to the switch, which gives it to
+all. So it sends $S$ for the sums of all, and $S/n$ for its own ([NCCL's
+maintainer](https://github.com/NVIDIA/nccl-tests/pull/239)). **Predict.** In a ring of 8 each GPU
+sends $\frac{14}{8}\,S$, here $\frac{9}{8}\,S$: the switch could be 1.56 times as fast. Published,
+on 8 H200, for 16 GiB: 480 GB/s with NVLS and 367 in a ring, so 1.31 times ([Stas
+Bekman](https://github.com/stas00/ml-engineering/tree/master/network), August 2026).
 
-# %% [markdown]
-r"""
-**Explain.** A bus bandwidth above what a link can carry is no error: the switch adds, and less is
-sent than in the ring that the number assumes. By what leaves a GPU the ring comes nearer than NVLS
-to the 450 GB/s each way that NVLink has by its specification (the same source). Why the switch
-stays further below what bytes allow, the sources do not say.
+**Explain.** NVLink carries 450 GB/s by specification, and 480 is no error. It is *bus bandwidth*,
+$\frac{S}{t} \cdot \frac{2(n-1)}{n}$: the bytes a second that leave a GPU in a *ring* that takes as
+long. With NVLS only $\frac{9}{14}$ of them leave it: 309 GB/s.
 
 ## DDP twice
 
-**Predict.** microddp's DDP can be handed `carrier("auto", inside)`: for each size the fastest, as
-measured here when it is made. Its buckets are in shared memory then, so of each step it should save
-the difference between the backend's all-reduce and microddp's in place: for these models, of 4 and
-16 MiB, both are in the table above. It saves more, if the backend's work takes time from backward's
-core; less, if backward hides it.
+**Predict.** microddp's DDP can be handed `carrier("auto", inside)`: for each size the fastest
+all-reduce, as measured when it is made. If that is in memory, so are the buckets, and a step should
+save the difference between the backend's all-reduce and one in place: more if the backend's threads
+take time from backward's core, less if backward hides them.
 
-**Measure.** A step of each model alone, with the backend's all-reduce, and with `"auto"`:
+**Measure.** Ranks really compute, with 16 MiB of gradients. The two all-reduces alone take turns
+with the steps:
 """
 
 # %%
-CARRIERS = ["backend", "auto"] if comms.device.type == "cpu" else ["backend"]
-BATCH = 64
-
-
-def steps_of(width):
-    """A training step of each kind, of a model of 16 layers; made on one machine."""
-    data = torch.randn(2, BATCH, width, device=comms.device).unbind()
-    models = {"alone": FullMLP(width).to(comms.device)}
-    for name in CARRIERS:
-        torch.manual_seed(0)
-        models[name] = microddp.DDP(
-            FullMLP(width).to(comms.device), inside, all_reduce=carrier(name, inside)
-        )
-    return {name: partial(step, model, data) for name, model in models.items()}
+WIDTH, BATCH = 512, 64
 
 
 def step(model, data):
-    inputs, targets = data
     model.zero_grad()
-    mse_loss(model(inputs), targets).backward()
+    mse_loss(model(data[0]), data[1]).backward()
 
 
-# %%
-results = {}
-for width in (256, 512):
-    with on_all_cores():
-        steps = steps_of(width)
-    results[width] = on_one_machine(steps, warmup=3, repeat=15)
+def steps_and_sums():
+    data = torch.randn(2, BATCH, WIDTH)
+    calls = {"alone": partial(step, FullMLP(WIDTH), data)}
+    for name in ("backend", "auto"):
+        ddp = microddp.DDP(FullMLP(WIDTH), inside, all_reduce=carrier(name, inside))
+        calls[name] = partial(step, ddp, data)
+    flat = region.zeros(parameter_count(FullMLP(WIDTH)), torch.float32)
+    calls["sum by messages"] = partial(inside.all_reduce, flat.clone())
+    calls["sum in place"] = partial(shared_all_reduce, flat, inside)
+    return calls
+
 
 # %% tags=["plumbing"]
-rows = []
-for width, of in results.items():
-    size = gradient_bytes(FullMLP(width))
-    nbytes = min(SIZES, key=lambda s, size=size: abs(s - size))
-    row = [f"16 x {width}", human_bytes(size), *map(str, of.values())]
-    if "auto" in of:
-        both = zip(of["backend"].seconds, of["auto"].seconds, strict=True)
-        saved = Timing(tuple(backend - auto for backend, auto in both))
-        saving = timings["backend"][nbytes].median - timings["microddp, in place"][nbytes].median
-        row += [with_quartiles(of["auto"].ratio(of["backend"])), human_seconds(saving), saved]
-    rows.append(row)
-headers = ["model", "gradients", "alone", *CARRIERS, "auto / backend", "to be saved", "saved"]
-senders.print(f"a step of {n} ranks on one machine, without an optimizer")
-senders.print(table(rows, headers[: len(rows[0])]))
+times = {}
 if comms.device.type == "cpu":
-    chosen = fastest(inside)
-    choice = [f"{name} up to {human_bytes(size)}" for size, name in chosen.items()]
-    told = f"{', '.join(choice)}, and the last beyond that"
-    first, *others = dict.fromkeys(chosen.values())
-    senders.print("auto takes", told if others else f"{first} at every size")
-if comms.device.type != "cpu":
-    senders.print(f"On GPUs DDP keeps {comms.backend}: gradients are not in memory ranks share.")
+    times = in_a_row(steps_and_sums() if FIRST else {}, 1, repeat=13)
+
+
+# %% tags=["plumbing"]
+def in_ms(timing):
+    low, high = (1e3 * seconds for seconds in timing.spread)
+    return f"{1e3 * timing.median:.0f} ms ({low:.0f} to {high:.0f})"
+
+
+def less(name, other):
+    """By how much something takes less time than another, by round."""
+    pairs = zip(times[other].seconds, times[name].seconds, strict=True)
+    return Timing(tuple(more - its for more, its in pairs))
+
+
+# %% tags=["plumbing"]
+if times:
+    timed.print(table(times.items(), [f"{len(machines[0])} ranks", "median and quartiles"]))
+    saved, due = less("auto", "backend"), less("sum in place", "sum by messages")
+    saving = Prediction(due.median, saved)
+    how = "as" if saving.held else "more than" if saving.longer else "less than"
+    said = (
+        f'"auto" saves {in_ms(saved)} of a step, {how} predicted: the two all-reduces differ by '
+        f"{in_ms(due)}."
+    )
+    if saved.spread[0] <= 0 <= saved.spread[1]:
+        said += " So this run does not tell whether DDP gains."
+    if not ALONE:
+        find(timed, "saved", **saving.sides(said))
+else:
+    timed.print(f"On GPUs DDP keeps {comms.backend}: gradients are not in memory ranks share.")
 
 # %% [markdown]
 r"""
-**Explain.** `"auto"` does not change what is computed, only who carries it. Where more was saved
-than the two all-reduces differ, the backend's may also have held up backward, whose core its
-threads want
-(chapter 05). What is left above the step of one rank alone is the sum itself, the wait for the
-slowest rank, and what the wrapper does.
+:::{admonition} On GPUs
+Barriers and bytes stay. This chapter's memory is *symmetric memory* there: buffers that all GPUs
+joined by NVLink can address. NCCL has kernels for registered ones since 2.27. On 8 H200 they raise
+the bus bandwidth of 1 MiB from 75 to 145 GB/s, of 16 MiB from 256 to 408, of 1 GiB from 466 to 480.
+(Without them NCCL 2.27.7 took a ring up to 1 MiB there, and NVLS above.) At 32 KiB they are 2.3
+times as fast, but 1.16 times if the program waits for each call, which adds 20 to 30 us of the
+host's ([Stas Bekman](https://github.com/stas00/ml-engineering/tree/master/network), NCCL 2.30.7,
+October 2026). Try `nccl-tests` with `-R 2`. PyTorch's `torch.distributed._symmetric_memory` ([alpha
+in 2.13](https://docs.pytorch.org/docs/2.13/symmetric_memory.html)) has `empty` and `rendezvous` for
+this chapter's `zeros` and `at`. Of its all-reduces, `one_shot_all_reduce` lets each GPU add up
+everything, as `one_barrier` does, `two_shot_all_reduce_` a part, as `shared_sum` does, and
+`multimem_all_reduce_` lets the switch add.
+:::
 
 ## What to take along
 
-- Inside a machine an all-reduce of a large tensor is limited by memory: the bytes of about one copy
-  are the least that it moves. That of a small one is limited by barriers and calls.
+- A large all-reduce inside a machine is limited by memory: the bytes of one copy are the least that
+  it moves. A small one is limited by barriers, and their time depends on who has to sleep.
 - Two barriers make it right, and buffers in turn save one. A barrier left out is a wrong sum:
-  often, seldom or never, until a rank is late.
-- Between machines send each machine's sum, not each rank's: over a link go $2(M-1)/M$ times the
-  bytes, however many ranks a machine has.
+  often, rarely or never, until a rank is late.
+- If a machine's ranks share a link, send the machine's sum over it, and not each rank's.
 
 ## Exercises
 
@@ -724,49 +713,22 @@ one of them late at each place in turn.
 $ python -m microddp.labs start 15
 ```
 
-1. `one_barrier` has two buffers. Use one, `start = 0`, and count wrong sums with a late rank as
-   above. Where must it be late?
-
-   <details class="solution"><summary>Solution</summary>
-
-   After the barrier, before it adds up. The others leave the call, begin the next one and write
-   over what the late rank is still to read:
-
-   ```python
-   def one_buffer(tensor, late):
-       buffers = [block[: tensor.numel()] for block in pairs]
-       buffers[me].copy_(tensor)
-       region.barrier()
-       time.sleep(late if me == n - 1 else 0)
-       tensor.copy_(buffers[0])
-       for other in buffers[1:]:
-           tensor += other
-   ```
-
-   Called 25 times with `late=1e-2` and other numbers each time, the late rank has wrong sums. Its
-   own value is right in them, and those of the others are of the next call. Two buffers, with
-   `start` as it was, have none, however late it is.
-
-   </details>
-
-2. Four machines have eight ranks each, and gradients of 1 GiB. How many bytes cross a machine's
+1. Four machines have eight ranks each, and gradients of 1 GiB. How many bytes cross a machine's
    link in a ring through all 32 ranks, and how many by machine? And if each of the eight ranks had
    a link of its own to the network?
 
    <details class="solution"><summary>Solution</summary>
 
    The ring: $2 \cdot 31/32$, or 1.94 GiB. By machine: $2 \cdot 3/4$, or 1.5 GiB. With more
-   machines the two come nearer to each other, and both to 2 GiB: what is won is largest for two
-   machines.
+   machines both come nearer to 2 GiB: most is won with two.
 
-   With eight links the ring through all ranks still leaves the machine once, over one of them, and
-   seven are idle. By machine, every lane has a link, and each carries 1.5/8, or 0.19 GiB. That is
-   how GPU servers are built, with a network card for each GPU. (NCCL makes several rings, which
-   leave the machine at different GPUs, for the same reason.)
+   With eight links one ring still leaves by one of them. By machine, the ranks of each part have a
+   link, which carries 1.5/8, or 0.19 GiB. NCCL makes several rings, which leave by different
+   links: with eight, each carries 1.94/8, or 0.24 GiB.
 
    </details>
 
-3. `shared_sum` lets every rank add up a part. Let rank 0 add up everything instead. How many bytes
+2. `shared_sum` lets every rank add up a part. Let rank 0 add up everything instead. How many bytes
    are read and written then, one after the other, for two and for eight ranks? Can a barrier
    be left out now?
 
