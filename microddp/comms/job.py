@@ -69,15 +69,14 @@ def init(backend: str | None = None, timeout: float | None = None) -> Comms:
     local_rank, local_world_size = environment["LOCAL_RANK"], environment["LOCAL_WORLD_SIZE"]
     if backend:
         _check_built(backend, rank)
-    under_torchrun = "RANK" in os.environ
+    under_torchrun, attempt = "RANK" in os.environ, _attempt(rank)
     store: Store = HashStore()
     try:
         if under_torchrun:
             limit = timedelta(seconds=seconds)
             store, *_ = next(rendezvous("env://", rank, world_size, timeout=limit))
         # A second job of these processes must not read the addresses of the first, nor ranks that
-        # torchrun has restarted those of the dead: it gives them the same store.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # torchrun has restarted those of the dead.
         store = PrefixStore(f"microddp-{attempt}-{next(_joined)}", store)
         comms = form_group(
             store, rank, world_size, local_rank, local_world_size, backend=backend, timeout=seconds
@@ -245,6 +244,27 @@ def _torchrun_environment() -> dict[str, int]:
     if not 0 <= values["MASTER_PORT"] < 2**16:
         raise ValueError(f"expected a port as MASTER_PORT, got {values['MASTER_PORT']}")
     return values
+
+
+def _attempt(rank: int) -> str:
+    """Name this start of the job, where torchrun gives all starts the same store.
+
+    Several torchruns have no such name in common, since each counts its own restarts (PyTorch
+    135712): ranks would wait for each other in different places.
+    """
+    told = os.environ.get
+    if told("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return "0"  # the store is as new as the start
+    agents, restarts = (
+        int(told("GROUP_WORLD_SIZE", "1")),
+        int(told("TORCHELASTIC_MAX_RESTARTS", "0")),
+    )
+    if agents > 1 and restarts > 0:
+        raise ValueError(
+            f"rank {rank}: expected TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node, for "
+            f"--max-restarts={restarts} with {agents} of them, got a store that all starts share"
+        )
+    return told("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _check_built(backend: str, rank: int) -> None:

@@ -64,6 +64,14 @@ ALONE = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | {"WORLD_SIZE": "1", "LOCAL_
         ({"WORLD_SIZE": "0"}, "expected 0 <= RANK < WORLD_SIZE, got RANK=0, WORLD_SIZE=0"),
         ({"LOCAL_RANK": "3"}, "expected 0 <= LOCAL_RANK < LOCAL_WORLD_SIZE, got LOCAL_RANK=3"),
         ({"LOCAL_WORLD_SIZE": "2"}, "expected LOCAL_WORLD_SIZE <= WORLD_SIZE, got 2 and 1"),
+        (
+            {
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "GROUP_WORLD_SIZE": "2",
+                "TORCHELASTIC_MAX_RESTARTS": "3",
+            },
+            "rank 0: expected TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node",
+        ),
         ({"MICRODDP_TIMEOUT": "soon"}, "expected MICRODDP_TIMEOUT .* seconds, got 'soon'"),
         ({"MICRODDP_TIMEOUT": ""}, "expected MICRODDP_TIMEOUT .* seconds, got ''"),
         ({"MICRODDP_TIMEOUT": "0"}, "expected MICRODDP_TIMEOUT .* seconds, got '0'"),
@@ -73,7 +81,7 @@ ALONE = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | {"WORLD_SIZE": "1", "LOCAL_
         ({"MICRODDP_ROUNDS": "0"}, "expected MICRODDP_ROUNDS .* from 1 on, got '0'"),
         ({"MICRODDP_ROUNDS": "few"}, "expected MICRODDP_ROUNDS .* from 1 on, got 'few'"),
     ],
-    ids=lambda value: "=".join(*value.items()) if isinstance(value, dict) else "",
+    ids=lambda value: " ".join(map("=".join, value.items())) if isinstance(value, dict) else "",
 )
 def test_a_wrong_environment_is_refused(variables, message):
     run(init_fails, 1, ValueError, message, join=False, environment=variables)
