@@ -32,6 +32,7 @@ extensions = [
     "links.used_in",
     "lists.chapter_cards",
     "lists.labs",
+    "lists.running_times",
     "pages.findings",
     "pages.head",
     "pages.machine_line",

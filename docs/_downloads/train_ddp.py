@@ -3,12 +3,17 @@
 python train_ddp.py --epochs 20
 torchrun --nproc-per-node=4 train_ddp.py --epochs 20 --checkpoint run.pt
 
-The same command goes on from its checkpoint, also on another number of devices.
+The same command goes on from its newest checkpoint, also on another number of devices. SIGTERM
+ends it after the epoch, with a checkpoint.
 """
 
 import argparse
 import os
+import signal
+import sys
+import zipfile
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,11 +32,8 @@ def join():
     for name, value in {**alone, "MASTER_PORT": 0}.items():
         os.environ.setdefault(name, str(value))
     gpus, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    # Ranks that torchrun has restarted get the store of the dead. Under a name of its own, a start
-    # does not find their addresses there.
     store, rank, world_size = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    group = {"store": store, "rank": rank, "world_size": world_size}
+    group = {"store": of_this_start(store), "rank": rank, "world_size": world_size}
     if not gpus:
         dist.init_process_group("gloo", **group)
         return torch.device("cpu")
@@ -41,6 +43,20 @@ def join():
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", **group, device_id=device)
     return device
+
+
+def of_this_start(store):
+    """The part of a store in which ranks do not find the addresses of those that died before.
+
+    Ranks that a torchrun has restarted get its store again. Under a name of its own, a start begins
+    with an empty one. Several torchruns have no such name: each counts its own restarts.
+    """
+    told = os.environ.get
+    if told("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return store  # as new as the start
+    if told("GROUP_WORLD_SIZE", "1") != "1" and told("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        raise SystemExit("for restarts on several nodes, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+    return dist.PrefixStore(told("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
 
 def say(*words):
@@ -103,11 +119,43 @@ def evaluate(model, data, device):
     return right / count
 
 
+def written(path):
+    """The epochs of which there are checkpoints, the newest first."""
+    files = [file for file in Path(path).parent.iterdir() if file.stem == Path(path).name]
+    ends = [file.suffix.removeprefix(".") for file in files]
+    return sorted((int(end) for end in ends if end.isdecimal()), reverse=True)
+
+
 def save(path, epoch, settings, parts):
-    """Write a checkpoint that is there as a whole or not at all."""
-    if dist.get_rank() == 0:
-        torch.save((epoch, settings, [part.state_dict() for part in parts]), f"{path}.part")
-        os.replace(f"{path}.part", path)
+    """Write a checkpoint of this epoch that is there whole or not at all; keep the last two."""
+    if dist.get_rank() != 0:
+        return
+    with open(f"{path}.part", "wb") as file:
+        torch.save((epoch, settings, [part.state_dict() for part in parts]), file)
+        file.flush()
+        os.fsync(file.fileno())  # on the disk, and not only on its way there
+    os.replace(f"{path}.part", f"{path}.{epoch}")
+    if os.name == "posix":  # the new name, too
+        folder = os.open(Path(path).parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+    for old in written(path)[2:]:
+        os.remove(f"{path}.{old}")
+
+
+def read(path):
+    """The newest checkpoint that can be read, or None if there is none at all."""
+    for epoch in written(path):
+        try:
+            with zipfile.ZipFile(f"{path}.{epoch}") as file:
+                if file.testzip():  # torch.load does not compare checksums
+                    raise ValueError("it is damaged")
+            return torch.load(f"{path}.{epoch}", map_location="cpu")
+        except Exception as error:  # of many types, by where the damage is
+            print(f"{path}.{epoch} cannot be read: {error}", flush=True)
+    if written(path):
+        raise SystemExit(f"no checkpoint {path}.* can be read: to begin anew, remove them")
+    return None
 
 
 def resume(path, settings, parts):
@@ -115,9 +163,7 @@ def resume(path, settings, parts):
 
     Rank 0 reads, and tells the others: they may see another disk, or an older file.
     """
-    found = [None]
-    if path and dist.get_rank() == 0 and os.path.exists(path):
-        found = [torch.load(path, map_location="cpu")]
+    found = [read(path) if path and dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     if found[0] is None:
         return 0
@@ -129,8 +175,13 @@ def resume(path, settings, parts):
     return epoch + 1
 
 
+def ignore_sigterm(_worker):
+    """For a loader's processes: their rank ends them, when its epoch is over."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def train(options, device):
-    """Train, from the beginning or from the checkpoint."""
+    """Train, from the beginning or from the checkpoint; returns whether SIGTERM cut it short."""
     rank, n = dist.get_rank(), dist.get_world_size()
     if options.batch % n:
         raise SystemExit(f"rank {rank}: a batch of {options.batch} cannot be shared by {n} ranks")
@@ -142,6 +193,7 @@ def train(options, device):
         sampler=sampler,
         drop_last=True,
         num_workers=options.workers,
+        worker_init_fn=ignore_sigterm,
         pin_memory=device.type == "cuda",
     )
     torch.manual_seed(SEED)
@@ -164,6 +216,9 @@ def train(options, device):
     parts = bare, optimizer, schedule
     settings = {name: getattr(options, name) for name in ("batch", "lr", "warmup")}
     begin = resume(options.checkpoint, settings, parts)
+    told = []  # to stop
+    if options.checkpoint:
+        signal.signal(signal.SIGTERM, lambda *_: told.append(True))
     for epoch in range(begin, options.epochs):
         sampler.set_epoch(epoch)
         torch.manual_seed(SEED + 1 + epoch * n + rank)  # of noise, which differs between ranks
@@ -172,6 +227,10 @@ def train(options, device):
         say(f"epoch {epoch}: loss {loss:.4f}, {share:.1%} read right")
         if options.checkpoint:
             save(options.checkpoint, epoch, settings, parts)
+        (stop,) = sum_over_ranks(len(told), device=device)  # all stop, or none
+        if stop:
+            return epoch + 1 < options.epochs
+    return False
 
 
 def main():
@@ -184,13 +243,15 @@ def main():
     parser.add_argument("--workers", type=int, default=0, help="processes that load, a rank")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--checkpoint", help="file to write after each epoch, and to go on from")
+    parser.add_argument("--checkpoint", help="FILE: writes FILE.EPOCH, and goes on from it")
     options = parser.parse_args()
     device = join()
-    train(options, device)
+    stopped = train(options, device)
     # When nothing holds the group any more: a wrapper that ended it with its own end would wait,
     # with Python's lock, for threads of gloo's that may want that lock.
     dist.destroy_process_group()
+    if stopped:
+        sys.exit(128 + signal.SIGTERM)  # there is more to train
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 import re
 
 import pytest
-from gallery_book import Book
+from gallery_book import LAUNCHER, Book
 
 from links import torch_names
 from lists.chapter_cards import CHAPTERS, head, read_chapter
+from lists.running_times import said
 from microddp.hosts import Box, Link
 from pages.head import lead_to_the_script
 
@@ -90,6 +91,23 @@ def test_words_that_people_search_for_lead_to_sections(tmp_path):
     build = book.build()
     assert build.process.returncode != 0
     assert "01_manual has no section ''" in build.output
+
+
+def test_a_page_says_how_long_the_chapters_ran(tmp_path):
+    book = Book(tmp_path / "book")
+    book.configure(*LAUNCHER, "lists.running_times", launcher={"ranks": 1})
+    for name, pause in (("01_short", 0), ("02_long", 1)):
+        book.chapter(name, f"import time\ntime.sleep({pause})")
+    book.write(
+        "docs/index.md",
+        "# Book\n\n```{running-times}\n```\n\n```{toctree}\nchapters/index\n```\n",
+    )
+    build = book.build("-W")
+    assert build.process.returncode == 0, build.output
+    page = (book.root / "_site/index.html").read_text()
+    assert re.search(r" 2 chapters took 0\.\d minutes .* chapter 02, \d seconds\.", page)
+    assert said({}) == "No chapter has run in this build."
+    assert "19 chapters took 9.5 minutes" in said({f"{i:02}": 30.0 for i in range(19)})
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,6 @@ class Options:
     facts: str | None = None
 
     # Import path of a function that is called with these facts and the path of the example. It
-    # returns a list of Markdown texts. They become `file_conf["preamble"]`, which an extension such
-    # as `pages/markdown.py` puts on the page.
+    # returns a list of Markdown texts. They become `file_conf["preamble"]`, for another extension
+    # to put on the page.
     below_title: str | None = None
