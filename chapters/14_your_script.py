@@ -2,43 +2,48 @@
 r"""
 # 14. Your own script
 
-How do I bring my own script? The chapters before this one built everything by hand, to see it. To
-train, PyTorch has it all: `torchrun`, `DistributedDataParallel`, `DistributedSampler`. This chapter
-takes a script for one device, as people have it, and changes it for many, one change at a time.
-Most are left out once, on purpose, to see what goes wrong then. At the end there is a file to
-download, with all of them. It reads handwritten digits from scikit-learn: `pip install
-scikit-learn`, if it is not there.
+How do I bring my own script? You care because most mistakes on the way raise no error: the job
+runs, and trains something else. This chapter takes a script for one device and changes it for many,
+with stock PyTorch. Some changes are left out once, on purpose, to see what goes wrong then. At the
+end there is a file to download, with all of them. It needs `pip install scikit-learn`.
 """
 
 # %% tags=["imports"]
 import contextlib
+import copy
 import itertools
 import os
 import pkgutil
 import re
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 import zlib
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_, parameters_to_vector
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from torch.nn.utils import parameters_to_vector
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import microddp
 from microddp import figures
+from microddp.allreduce import ring_all_reduce
 from microddp.data import CHARACTERS, ShardedBatches, load_digits, load_text
-from microddp.findings import find
+from microddp.findings import compare, find
 from microddp.report import table
+from microddp.shared import all_reduce_hook
+from microddp.timing import measure
 from microddp.workloads import Transformer, token_loss
 
 # %%
@@ -50,12 +55,10 @@ comms.print(comms.describe())
 
 # %% [markdown]
 r"""
-From here on, `comms` prints, and collects what ranks have to show. How ranks train is stock
-PyTorch.
+## Start
 
-## The script
-
-A model, a loader, a loop. The data are the digits of chapter 00:
+From here on, `comms` only prints, and collects what ranks have to show. A script is a model, a
+loader and a loop; the data are the digits of chapter 00:
 """
 
 # %%
@@ -63,8 +66,8 @@ digits = load_digits()
 BATCH = 96 - 96 % n  # over all ranks; so that each has as many
 
 
-def new_model():
-    torch.manual_seed(0)
+def new_model(seed=0):
+    torch.manual_seed(seed)
     first = (nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU())
     return nn.Sequential(*first, nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
 
@@ -86,26 +89,32 @@ def train(model, loader, sampler=None):
 
 # %% [markdown]
 r"""
-**Predict.** What do $n$ ranks do if `torchrun` starts this script as it is? Each has the same seed
-and all the data, and none knows of the others. So there should be $n$ times the same training:
+**Predict.** What if `torchrun` starts this script as it is? Each rank has the same seed and all the
+data, and none knows of the others. So there should be $n$ times the same training:
 """
 
 # %%
 loader = DataLoader(digits.train, BATCH, shuffle=True, drop_last=True)
 losses = train(new_model(), loader)
 last = comms.all_gather_data(losses[-1])
-comms.print(f"{len(losses)} steps; the last loss on each rank: {', '.join(map(str, last))}")
 assert len(set(last)) == 1
+
+# %% tags=["plumbing"]
+said = f"took {len(losses)} steps, and ended at a loss of {last[0]!r}"
+find(
+    comms,
+    "unchanged",
+    alone=(n == 1, f"The only rank {said}."),
+    copies=(n > 1, f"Each of the {n} ranks {said}, to the last bit: the same work, {n} times."),
+)
 
 # %% [markdown] index=["DistributedDataParallel", "init_process_group"]
 r"""
-The same number on each rank, to the last digit, and as many steps as on one device. Nothing was
-gained, and nothing failed. A script that was not changed at all looks as if it worked.
+A script that was not changed at all looks as if it worked.
 
-## Four lines
+### Four lines
 
-What is missing, in the order of chapters 01 to 06: a group of ranks, a device for each, a shard for
-each, and averaged gradients.
+What is missing: a group of ranks, and for each a device, a shard, and averaged gradients.
 
 ```python
 dist.init_process_group()                                    # join the job
@@ -114,9 +123,9 @@ sampler = DistributedSampler(data, seed=0, drop_last=True)   # a shard for each 
 model = DistributedDataParallel(model.to(device))            # averaged gradients
 ```
 
-The first two happened above, in `microddp.init()`. Where the second is forgotten, all ranks take
-GPU 0, and NCCL refuses. The loader takes the sampler in place of `shuffle=True`, and the batch of a
-rank is an $n$th of the batch:
+The first two happened in `microddp.init()`. (Without the second all ranks take GPU 0, and NCCL
+refuses.) The loader takes the sampler in place of `shuffle=True`, and a rank takes an $n$th of the
+batch:
 """
 
 
@@ -132,250 +141,626 @@ losses = train(model, loader, sampler)
 
 # %% [markdown]
 r"""
-**Measure.** The sampler deals one permutation out to the ranks in turn, so the batch of all ranks
-is the one that a single rank would take. One process is therefore an oracle:
+**Measure.** The sampler deals one permutation out in turn, so the batch of all ranks is the one
+that a single rank would take. One process is therefore an oracle:
 """
 
 
+# %% tags=["plumbing"]
+def distance(this, other):
+    """How far a tensor is from another, relative to that."""
+    return ((this - other).norm() / other.norm()).item()
+
+
+def weights(model):
+    return parameters_to_vector(model.parameters()).detach()
+
+
 # %%
-def distance(model, other):
-    mine, theirs = (parameters_to_vector(m.parameters()) for m in (model, other))
-    return ((mine - theirs).norm() / theirs.norm()).item()
-
-
 alone = new_model()
-expected = train(alone, *sharded(of=1, index=0))
+expected = train(alone, *sharded(of=1, index=0))[-1]
 mean = sum(comms.all_gather_data(losses[-1])) / n
-comms.print(f"last loss, of one process {expected[-1]:.6f}, mean over the ranks {mean:.6f}")
-comms.print(f"weights {distance(model, alone):.0e} from those of one process")
-assert distance(model, alone) < 1e-4
+apart = distance(weights(model), weights(alone))
+assert apart < 1e-4
+
+# %% tags=["plumbing"]
+said = f"{n} rank{'s' * (n > 1)} and one process: last loss {mean:.6f} and {expected:.6f}"
+find(
+    comms,
+    "oracle",
+    bits=(apart == 0, f"{said}, and equal weights to the last bit."),
+    rounding=(apart > 0, f"{said}, and weights {apart:.0e} apart, which is rounding."),
+)
 
 # %% [markdown] index=["sampler", "DistributedSampler", "set_epoch"]
 r"""
-Equal up to rounding. That is the test to have for a script of one's own: few steps, no noise, $n$
-ranks against one, before anything else is changed.
+That is the first test for a script of your own: few steps, no noise, $n$ ranks against one.
 
-## What the sampler has to be told
+## Data
 
-`DistributedSampler` makes its order from the seed and the epoch, so that the ranks agree without a
-message. It does not count epochs. It has to be told, by `set_epoch`. And where the samples do not
-divide by $n$, it fills up with some that others have, unless `drop_last` says to leave some out.
+### What the sampler has to be told
+
+`DistributedSampler` makes its order from seed and epoch, so the ranks agree without a message. It
+does not count epochs: without `sampler.set_epoch(epoch)` each has the order of the first. Where the
+samples do not divide by $n$, it repeats some, or with `drop_last` leaves some out.
+
+Weights and order must be equal on all ranks. Noise must not: dropout, random crops, masks. So build
+the model, then seed again with the rank. The file below seeds with epoch and rank, so a resumed run
+draws what a whole one drew.
 """
 
-# %%
-rows = []
-for name, told in (("told the epoch", True), ("not told", False)):
-    _, order = sharded()
-    firsts = []
-    for epoch in range(3):
-        if told:
-            order.set_epoch(epoch)
-        firsts.append(", ".join(str(i) for i in itertools.islice(order, 4)))
-    rows.append((name, *firsts))
-comms.print(table(rows, ["first samples of rank 0", "epoch 0", "epoch 1", "epoch 2"]))
-
-# %% [markdown]
+# %% [markdown] index=["tokens", "loss normalisation", "gradient accumulation"]
 r"""
-Not told, each epoch has the order of the first, and each rank sees the same shard in all of them.
-There is no error.
+### Tokens, not samples
 
-**Seeds.** Weights must be equal on all ranks; `DistributedDataParallel` sees to it, with a
-broadcast from rank 0. Noise should *not* be equal: dropout, random crops, masks. With one seed on
-all ranks, every rank draws the same:
+The loss of a language model is a mean over *tokens*. A label of -100 does not count: that is
+padding, or the prompt. A rank may also *accumulate*: take its batch in micro-batches, one after the
+other, before it steps. `cross_entropy` gives the mean of one micro-batch on one rank. To average
+these means again is the wrong number that people report most: transformers
+[34191](https://github.com/huggingface/transformers/pull/34191) and
+[34242](https://github.com/huggingface/transformers/issues/34242), torchtune
+[1917](https://github.com/meta-pytorch/torchtune/issues/1917), verl
+[5625](https://github.com/verl-project/verl/issues/5625), trl
+[5619](https://github.com/huggingface/trl/issues/5619).
+
+**Predict.** A mean of means gives a token more weight, the fewer it is among. To count over a
+rank's micro-batches mends accumulation, and leaves the ranks. What is right divides by all $T$
+tokens of the *global* batch: a micro-batch of $t$ tokens multiplies its mean by $t n / T$, where
+$n$ undoes DDP's division. $T$ takes one all-reduce of one number:
 """
 
+# %%
+K, ROWS, LENGTH = 2, 4, 32  # micro-batches of a rank, sequences of each, tokens
+x, y = (tensor[: n * K * ROWS].to(device) for tensor in load_text(LENGTH).train.tensors)
+drawn = torch.rand(len(y), generator=torch.Generator().manual_seed(0))
+answer = (LENGTH * drawn**3).ceil().to(device)  # tokens that count
+y = y.masked_fill(torch.arange(LENGTH, device=device) < LENGTH - answer[:, None], -100)
+mine = list(zip(x.chunk(n * K), y.chunk(n * K), strict=True))[rank * K : rank * K + K]
 
 # %%
-def noise(seed):
-    torch.manual_seed(seed)
-    drawn = [round(value, 3) for value in torch.rand(3).tolist()]
-    return "; ".join(map(str, comms.all_gather_data(drawn)))
-
-
-comms.print("one seed for all ranks:", noise(0))
-comms.print("seed + rank:           ", noise(0 + rank))
-
-# %% [markdown] index=["batch size", "learning rate", "warm-up"]
-r"""
-So: build the model, then seed once more with the rank. The file below makes the seed of each epoch
-from seed, epoch and rank. A resumed run then draws what the whole one drew, if no process of a
-loader draws, and if the number of ranks is the same.
-
-## Batch size and learning rate
-
-Here the batch was shared: $n$ ranks, an $n$th each, the same training. People more often keep the
-batch *of a rank*, as that keeps a device busy. Then the batch of all grows $n$ times, an epoch has
-$n$ times fewer steps, and it is another training.
-
-**Predict.** The *linear scaling rule* ([Goyal and others, 2017](https://arxiv.org/abs/1706.02677))
-multiplies the learning rate by as much as the batch. For $k$ small steps with rate $\eta$ go about
-as far as one step with rate $k\eta$ on all their samples, as long as the weights do not change much
-meanwhile. In the beginning they do, so the rate *warms up*: it grows over the first steps. The
-paper held it on ImageNet up to batches of 8192. With a batch so large that few steps are left, it
-should fail at some point.
-
-What matters here is the batch, not who computes it. So each rank trains some of the configurations,
-alone, over the same number of samples: digits with SGD, and text with the transformer of chapter 10
-and AdamW.
-"""
+counts = torch.stack([(labels != -100).sum() for _, labels in mine]).double()
+total = counts.sum()
+dist.all_reduce(total)
+WEIGHTS = {
+    "mean of means": [1 / K] * K,
+    "counted on each rank": counts / counts.sum(),
+    "counted over all ranks": counts * n / total,
+}
 
 
 # %%
-def final_loss(model, loss_fn, data, optimizer, batch, warm, epochs):
-    """Train on whole batches; returns the mean loss over the samples afterwards."""
-    steps = epochs * (len(data) // batch)
-    warm = max(2, steps // 5) if warm else 1
-    ramp = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warm, total_iters=warm)
-    for epoch in range(epochs):
-        for x, y in ShardedBatches(data, batch, 0, 1).epoch(epoch):
-            optimizer.zero_grad()
-            loss_fn(model(x), y).backward()
-            optimizer.step()
-            ramp.step()
-    with torch.no_grad():
-        return loss_fn(model(data.tensors[0]), data.tensors[1]).item()
-
-
-# %%
-RULES = {"same rate": (0, False), "rate x k": (1, False), "rate x k, warm-up": (1, True)}
-small = load_text(32)
-small_text = type(small.train)(*(tensor[:1024] for tensor in small.train.tensors))
-
-
-def on_digits(k, power, warm):
-    model = new_model().cpu()
-    sgd = torch.optim.SGD(model.parameters(), 0.02 * k**power, momentum=0.9)
-    return final_loss(model, cross_entropy, digits.train, sgd, 8 * k, warm, epochs=4)
-
-
-def on_text(k, power, warm):
+def loss_and_gradient(wrap, batches, weights):
     torch.manual_seed(0)
-    model = Transformer(CHARACTERS, 32, 1, 2, 32)
-    adamw = torch.optim.AdamW(model.parameters(), 0.001 * k**power)
-    return final_loss(model, token_loss, small_text, adamw, 8 * k, warm, epochs=1)
+    model, total = wrap(Transformer(CHARACTERS, 32, 1, 2, LENGTH).to(device, torch.float64)), 0
+    for weight, (inputs, labels) in zip(weights, batches, strict=True):
+        loss = weight * token_loss(model(inputs), labels)
+        loss.backward()
+        total += loss.item()
+    return total, torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-# %% tags=["plumbing"]
-TASKS = {"digits": (on_digits, (1, 2, 4, 8, 16, 32)), "text": (on_text, (1, 4, 16, 64))}
-runs = [(task, rule, k) for task, (_, ks) in TASKS.items() for rule in RULES for k in ks]
-mine = [(run, TASKS[run[0]][0](run[2], *RULES[run[1]])) for run in runs[rank::n]]
-after = {tuple(run): loss for part in comms.all_gather_data(mine) for run, loss in part}
-for task, (_, ks) in TASKS.items():
-    figures.lines(
-        {rule: (ks, [after[task, rule, k] for k in ks]) for rule in RULES},
-        title=f"Loss on the {task} after as many samples",
-        xlabel="k, times the batch of 8",
-        ylabel="loss on what was trained on",
-        log="xy",
-    )
+right = loss_and_gradient(lambda model: model, [(x, y)], [1])
+rows = [("one process, whole batch", right[0], 0.0)]
+for name, factors in WEIGHTS.items():
+    loss, found = loss_and_gradient(DistributedDataParallel, mine, factors)
+    rows.append((name, sum(comms.all_gather_data(loss)) / n, distance(found, right[1])))
+assert rows[-1][2] < 1e-9
 
 # %% tags=["plumbing"]
-rows = [
-    (task, rule, *(f"{after[task, rule, k]:.2f}" if k in ks else "" for k in (1, 4, 8, 16, 32, 64)))
-    for task, (_, ks) in TASKS.items()
-    for rule in RULES
-]
-comms.print(table(rows, ["loss", "k =", "1", "4", "8", "16", "32", "64"]))
-assert after["digits", "rate x k", 8] < after["digits", "same rate", 8] / 2
-assert after["digits", "rate x k", 32] > 2
-assert after["text", "rate x k", 16] < after["text", "same rate", 16]
+every = comms.all_gather(counts).int().flatten().tolist()
+comms.print(f"tokens of the {n * K} micro-batches: {', '.join(map(str, every))}")
+comms.print(table(rows, ["loss", "value", "gradient off"], floats=("", ".6f", ".1e")))
 
 # %% tags=["plumbing"]
-left = {k: after["digits", "rate x k", k] for k in TASKS["digits"][1]}
-held = [k for k in left if left[k] < after["digits", "same rate", k]]
-lost = [k for k in left if k > max(held, default=0)]
-most, end = max(held, default=1), left[lost[0]] if lost else 0.0
-said = f"On the digits k times the rate learns more than the same rate up to k = {most}"
+said = (
+    f"A mean of means is {rows[1][2]:.0%} off in the gradient, with a loss of {rows[1][1]:.3f} "
+    f"instead of {rows[0][1]:.3f}"
+)
+end = f"counted over all ranks it is {rows[3][2]:.0e}, rounding in float64"
 find(
     comms,
-    "rate",
-    breaks=(
-        bool(lost),
-        f"{said}. At the next k it ends at {end:.2f}.",
-    ),
-    holds=(not lost, f"{said}, which is all that was tried."),
+    "tokens",
+    alone=(n == 1, f"{said}. Counted, the gradient is {rows[3][2]:.0e} off, rounding in float64."),
+    ranks=(n > 1, f"{said}. Counted on each rank it is {rows[2][2]:.0%} off; {end}."),
 )
 
 # %% [markdown]
 r"""
-**Explain.** With the rate as it was, a larger batch learns less from the same samples: it takes
-fewer steps, and no longer ones. With $k$ times the rate it goes as far in fewer steps, until a step
-is too long. A loss of 2.30 is that of guessing among ten digits. The text is trained with AdamW,
-whose steps have about the length of the rate, whatever the gradient. (For Adam people also take
-$\sqrt k$.) All of this is the loss on what was trained on; the paper's claim is about what was not.
-Where the rule stops depends on the task: try two or three doublings from your own batch on.
+**Explain.** The rows are the history of one project: 34191 counted on each rank, 34242 asked for
+all (both October 2024). A loop that adds up tokens and never divides is wrong by a factor, $T/n$:
+in a test of [miles 3231](https://github.com/radixark/miles/pull/3231) (September 2026) gradients
+were 9 times too large.
+"""
+
+# %% [markdown] index=["streaming", "IterableDataset"]
+r"""
+### Streams
+
+Text for pretraining is a stream: an `IterableDataset`, in which rank $r$ of $n$ takes each $n$th
+sample. To resume, it has to know its place. Here a sample is only its number:
+"""
+
+
+# %%
+class Stream(IterableDataset):
+    def __init__(self, shard, shards, begin=0):
+        self.shard, self.shards, self.place = shard, shards, begin
+
+    def __iter__(self):
+        while True:
+            self.place += self.shards  # before the sample leaves: a state never repeats it
+            yield self.place - self.shards + self.shard
+
+
+stream = Stream(rank, n)
+batches = iter(DataLoader(stream, 4))
+_ = [next(batches) for _ in range(3)]
+resumed = iter(DataLoader(Stream(rank, n, begin=stream.place), 4))
+assert next(resumed).equal(next(batches))  # the same sample
+
+# %% [markdown]
+r"""
+**Predict.** Now on another number of ranks. Many save how many samples a *rank* has taken. After 12
+each on 4 ranks, which makes 48, 3 ranks would begin at sample 36, and 8 ranks at 96. `place` counts
+the samples of *all* ranks, which take equally many, so it fits any number. One process can ask all
+shards:
+"""
+
+
+# %%
+def lost_and_repeated(ranks, begin, taken=range(48)):
+    streams = [Stream(shard, ranks, begin) for shard in range(ranks)]
+    later = {sample for stream in streams for sample in itertools.islice(stream, 99)}
+    return len({*range(max(later))} - later - {*taken}), len(later.intersection(taken))
+
+
+# %% tags=["plumbing"]
+rows = [
+    (f"4, then {ranks}", *lost_and_repeated(ranks, 12 * ranks), *lost_and_repeated(ranks, 48))
+    for ranks in (4, 3, 8)
+]
+headers = ["ranks", "index of a rank: lost", "repeated", "offset over all: lost", "repeated"]
+comms.print(table(rows, headers))
+(_, _, _, *same), (_, _, twice, *fewer), (_, gone, _, *more) = rows
+said = f"With a rank's index, 3 ranks repeat {twice} of 48 samples, and 8 leave out {gone}"
+whole = not any((*same, *fewer, *more))
+find(
+    comms,
+    "streams",
+    whole=(whole, f"{said}. With the offset nothing is lost or repeated."),
+    broken=(not whole, f"{said}. The offset does not mend it."),
+)
+
+# %% [markdown]
+r"""
+**Explain.** Two more traps. With `num_workers` each worker has a copy of the stream, and gives
+every sample again, unless `get_worker_info()` splits it once more. And the copies move on, while
+the one that you ask for its state does not. torchdata's
+[`StatefulDataLoader`](https://github.com/meta-pytorch/data/blob/v0.11.0/torchdata/stateful_dataloader/README.md)
+collects the states of a rank's workers, "but not across ranks". The long threads are datasets
+[5454](https://github.com/huggingface/datasets/issues/5454) and torchdata
+[1437](https://github.com/meta-pytorch/data/issues/1437).
+"""
+
+# %% [markdown] index=["DataLoader", "num_workers", "pinned memory"]
+r"""
+### The loader
+
+$n$ ranks have $n$ loaders, and each has `num_workers` processes, all on the cores of one machine.
+
+**Predict.** Let a sample cost $t$ seconds of a core. Then $r$ ranks with $w$ workers each load at
+most $\min(\text{cores}, r \max(1, w)) / t$ samples a second. A sample here is unpacked, which takes
+some milliseconds:
+"""
+
+
+# %%
+class Packed(Dataset):
+    content = zlib.compress(torch.rand(1 << 18).numpy().tobytes(), 1)
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, i):
+        return len(zlib.decompress(self.content))
+
+
+# %%
+FORK, WORKERS = {"multiprocessing_context": "fork", "persistent_workers": True}, (0, 1, 2)
+loaders = {w: DataLoader(Packed(), 4, num_workers=w, **(FORK if w else {})) for w in WORKERS}
+
+
+def load(ranks, workers):
+    return list(loaders[workers] if rank < ranks else ())
+
+
+setups = [(ranks, workers) for ranks in sorted({1, n}) for workers in WORKERS]
+times = measure({setup: partial(load, *setup) for setup in setups}, comms, warmup=1, repeat=5)
+
+# %% tags=["plumbing"]
+rates = {setup: setup[0] * 16 / times[setup].median for setup in setups}
+most = {(r, w): rates[1, 0] * min(comms.cores, r * max(1, w)) for r, w in setups}
+rows = [(r, w, r * max(1, w), most[r, w], rates[r, w]) for r, w in setups]
+headers = ["ranks", "workers each", "processes that unpack", "samples/s, at most", "measured"]
+comms.print(table(rows, headers, floats=".0f"))
+loaders.clear()  # and their processes end
+
+# %% tags=["plumbing"]
+crowd = setups[-1]
+pair = compare(times[crowd], times[n, 0])
+said = pair.say(
+    f"Loading on {n} rank{'s' * (n > 1)} with {crowd[1]} workers each, which makes "
+    f"{rows[-1][2]} processes for {comms.cores} cores,",
+    "loading without workers",
+)
+find(
+    comms,
+    "loader",
+    **pair.sides(f"{said}. It reaches {rates[crowd] / most[crowd]:.0%} of its bound."),
+)
+
+# %% [markdown]
+r"""
+**Explain.** Once all cores are busy, an extra worker only takes time from the others. Then unpack
+once and keep the data, or have more cores for each device. On a GPU add `pin_memory=True` and
+`.to(device, non_blocking=True)`: the copy runs while the process queues work.
+"""
+
+# %% [markdown] index=["batch size", "learning rate", "warm-up"]
+r"""
+## Train
+
+### Batch size and learning rate
+
+So far the batch was shared. People more often keep the batch *of a rank*, as that keeps a device
+busy. Then the batch of all grows $n$ times, an epoch has $n$ times fewer steps, and it is another
+training.
+
+**Predict.** $k$ steps with rate $\eta$ go about as far as one with rate $k\eta$ on all their
+samples, as long as the weights change little meanwhile: the *linear rule* ([Goyal and others,
+2017](https://arxiv.org/abs/1706.02677)), with a *warm-up*, in which the rate grows. It fails when a
+step is too long. Where gradients are mostly noise, $k$ steps get only $\sqrt k$ times as far: the
+*root rule*, usual for Adam ([Malladi and others, 2022](https://arxiv.org/abs/2205.10287)).
+
+What matters is the batch, not who computes it. So each rank trains some of the configurations
+alone, all over the same number of samples, and tests on others:
+"""
+
+# %%
+SEEDS, KS = range(3), (1, 4, 8, 16, 32, 64)
+RULES = {"same rate": 0, "rate x root k": 0.5, "rate x k": 1}
+MAKE = {
+    "SGD": lambda parts, k: torch.optim.SGD(parts, 0.02 * k, momentum=0.9),
+    "AdamW": lambda parts, k: torch.optim.AdamW(parts, 0.001 * k),
+}
+
+
+def test_loss(kind, k, power, seed):
+    model, loader = new_model(seed).cpu(), ShardedBatches(digits.train, 8 * k, 0, 1, seed)
+    optimizer = MAKE[kind](model.parameters(), k**power)
+    warm = max(2, 4 * len(loader) // 5)  # steps
+    ramp = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warm, total_iters=warm)
+    for x, y in itertools.chain(*map(loader.epoch, range(4))):
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        ramp.step()
+    with torch.no_grad():
+        return cross_entropy(model(digits.test.tensors[0]), digits.test.tensors[1]).item()
+
+
+# %% tags=["plumbing"]
+torch.set_num_threads(1)  # as torchrun sets it for several ranks: these models are small
+runs = [
+    run for run in itertools.product(MAKE, KS, RULES.values(), SEEDS) if run[1] > 1 or not run[2]
+]
+mine = [(run, test_loss(*run)) for run in runs[rank::n]]
+after = {tuple(run): loss for part in comms.all_gather_data(mine) for run, loss in part}
+after |= {(o, 1, p, s): after[o, 1, 0, s] for o in MAKE for p in RULES.values() for s in SEEDS}
+
+
+def ends(kind, rule, k):
+    """Its losses, from the lowest: of the seeds."""
+    return sorted(after[kind, k, RULES[rule], seed] for seed in SEEDS)
+
+
+def breaks(kind, rule):
+    """The first k whose median loss is more than twice that of k = 1; 0 if none is."""
+    middle = {k: statistics.median(ends(kind, rule, k)) for k in KS}
+    return next((k for k in KS if middle[k] > 2 * middle[1]), 0)
+
+
+# %% tags=["plumbing"]
+def show_rules(kind):
+    spread = {(rule, k): ends(kind, rule, k) for rule in RULES for k in KS}
+    figures.lines(
+        {rule: (KS, [statistics.median(spread[rule, k]) for k in KS]) for rule in RULES},
+        title=f"{kind}: the linear rule breaks {where(kind, 'rate x k')}",
+        xlabel="k, times the batch of 8",
+        ylabel="loss: median, and seeds",
+        log="xy",
+        crosses=[(k, loss) for (_, k), losses in spread.items() for loss in losses],
+    )
+    rows = [
+        (rule, *(f"{spread[rule, k][0]:.2f} to {spread[rule, k][-1]:.2f}" for k in KS))
+        for rule in RULES
+    ]
+    comms.print(table(rows, [f"{kind}, k =", *map(str, KS)]))
+
+
+def where(kind, rule):
+    k = breaks(kind, rule)
+    return f"at k = {k}" if k else "nowhere"
+
+
+# %% tags=["plumbing"]
+for kind in MAKE:
+    show_rules(kind)
+    same, root, linear = (where(kind, rule) for rule in RULES)
+    k = breaks(kind, "rate x k")
+    low, high = (ends(kind, "rate x k", k or KS[-1])[i] for i in (0, -1))
+    said = (
+        f"With {kind} the median loss first exceeds twice that of k = 1 {same} with the same rate, "
+        f"{root} with the root rule and {linear} with the linear rule, whose seeds end at "
+        f"{low:.2f} to {high:.2f}"
+    )
+    find(
+        comms,
+        f"rate-{kind.lower()}",
+        breaks=(k > 0, f"{said} there."),
+        holds=(k == 0, f"{said} at k = {KS[-1]}, the largest that was tried."),
+    )
+
+# %% [markdown]
+r"""
+**Explain.** A loss of 2.30 is that of guessing among ten digits. At the same rate a larger batch
+takes fewer steps and no longer ones. An AdamW step is about as long as the rate, whatever the
+gradient, so with fewer steps only the rate can make up for it. The root rule is for gradients that
+are mostly noise. Whether yours are can be measured.
+
+### The noise scale
+
+Let $G$ be the gradient over all data, and $\Sigma$ the covariance of one sample's. A mean over $b$
+samples has an expected squared length of $|G|^2 + \operatorname{tr}\Sigma / b$. The *gradient noise
+scale*, $\operatorname{tr}\Sigma / |G|^2$, is the batch with as much noise as signal ([McCandlish
+and others, 2018](https://arxiv.org/abs/1812.06162)). Two batch sizes give two equations, and data
+parallelism has both for free: a rank's own gradient, of $b$ samples, and the average, of $nb$. With
+$s$ and $m$ for their squared lengths:
+
+$$|G|^2 = \frac{n m - s}{n - 1}, \qquad \operatorname{tr}\Sigma = \frac{n b\,(s - m)}{n - 1}$$
+
+**Predict.** With this batch, by the paper, training takes twice the fewest possible steps. So a
+rule should hold well below it, and lose beyond. A communication hook (chapter 10) sees both:
+"""
+
+
+# %%
+def own_length(lengths, bucket):
+    lengths.append(bucket.buffer().square().sum())
+    return allreduce_hook(None, bucket)
+
+
+def squared_lengths(b=8):
+    model, lengths = DistributedDataParallel(new_model()), []
+    model.register_comm_hook(lengths, own_length)
+    optimizer = MAKE["SGD"](model.parameters(), n)  # by the linear rule
+    for x, y in itertools.chain(*map(ShardedBatches(digits.train, n * b, rank, n).epoch, range(4))):
+        lengths.clear()
+        optimizer.zero_grad()
+        cross_entropy(model(x.to(device)), y.to(device)).backward()
+        optimizer.step()
+        own = comms.all_gather(torch.stack(lengths).sum()).mean().item()
+        yield own, sum(p.grad.square().sum() for p in model.parameters()).item()
+
+
+# %%
+def noise_scale(steps, b=8):
+    s, m = (sum(column) for column in zip(*steps, strict=True))  # one step tells too little
+    signal = (n * m - s) / (n - 1)
+    return n * b * (s - m) / (n - 1) / signal if signal > 0 else float("nan")
+
+
+steps = list(squared_lengths()) if n > 1 else []
+half = len(steps) // 8  # of an epoch
+scales = [noise_scale(steps[i * half :][:half]) for i in range(8)] if n > 1 else []
+
+# %% tags=["plumbing"]
+points = [((i + 1) / 2, scale) for i, scale in enumerate(scales) if scale > 0]
+broke = {kind: 8 * breaks(kind, "rate x k") for kind in MAKE}
+enough = len(points) >= 4
+low, middle, high = 1.0, 1.0, 1.0
+if enough:
+    low, *_, high = sorted(scale for _, scale in points)
+    middle = statistics.median(scale for _, scale in points)
+    curves = {"noise scale": tuple(zip(*points, strict=True))}
+    curves |= {f"linear rule broke, {kind}": ((0.5, 4), (b, b)) for kind, b in broke.items() if b}
+    title = f"Noise scale: {low:.0f} to {high:.0f} samples, {middle:.0f} in the median"
+    figures.lines(curves, title=title, xlabel="epoch", ylabel="samples", log="y")
+
+# %% tags=["plumbing"]
+said = f"Over half epochs the noise scale is {low:.0f} to {high:.0f} samples, {middle:.0f} in the "
+said += "median"
+for kind, batch in broke.items():
+    said += f"; with {kind} the linear rule "
+    said += (
+        f"broke at {batch} samples, {batch / middle:.1f} times that"
+        if batch
+        else "held wherever tried"
+    )
+find(
+    comms,
+    "noise-scale",
+    measured=(enough, f"{said}."),
+    unclear=(n > 1 and not enough, "These steps are too few to tell the noise scale."),
+    alone=(n == 1, "One rank has only one gradient: two lengths take two ranks."),
+)
+
+# %% [markdown]
+r"""
+**Explain.** The scale changes in training: by the paper it grows, as $G$ shrinks and samples still
+disagree. It says what a batch is worth, not how long a step may be; that is up to curvature and
+momentum. So measure it in your own job, and try two or three doublings from your own batch on.
+
+### Clipping
+
+Clip after `backward`, in which the wrapper has averaged: each rank then finds the same norm,
+without a message. A loop that averages by hand, or accumulates within `no_sync` (chapter 06), may
+clip earlier by mistake. Then each rank scales by a norm of its own, and the mean has another
+direction.
+"""
+
+# %% [markdown] index=["GradScaler", "mixed precision"]
+r"""
+### Precision
+
+For bf16, `torch.autocast` around forward and loss is all: weights, gradients and messages stay
+float32. fp16 also needs a `GradScaler`, because small gradients would become zero: it multiplies
+the loss, divides the gradients, and skips a step in which they overflow. (To clip, call
+`scaler.unscale_(optimizer)` first.)
+
+**Predict.** Averaged, an overflow on one rank is one on all, so all skip, without a message for it.
+Where the scaler sees gradients that are not averaged, one rank skips alone. Let the last overflow:
+"""
+
+
+# %%
+images, digit = (tensor[rank * 32 :][:32].to(device) for tensor in digits.train.tensors)
+
+
+def overflow(averaged):
+    model = DistributedDataParallel(new_model())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
+    factor = float("inf") if rank == n - 1 else 1
+    with contextlib.nullcontext() if averaged else model.no_sync():
+        scaler.scale(cross_entropy(model(images), digit) * factor).backward()
+    scaler.step(optimizer)
+    return "steps" if distance(weights(model), weights(new_model())) > 0 else "skips"
+
+
+for name, averaged in (("averaged", True), ("each rank's own gradients", False)):
+    comms.print(f"{name}:", "; ".join(comms.all_gather_data(overflow(averaged))))
+
+# %% [markdown] index=["torch.compile", "compile"]
+r"""
+After a step that only some ranks take, their weights differ.
+
+### torch.compile
+
+**Predict.** Compiled code hands out gradients when a *piece* of it is done, a part that was
+compiled as one. With the whole model in one piece all come at the end, and nothing is left to hide
+an all-reduce behind. So PyTorch cuts a model at the borders of DDP's buckets. Its [note on
+DDP](https://docs.pytorch.org/docs/2.13/notes/ddp.html) says to wrap before compiling, so that it
+can. But a model is compiled in its first forward, and by then both orders have the wrapper. Count
+the pieces (the backend `aot_eager` only traces them):
+"""
+
+
+# %%
+class Layers(nn.Sequential):
+    def forward(self, x):
+        for layer in self:
+            x = torch.relu(layer(x))
+        return x
+
+
+# %% tags=["plumbing"]
+def new_layers(kind=Layers):
+    return kind(*(nn.Linear(512, 512) for _ in range(4))).to(device)
+
+
+def ran(model):
+    model(torch.ones(64, 512, device=device)).sum().backward()
+    return model
+
+
+# %%
+ddp = partial(DistributedDataParallel, bucket_cap_mb=1)  # a bucket for each layer
+ORDERS = {
+    "DDP(compile(model))": lambda compiled: ddp(compiled(new_layers())),
+    "compile(DDP(model))": lambda compiled: compiled(ddp(new_layers())),
+    "DDP(compile(model)), run before": lambda compiled: ddp(ran(compiled(new_layers()))),
+    "compile(DDP(nn.Sequential))": lambda compiled: compiled(ddp(new_layers(nn.Sequential))),
+}
+rows = []
+for name, order in ORDERS.items():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    ran(ran(order(partial(torch.compile, backend=counter))))
+    rows.append((name, counter.frame_count))
+
+# %% tags=["plumbing"]
+comms.print(table(rows, ["order", "pieces"]))
+inside, around, late, stock = (count for _, count in rows)
+said = (
+    f"Pieces: {inside} if compiled inside the wrapper, {around} around it, {late} if run before it "
+    f"was wrapped, {stock} around a bare nn.Sequential"
+)
+find(
+    comms,
+    "compile",
+    cut=(inside > 1, f"{said}. This disagrees with the note: inside is cut, too."),
+    whole=(inside <= 1, f"{said}. As the note says, inside is not cut."),
+)
+
+# %% [markdown] index=["SyncBatchNorm", "batch normalization"]
+r"""
+**Explain.** What was compiled before it was wrapped stays as it is. A bare `nn.Sequential` runs
+only PyTorch's own code, which the compiler around a wrapper leaves alone. The file compiles inside,
+and keeps the bare model to save it: a compiled one's state has `_orig_mod.` before each name.
+
+### Batch normalisation
+
+A `BatchNorm` layer normalises with mean and deviation of a rank's shard ([chapter
+06](06_ddp.py#buffers-whose-statistics)). Where a rank has few samples, that matters:
+`nn.SyncBatchNorm.convert_sync_batchnorm(model)` takes both over all ranks, on GPUs only, for two
+collectives a layer. `LayerNorm` and `GroupNorm` look at one sample, and need nothing.
 """
 
 # %% [markdown] index=["evaluation"]
 r"""
-## Evaluation
+## Compare
 
-On rank 0 alone, all others would wait. So each evaluates its share, here one of its own size. Two
-mistakes are in the way there. A `DistributedSampler` without `drop_last` counts some samples twice,
-with `drop_last` it leaves some out: right for training, wrong for a result. And the mean of the
-ranks' means is the mean only of equal shares. What is right adds up counts:
+### Evaluation
+
+Each rank evaluates a share. A mean of their means is right for equal shares only, as with tokens,
+and a `DistributedSampler` that repeats samples counts them twice. The right way is to add up
+counts:
 """
 
 # %%
-bare = model.module.eval()
-tested = Subset(digits.test, range(355))
-ends = [0, *(40 + 315 * (i + 1) // n - 315 // n for i in range(n))]
-mine = range(ends[rank], 355 if rank == n - 1 else ends[rank + 1])  # rank 0 has but 40
-
-
-@torch.no_grad()
-def right_of(indices):
-    """How many of the samples with these numbers the model reads right."""
-    images, digit = next(iter(DataLoader(Subset(tested, list(indices)), len(indices))))
-    return (bare(images.to(device)).argmax(1).cpu() == digit).sum().item()
-
-
-# %%
-counts = torch.tensor([right_of(mine), len(mine)], device=device)
+pixels, digit = (tensor[:355] for tensor in digits.test.tensors)
+with torch.no_grad():
+    right = (model.module(pixels.to(device)).argmax(1).cpu() == digit).float()
+mine = (
+    right[:40] if rank == 0 else right[40:].tensor_split(max(1, n - 1))[rank - 1]
+)  # rank 0 has 40
+mine = mine if n > 1 else right
+counts = torch.tensor([mine.sum(), len(mine)], device=device)
 dist.all_reduce(counts)
-padded = list(DistributedSampler(tested, shuffle=False))
-means = comms.all_gather_data([right_of(mine) / len(mine), right_of(padded) / len(padded)])
-rows = [
-    ("one process", right_of(range(355)) / 355),
-    ("sums of counts", counts[0].item() / counts[1].item()),
-    ("mean of means", sum(mean for mean, _ in means) / n),
-    ("padded shares", sum(mean for _, mean in means) / n),
-]
-comms.print(table(rows, ["read right", "share"], floats=".4f"))
-assert rows[0][1] == rows[1][1]
+
+# %% tags=["plumbing"]
+shares = comms.all_gather_data(mine.mean().item())
+whole, mean = right.mean().item(), sum(shares) / n
+assert abs(counts[0] / counts[1] - whole) < 1e-6
+said = f"One process reads {whole:.2%} right, as the sums of counts say"
+find(
+    comms,
+    "evaluation",
+    off=(abs(mean - whole) > 1e-6, f"{said}. The mean of the ranks' means says {mean:.2%}."),
+    same=(abs(mean - whole) <= 1e-6, f"{said}, and the mean of the ranks' means, too."),
+)
 
 # %% [markdown]
 r"""
-Another number of ranks would give the last two other results. The model is the bare one,
-`model.module`, not the wrapper: a forward through the wrapper may broadcast buffers, and a rank
+Use the bare model, `model.module`: a forward through the wrapper may broadcast buffers, and a rank
 that calls it alone waits for the others.
 
-## One voice
+### Where it breaks: what rank 0 does alone
 
-What prints, draws a progress bar or writes a file does it $n$ times. Let each rank write a log to
-the same file:
-"""
-
-# %%
-folder = Path(comms.all_gather_data(tempfile.mkdtemp() if rank == 0 else "")[0])
-with open(folder / "log", "w") as log:
-    for step in range(3):
-        dist.barrier()
-        log.write(f"step {step} of rank {rank}\n")
-        log.flush()
-dist.barrier()
-comms.print((folder / "log").read_text())
-
-# %% [markdown]
-r"""
-Each has written from the start of the file, over what the others wrote; whose lines are left is
-chance. So rank 0 alone writes: `if dist.get_rank() == 0`, and `tqdm(..., disable=rank > 0)`.
-
-## Where it breaks: what rank 0 does alone
-
-What stands behind that `if` must not need the others. A forward through the wrapper may, since it
-sends buffers, and a mean over all ranks does. Rank 0 then waits for ranks that do not come, here
-for two seconds instead of the usual 30 minutes of gloo, or 10 of NCCL:
+What prints or writes would do so $n$ times, so people put it behind `if rank == 0`. It must not
+need the others. A mean over all ranks does, and rank 0 waits for ranks that do not come, here two
+seconds instead of the usual 30 minutes of gloo, or 10 of NCCL:
 """
 
 # %%
@@ -387,277 +772,147 @@ if rank == 0:
         comms.print(textwrap.fill(str(error), 90))
 dist.barrier()
 
-# %% [markdown] index=["clipping", "clip_grad_norm"]
+# %% [markdown] index=["reproducibility", "bitwise", "determinism"]
 r"""
-Chapter 13 reads such a hang. So: compute on all ranks, then print on one.
+So compute on all ranks, then print on one.
 
-## Clipping
+### Equal to the bit, or not
 
-Clipping by the global norm belongs where the gradients are those of the whole batch: after
-`backward`, in which the wrapper has averaged them. Then each rank finds the same norm, and no
-message is needed. Who averages by hand, or accumulates within `no_sync`, is tempted to clip
-earlier:
+**Predict.** A sum in floating point depends on its order: $(a + b) + c$ is not $a + (b + c)$ to the
+last bit, while $a + b$ is $b + a$. So what keeps the order keeps the bits: the same run again, or
+resumed with buckets as before. What changes it changes them: another number of ranks; with three or
+more also another algorithm, or buckets that place a value elsewhere; a matrix product in parts for
+other threads. In float64 the difference begins a billion times smaller. One training, with
+something changed each time:
 """
 
 
 # %%
-images, digit = (tensor[: 32 * n].to(device) for tensor in digits.train.tensors)
-shard = slice(rank * 32, rank * 32 + 32)
-
-
-def clipped(early):
-    model = DistributedDataParallel(new_model())
-    with model.no_sync() if early else contextlib.nullcontext():
-        cross_entropy(model(images[shard]), digit[shard]).backward()
-    norm = clip_grad_norm_(model.parameters(), 0.1).item()
-    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-    if early:  # only now the average
-        dist.all_reduce(gradient.div_(n))
-    return gradient, norm
+def training(wrap=DistributedDataParallel, index=rank, of=n, make=MAKE["SGD"], **change):
+    model = new_model().to(change.get("dtype", torch.float32))
+    wrapped, optimizer = wrap(model), make(model.parameters(), change.get("rate", 2))
+    for part, saved in zip((model, optimizer), change.get("state", ()), strict=False):
+        part.load_state_dict(saved)
+    data = itertools.chain(*map(ShardedBatches(digits.train, BATCH, index, of).epoch, range(9)))
+    for x, y in itertools.islice(data, change.get("first", 0), change.get("last", 10)):
+        optimizer.zero_grad()
+        for i in change.get("order", [slice(None)]):  # micro-batches
+            output = wrapped(x[i].to(next(model.parameters())))
+            cross_entropy(output, y[i].to(device)).backward()
+        optimizer.step()
+    return model, optimizer
 
 
 # %% tags=["plumbing"]
-reference = new_model()
-cross_entropy(reference(images), digit).backward()
-found = clip_grad_norm_(reference.parameters(), 0.1).item()
-wanted = torch.cat([p.grad.flatten() for p in reference.parameters()])
-rows = [("one process, whole batch", f"{found:.4f}", wanted.norm().item(), 0.0)]
-for name, early in (("clipped after the average", False), ("clipped before", True)):
-    gradient, norm = clipped(early)
-    norms = ", ".join(f"{value:.4f}" for value in comms.all_gather_data(norm))
-    apart = (gradient - wanted).norm() / wanted.norm()
-    rows.append((name, norms, gradient.norm().item(), apart.item()))
-headers = ["gradient", "norm found on each rank", "clipped to", "distance"]
-comms.print(table(rows, headers, floats=("", "", ".4f", ".1e")))
-assert rows[1][3] < 1e-5
+def and_alone(**change):
+    """Train on all ranks, and in one process."""
+    return training(**change), training(lambda model: model, 0, 1, **change)
 
-# %% [markdown] index=["GradScaler", "mixed precision"]
-r"""
-Clipped early, each rank has scaled its gradient by a norm of its own. With several ranks the mean
-of these is another gradient, and shorter than the limit.
 
-## Precision
+def with_ring(model):
+    wrapped = DistributedDataParallel(model)
+    hook = lambda state, bucket: all_reduce_hook(state, bucket)  # noqa: E731
+    wrapped.register_comm_hook((comms, ring_all_reduce), hook)
+    return wrapped
 
-`torch.autocast` with bf16 around forward and loss is all that bf16 needs. Products are computed in
-it; weights, gradients and so messages stay float32:
-"""
+
+def on_other_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if before > 1 else 2)
+    trained = training()
+    torch.set_num_threads(before)
+    return trained
+
 
 # %%
-half = new_model()
-with torch.autocast(device.type, torch.bfloat16):
-    outputs = half(images)
-    loss = cross_entropy(outputs, digit)
-loss.backward()
-gradient = torch.cat([p.grad.flatten() for p in half.parameters()])
-reference.zero_grad()
-cross_entropy(reference(images), digit).backward()
-full = torch.cat([p.grad.flatten() for p in reference.parameters()])
-comms.print(f"outputs {outputs.dtype}, gradients {gradient.dtype}")
-comms.print(f"distance from the gradient in float32: {(gradient - full).norm() / full.norm():.1%}")
+plain = training()
+half = [copy.deepcopy(part.state_dict()) for part in training(last=5)]
+small_buckets = partial(DistributedDataParallel, bucket_cap_mb=0.05)
+parts = [slice(i, None, 4) for i in range(4)]
+adamw = {"make": MAKE["AdamW"], "rate": 1}
+pairs = {
+    "the same run again": (training(), plain),
+    "resumed after 5 of 10 steps": (training(state=half, first=5), plain),
+    "small buckets": (training(small_buckets), plain),
+    "ring instead of the backend's sum": (training(with_ring), plain),
+    "another number of threads": (on_other_threads(), plain),
+    "4 micro-batches, last one first": (training(order=parts[::-1]), training(order=parts)),
+    "one process": and_alone(),
+    "one process, float64": and_alone(dtype=torch.float64),
+    "one process, 100 steps": and_alone(last=100),
+    "... at 8 times the rate": and_alone(last=100, rate=16),
+    "one process, 100 steps, AdamW": and_alone(**adamw, last=100),
+    "... AdamW at 10 times the rate": and_alone(**adamw | {"rate": 10}, last=100),
+}
+
+# %% tags=["plumbing"]
+begin, same, far = weights(new_model()), [], {}
+for name, models in pairs.items():
+    this, against = (weights(model) for model, _ in models)
+    far[name] = ((this - against).norm() / (against - begin).norm()).item()
+    same += [name] * torch.equal(this, against)
+rows = [(name, "equal" if name in same else "differ", f"{far[name]:.0e}") for name in pairs]
+comms.print(table(rows, ["changed", "bits", "apart, of how far they moved"]))
+
+# %% tags=["plumbing"]
+changes = list(far)[:7]
+kept = [name for name in changes if name in same]
+others = [name for name in changes if name not in same]
+largest = max(far[name] for name in changes)
+said = (
+    f"Bits that stay, of the first {len(changes)} rows: {'; '.join(kept)}. Bits that change: "
+    f"{'; '.join(others)}; after 10 steps they are {largest:.0e} of their way apart at most."
+)
+find(
+    comms,
+    "bits",
+    some=(bool(kept and others), said),
+    all=(not others, f"All of the first {len(changes)} rows keep the bits."),
+    none=(not kept, "None of the first rows keeps the bits, not even the same run again."),
+)
+
+# %% tags=["plumbing"]
+slow, quick, adam_slow, adam_quick = [*far.values()][-4:]
+said = (
+    f"After 100 steps {n} ranks and one process are {slow:.0e} of their way apart with SGD and "
+    f"{adam_slow:.0e} with AdamW; with the higher rates {quick:.0e} and {adam_quick:.0e}"
+)
+grow = max(quick / max(slow, 1e-30), adam_quick / max(adam_slow, 1e-30)) > 100
+find(
+    comms,
+    "rounding-grows",
+    alone=(n == 1, "One rank is one process: nothing is added up in another order."),
+    grows=(n > 1 and grow, f"{said}."),
+    stays=(n > 1 and not grow, f"{said}: in this run rounding does not grow with the rate."),
+)
+assert far["the same run again"] == 0 or device.type != "cpu"
+assert far["one process, float64"] < 1e-12
 
 # %% [markdown]
 r"""
-fp16 also needs a `GradScaler`, because small gradients would become zero: it multiplies the loss,
-divides the gradients, and skips a step in which they overflow. (Who clips calls
-`scaler.unscale_(optimizer)` before.) Let one rank overflow:
+**Explain.** Two ranks have only one order: $a + b$. Each step multiplies a difference by what
+curvature and rate make of it: below one it dies out, above one it grows until the runs have nothing
+in common. So compare few steps at a moderate rate, or in float64, and not the last losses.
+
+The table is of one machine, one backend and one release. PyTorch's [note on
+reproducibility](https://docs.pytorch.org/docs/2.13/notes/randomness.html) (May 2026) promises no
+equal results beyond: not between releases, platforms, or CPU and GPU. These were not run here.
 """
-
-
-# %%
-def overflow(averaged):
-    model = DistributedDataParallel(new_model())
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
-    factor = float("inf") if rank == n - 1 else 1.0
-    with contextlib.nullcontext() if averaged else model.no_sync():
-        scaler.scale(cross_entropy(model(images[shard]), digit[shard]) * factor).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    moved = distance(model, new_model()) > 0
-    return f"{'steps' if moved else 'skips'}, scale {scaler.get_scale():g}"
-
-
-for name, averaged in (("averaged", True), ("each rank's own gradients", False)):
-    comms.print(f"{name}:", "; ".join(comms.all_gather_data(overflow(averaged))))
-
-# %% [markdown] index=["torch.compile", "compile"]
-r"""
-Averaged, what is not finite on one rank is not finite on any: all skip the step, and all halve the
-scale, without a message for it. Where the scaler looks at gradients that are not averaged yet, one
-rank skips a step that the others take, and their weights differ from then on.
-
-## torch.compile
-
-**Predict.** A compiled model computes backward in few large pieces, and gradients come out when
-their piece is done. If the whole model is one piece, all come at the end, and no computation is
-left to hide an all-reduce behind. So PyTorch cuts a model that it compiles at the borders of the
-wrapper's buckets, where it knows of the wrapper. Around it, in `torch.compile(DDP(model))`, it
-does. Does it inside, in `DDP(torch.compile(model))`? A *backend* turns a piece into code; one of
-our own counts the pieces, and leaves them to `aot_eager`, which only traces. When does the first
-gradient come, as a share of the time to the last?
-"""
-
-
-# %%
-class Layers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(4))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return x
-
-
-# %%
-def compiled(way):
-    torch._dynamo.reset()
-    torch._dynamo.config.optimize_ddp = way != "inside, not cut"
-    pieces, ready = [], []
-    aot = torch._dynamo.lookup_backend("aot_eager")
-
-    def backend(graph, inputs):
-        pieces.append(graph)
-        return aot(graph, inputs)
-
-    model = Layers().to(device)
-    if way.startswith("inside"):
-        model = torch.compile(model, backend=backend)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=1)
-    run = torch.compile(ddp, backend=backend) if way == "around" else ddp
-    for p in ddp.parameters():
-        p.register_post_accumulate_grad_hook(lambda _: ready.append(time.perf_counter()))
-    for _ in range(3):  # the buckets are dealt once more after the first step
-        loss, begun = run(torch.ones(512, 512, device=device)).square().mean(), time.perf_counter()
-        ready.clear()
-        loss.backward()
-    return way, len(pieces), f"{(ready[0] - begun) / (ready[-1] - begun):.0%}"
-
-
-# %%
-rows = [compiled(way) for way in ("not compiled", "inside", "around", "inside, not cut")]
-comms.print(table(rows, ["torch.compile", "pieces", "first gradient after"]))
-torch._dynamo.config.optimize_ddp = True
-
-# %% [markdown] index=["SyncBatchNorm", "batch normalization"]
-r"""
-**Explain.** Both are cut, because a model is cut when it is compiled, and that happens in the first
-forward, in which the wrapper is there. Not cut, here by a switch, it is one piece, and the first
-gradient comes with the last. The same happens to a model that was compiled and run before it was
-wrapped. Two things differ. A compiled model puts `_orig_mod.` before each name in its state, so
-keep the bare one at hand, to save it. And around the wrapper of a bare `nn.Sequential` nothing is
-compiled at all (PyTorch 2.13), since only PyTorch's own code runs there: the model must be a class
-of yours. So the file compiles inside. (PyTorch's [note on
-DDP](https://docs.pytorch.org/docs/stable/notes/ddp.html) says to wrap first, and to compile what is
-wrapped.)
-
-## Batch normalisation
-
-A `BatchNorm` layer takes mean and deviation of the batch that it sees, which is a rank's shard.
-Each rank then normalises with another mean, and keeps another running mean. `DDP` sends rank 0's
-around before each forward. `SyncBatchNorm` takes both over all ranks, at the price of a collective
-for each layer in forward and one in backward. It is made for GPUs:
-"""
-
-# %%
-layer = nn.BatchNorm1d(64).to(device)
-layer(images[shard])
-means = comms.all_gather(layer.running_mean)
-apart = (means - means.mean(0)).norm(dim=1) / means.mean(0).norm()
-comms.print("running means, from their mean:", ", ".join(f"{x:.1%}" for x in apart.tolist()))
-together = nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(64)).to(device)
-try:
-    together(images[shard])
-    means = comms.all_gather(together.running_mean)
-    comms.print("SyncBatchNorm: the same on all ranks:", bool((means == means[0]).all()))
-except ValueError as error:
-    comms.print(f"SyncBatchNorm: {error}")
-
-# %% [markdown] index=["DataLoader", "num_workers", "pinned memory"]
-r"""
-Where a model has such layers, and a rank few samples, it matters. Layers that look at one sample
-only, `LayerNorm` or `GroupNorm`, need nothing.
-
-## The loader
-
-With $n$ ranks, $n$ loaders read at once, and each has `num_workers` processes. On one machine they
-share its cores, with each other and with what feeds the devices.
-
-**Predict.** Let a sample cost $t$ seconds of a core. Then $r$ ranks with $w$ workers each load at
-most $\min(\text{cores}, r \max(1, w)) / t$ samples a second: more ranks load more until the cores
-are used up, and then no more, however fast the devices are. A sample here is unpacked, which takes
-a few milliseconds:
-"""
-
-# %%
-packed = zlib.compress(torch.rand(1 << 18).numpy().tobytes(), 1)
-
-
-class Packed(Dataset):
-    def __len__(self):
-        return 32
-
-    def __getitem__(self, i):
-        return torch.frombuffer(bytearray(zlib.decompress(packed)), dtype=torch.float32)[:256]
-
-
-def load(ranks, workers):
-    """Samples a second, of all ranks that load; the slowest counts."""
-    forked = {"multiprocessing_context": "fork", "persistent_workers": True} if workers else {}
-    loader = DataLoader(Packed(), 4, num_workers=workers, **forked) if rank < ranks else []
-    rates = []
-    for _ in range(4):  # the first also starts the workers
-        dist.barrier()
-        begun = time.perf_counter()
-        for _ in loader:
-            pass
-        seconds = max(comms.all_gather_data(time.perf_counter() - begun))
-        rates.append(ranks * 32 / seconds)
-    return sorted(rates[1:])[1]
-
-
-# %%
-rows, base = [], load(1, 0)
-for ranks in (count for count in (1, 2, 4, 8) if count <= n):
-    for workers in (0, 1, 2):
-        most = base * min(comms.cores, ranks * max(1, workers))
-        rows.append((ranks, workers, most, load(ranks, workers)))
-headers = ["ranks", "workers each", "samples/s, at most about", "measured"]
-comms.print(table(rows, headers, floats=".0f"))
-
-# %% tags=["plumbing"]
-best = max(rows, key=lambda row: row[3])
-short = min(rows, key=lambda row: row[3] / row[2])
-said = (
-    f"Fastest are {best[0]} ranks with {best[1]} workers each, {best[3]:.0f} samples a second. "
-    f"Farthest below its bound: {short[0]} with {short[1]}, at {short[3] / short[2]:.0%} of it."
-)
-find(comms, "loader", some=(best[1] > 0, said), none=(best[1] == 0, said))
 
 # %% [markdown] index=["checkpoint", "resume"]
 r"""
-**Explain.** One rank without workers uses one core. More workers or more ranks use the others.
-Where all are busy, an extra worker only takes time from the others, and turns cost time, too. Then
-what helps is less work for each sample, such as data that were unpacked once and kept, or more
-cores for each device.
+## Save and resume
 
-On a GPU, `pin_memory=True` makes a loader put batches where the GPU can fetch them by itself. Then
-`.to(device, non_blocking=True)` returns at once, and the process goes on to queue work. This run
-had no GPU to show it, unless the first line names one.
+### Checkpoints
 
-## Checkpoints
-
-The file below keeps what a run needs to go on: weights of `model.module`, without the wrapper, so
-that they fit one device as well; the optimizer; the schedule; and the epoch. Rank 0 writes, beside
-the old file, and renames. It reads, too, and sends what it has read to the others: so all go on
-from the same epoch, also where only rank 0 sees the file.
+The file below keeps what a run needs to go on: the weights of `model.module`, without the wrapper,
+so that they fit one device as well; the optimizer; the schedule; the epoch. Rank 0 writes, and
+keeps the last two, flushed before they are renamed (chapter 13). It reads, too, and sends to the
+others what it has read.
 
 **Predict.** The batch is that of all ranks, the order depends on seed and epoch, and this model
-draws no noise. So another number of ranks should go on with the same training, up to rounding.
-
-Two processes train, and one is killed after the first epoch. Then one process goes on. Another run
-is not disturbed:
+draws no noise. So another number of ranks should go on with the same training, up to rounding. Of
+two processes one is killed after the first epoch; then one goes on. Another run is not disturbed:
 """
 
 # %% tags=["plumbing"]
@@ -665,6 +920,7 @@ FILE = Path(microddp.__file__).parents[1] / "docs" / "_downloads" / "train_ddp.p
 OF_TORCHRUN = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 BARE = {k: v for k, v in os.environ.items() if not k.startswith((*OF_TORCHRUN, "MICRODDP_"))}
 BARE |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+folder = Path(comms.all_gather_data(tempfile.mkdtemp() if rank == 0 else "")[0])
 
 
 def free_port():
@@ -673,7 +929,6 @@ def free_port():
         return str(any_port.getsockname()[1])
 
 
-# %%
 def start(ranks, checkpoint):
     """What torchrun does: a process for each rank, which knows where to meet the others."""
     where = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "WORLD_SIZE": str(ranks)}
@@ -685,6 +940,7 @@ def start(ranks, checkpoint):
     ]
 
 
+# %%
 def killed_and_resumed():
     whole, killed = start(1, folder / "whole.pt"), start(2, folder / "killed.pt")
     first = killed[0].stdout.readline()
@@ -699,22 +955,69 @@ def killed_and_resumed():
 first, ends, rest, whole = comms.all_gather_data(killed_and_resumed() if rank == 0 else None)[0]
 comms.print(f"two processes, one killed:\n{first}exit codes {ends}\none goes on:\n{rest}")
 comms.print(f"not disturbed:\n{whole}")
-epochs, same = (re.findall(r"epoch (\d): loss ([\d.]+)", text) for text in (first + rest, whole))
-assert [epoch for epoch, _ in same] == ["0", "1", "2"]
-assert {*epochs} >= {*same[1:]}
+epochs, whole = (re.findall(r"epoch (\d): loss ([\d.]+)", text) for text in (first + rest, whole))
+assert [epoch for epoch, _ in whole] == ["0", "1", "2"]
+assert {*epochs} >= {*whole[1:]}
+
+# %% [markdown]
+r"""
+**Explain.** The other of the two fails because its partner has gone. `torchrun --max-restarts=9`
+would start both again, with the old *store*: the small server through which ranks find each other,
+which still holds the addresses of the dead processes. Over gloo the new ones fail at them, or wait
+for good. So in the file each start has a part of the store for itself, a `PrefixStore`. (Several
+torchruns count their restarts apart: there, set `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, and each
+start has a new store, [PyTorch 135712](https://github.com/pytorch/pytorch/issues/135712).)
+
+## Launch
+
+### Who sets the rank?
+
+`init_process_group()` reads `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` from the
+environment. Somebody must set them, and start the job again (pages read in November 2026):
+
+:::{list-table}
+:header-rows: 1
+
+* - launcher
+  - sets the variables
+  - restarts
+* - [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html)
+  - its agent on each machine; the address comes from `--rdzv-endpoint`
+  - the agents: all workers, `--max-restarts` times
+* - Slurm's [srun](https://slurm.schedmd.com/srun.html)
+  - nobody: translate `SLURM_PROCID` and the like, or let srun start one torchrun a machine
+  - [`sbatch --requeue`](https://slurm.schedmd.com/sbatch.html), after a lost node or preemption:
+    the script, from its beginning
+* - Kubernetes with a [Kubeflow
+  `TrainJob`](https://github.com/kubeflow/trainer/blob/master/pkg/runtime/framework/plugins/torch/torch.go)
+  - a controller sets the options of torchrun (`PET_NODE_RANK`, `PET_MASTER_ADDR`), which sets them
+  - [JobSet](https://github.com/kubernetes-sigs/jobset): all pods, `maxRestarts` times; torchrun's
+  own restarts would stay in their pod
+* - [Ray
+    Train](https://docs.ray.io/en/latest/train/api/doc/ray.train.torch.TorchConfig.html)
+  - Ray, in its workers; it also calls `init_process_group`
+  - Ray: all workers, [`max_failures`
+    times](https://docs.ray.io/en/latest/train/user-guides/fault-tolerance.html)
+:::
+
+These start *all* ranks again, and the script goes on from its checkpoint. {doc}`/rebuild` has a
+script for Slurm.
+
+:::{admonition} On GPUs
+The mistakes are the same: tokens, a stream's state, counts, an early clip. What differs: NCCL
+chooses the order of a sum by size, topology and version; `SyncBatchNorm` works; pinned memory and a
+compiled model pay. Measure the noise scale there, on your model. Goyal and others held the linear
+rule with warm-up on ImageNet up to a batch of 8192, on 256 GPUs
+([2017](https://arxiv.org/abs/1706.02677)). With one rank a GPU, run `torchrun --nproc-per-node=8
+chapters/14_your_script.py`.
+:::
+"""
 
 # %% [markdown] index=["slow", "debugging"]
 r"""
-**Explain.** One process goes on where two stopped, to the same printed losses. (The other one of
-the two fails, since its partner has gone. With `torchrun --max-restarts=9` both would be started
-again, with the store in which the dead have written where they can be reached. Over gloo a second
-start that reads it fails with "Connection refused", or waits for good. So in the file below each
-start has a `PrefixStore` of its own.) Where the number of ranks stays the same, the weights are the
-same to the bit; this book's tests check that on one, two and four ranks.
-
 ## When something is wrong
 
-Most of what can be wrong, this book has met. Ask in this order, and take the first yes:
+Ask in this order, and take the first yes:
 """
 
 # %% tags=["plumbing"]
@@ -737,8 +1040,9 @@ QUESTIONS = {
 
 # %% tags=["plumbing"]
 QUESTIONS["It learns worse"] = [
-    ("Do n ranks part from one, without noise?", "compare ten steps; check_replicas (03)"),
-    ("Is the batch larger than before?", "learning rate and warm-up (14)"),
+    ("Do n ranks part from one, without noise?", "compare ten steps; check_replicas (03, 14)"),
+    ("Do micro-batches differ in tokens?", "count over all ranks, then divide (14)"),
+    ("Is the batch larger than before?", "learning rate, warm-up, noise scale (14)"),
     ("Has each epoch one order, or each rank the same noise?", "set_epoch; seed + rank (14)"),
     ("Is it only the measure?", "add up counts over ranks, not means (14)"),
 ]
@@ -752,8 +1056,8 @@ The numbers are chapters: [00](00_baseline.py), [03](03_naive_dp.py), [05](05_bu
 
 ## Under other names
 
-What this book built, and what takes its place in PyTorch. The code looks up every name with dots,
-so that none is there that the running version does not have:
+What takes the place of this book's parts. The build checks that every name exists in the installed
+PyTorch:
 """
 
 # %% tags=["plumbing"]
@@ -767,19 +1071,28 @@ NAMES = """
 05 microddp.buckets.GradientBucket        torch.distributed.GradBucket
 06 microddp.DDP                           torch.nn.parallel.DistributedDataParallel
 06 microddp.DDP.no_sync                   torch.nn.parallel.DistributedDataParallel.no_sync
+06 microddp.DDP.join                      torch.distributed.algorithms.join.Join
 07 microddp.Comms.subgroup                torch.distributed.new_group
 07 microddp.register_mesh                 torch.distributed.init_device_mesh
 08 microddp.performance.analyzer          torch.profiler
 10 microddp.DDP.register_comm_hook     torch.nn.parallel.DistributedDataParallel.register_comm_hook
 10 microddp.compression.PowerSGD         torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook
 11 microddp.local_sgd.LocalSteps         torch.distributed.algorithms.model_averaging.averagers
-13 microddp.train.checkpoint             torch.distributed.checkpoint
+13 microddp.train.checkpoint             torch.distributed.checkpoint.async_save
 13 microddp.doctor.hang                  the:flight:recorder
 13 microddp.elastic.Members              torchft:(not:part:of:PyTorch)
 """
 
 # %% tags=["plumbing"]
-rows = [line.split() for line in NAMES.strip().splitlines()]
+NAMES += """
+15 microddp.shared.shared_all_reduce     torch.distributed._symmetric_memory
+16 microddp.sharding.ShardedOptimizer    torch.distributed.optim.ZeroRedundancyOptimizer
+16 microddp.sharding.fully_shard         torch.distributed.fsdp.fully_shard
+16 microddp.parts.load_parts             torch.distributed.checkpoint.load
+"""
+
+# %% tags=["plumbing"]
+rows = [line.split() for line in NAMES.splitlines() if line]
 for _, here, other in rows:
     for name in {here, other if ":" not in other else here}:
         pkgutil.resolve_name(name)
@@ -801,15 +1114,22 @@ $ torchrun --nproc-per-node=2 train_ddp.py --checkpoint run.pt
 
 ## What to take along
 
-- A script that was not changed runs under `torchrun`, and does the same work $n$ times. First test
-  that $n$ ranks train as one does.
+- A script that was not changed runs under `torchrun`, and does the same work $n$ times. Test first
+  that $n$ ranks train as one does, for ten steps.
 - Equal on all ranks: weights, order, step. Different: shards and noise.
-- Say whether a batch is a rank's or all ranks', and scale the learning rate with the latter.
-- Results are sums of counts, taken over all ranks.
+- Count before you divide: losses by the tokens of the global batch, results by all samples.
+- Scale the learning rate with the batch of all ranks; two norms tell which batch is worth it.
 - What looks at gradients, such as clipping or a scaler, comes after they are averaged.
-- A checkpoint that holds no trace of the number of ranks goes on with any.
+- A stream's or a checkpoint's state without the number of ranks goes on with any.
 
 ## Exercises
+
+**The lab.** Weigh the losses of unequal micro-batches. {doc}`It is checked </labs>` on 1, 2 and 3
+ranks.
+
+```console
+$ python -m microddp.labs start 14
+```
 
 1. Let `train_ddp.py` accumulate over two micro-batches of half the size, with `no_sync`. What has
    to change, so that the losses stay the same, up to rounding?
@@ -849,17 +1169,17 @@ $ torchrun --nproc-per-node=2 train_ddp.py --checkpoint run.pt
 
    </details>
 
-3. Train with `--lr 0.1`, for 8 epochs, on one rank and on two. The last losses differ in the first
-   digits. Is something wrong? How would you find out?
+3. A rank of 64 has 1000 tokens that count in its micro-batch, and the others 2000 each. How much
+   more than it should does a mean of means weigh one of its tokens? And if the optimizer is AdamW,
+   does a factor of 9 on all gradients matter?
 
    <details class="solution"><summary>Solution</summary>
 
-   On the machine this was tried on (November 2026) they were 0.0724 and 0.0918, and with the usual
-   rate, 0.05, the same to all printed digits. Nothing is wrong. Two ranks add in another order than
-   one, so their first losses differ in the seventh digit. With a rate so high that the loss jumps,
-   such a difference grows with each step. A mistake shows in the first steps, if they are of plain
-   SGD. So compare the first ten steps, not the last; or compute in `float64`, where the difference
-   begins a billion times smaller.
+   The mean of means gives its token $1/(64 \cdot 1000)$, where $1/(1000 + 63 \cdot 2000)$ is right:
+   $127/64 = 1.98$ times too much. A common factor cancels in AdamW's step, except beside its
+   $\epsilon$. It does not cancel in clipping by norm, which then cuts more or all of the steps, and
+   a factor that differs from step to step, as $T$ does, does not cancel in the moments either. So a
+   loss curve under Adam does not show such a mistake at once; the gradient does.
 
    </details>
 """
