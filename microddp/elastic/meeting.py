@@ -220,8 +220,8 @@ class Meeting:
         missing = [name for name in self.members if name not in self.come]
         if not missing:
             return True
-        if now < self.began + BEGIN:  # they may not have found this server yet
-            return False
+        if now < self.began + BEGIN and not all(map(is_gone, missing)):
+            return False  # they may not have found this server yet
         if not any(name in self.connected for name in missing):
             return True
         # They come together, when a collective has failed, so who does not is hung. A new member
@@ -232,6 +232,22 @@ class Meeting:
         """Send a message to some members."""
         for name in names:
             self.connected[name].tell(message)
+
+
+def is_gone(name: str) -> bool:
+    """Return True if a member was a process of this machine, and that has ended.
+
+    False where it cannot be known: on another machine, or without Linux's list of processes.
+    """
+    machine, _, number = name.rpartition("-")[0].rpartition("-")
+    if machine != messages.machine_name() or not os.path.exists("/proc/self/stat"):
+        return False
+    try:
+        with open(f"/proc/{int(number)}/stat", errors="replace") as file:
+            state = file.read().rpartition(")")[2].split()[0]
+    except (OSError, ValueError):
+        return True
+    return state in "ZX"  # it has ended, and its parent has not asked how
 
 
 async def serve(meeting: Meeting, listening: socket.socket, parent: int) -> None:

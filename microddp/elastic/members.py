@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import socket
 import subprocess
@@ -11,7 +10,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
@@ -21,32 +19,14 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from microddp.comms import Comms
 from microddp.comms.job import end_of_gloo, form_group, patience
 from microddp.elastic import meeting
+from microddp.elastic.generation import Generation, Parts
 from microddp.elastic.line import Line
+from microddp.elastic.messages import machine_name
 from microddp.elastic.secret import find_secret
 
 TIMEOUT = 10.0  # seconds, unless MICRODDP_TIMEOUT says more: how long a hung rank goes unnoticed
 PATIENCE = 300.0  # seconds to find the meeting, and enough members there
 PAUSE = 0.02
-
-
-@dataclass(frozen=True)
-class Generation:
-    """The ranks that train together until one is lost or joins.
-
-    Attributes:
-        number: number of the generation, from 1.
-        comms: group of its ranks.
-        steps: number of steps that each rank has behind it; -1: it is new.
-    """
-
-    number: int
-    comms: Comms
-    steps: tuple[int, ...]
-
-    @property
-    def source(self) -> int:
-        """The first rank with the most steps, from whose state all go on."""
-        return self.steps.index(max(self.steps))
 
 
 class Members:
@@ -80,7 +60,7 @@ class Members:
             )
         self.host, self.port, self.least = host, int(port), least
         self.timeout = patience(None, TIMEOUT)
-        self.machine = re.sub(r"[^\w.-]", "_", socket.gethostname(), flags=re.ASCII)
+        self.machine = machine_name()
         self.name = f"{self.machine}-{os.getpid()}-{secrets.token_hex(3)}"
         self._secret = find_secret()
         self._believed = False  # the meeting has been here, and proved
@@ -106,20 +86,26 @@ class Members:
         """
         deadline = time.monotonic() + PATIENCE
         problem = ""
+        server, parts = self._server, Parts()
         while time.monotonic() < deadline:
             self._leave()
+            parts.ended("let go")
             try:
                 line = self._reach()
+                parts.ended("find")
                 # For the others, should this process become rank 0: where they make their group.
                 with socket.create_server((line.address, 0), family=line.family) as listening:
                     answer = self._come(line, steps, listening.getsockname()[1], deadline)
+                    parts.ended("wait")
                     if "done" in answer:
                         return None
                     number, members = answer["number"], answer["members"]
                     self._last = number, [name for name, _ in members]
                     self._comms = self._form_group(number, members, listening)
+                parts.ended("form")
                 steps_of_all = tuple(told["steps"] for _, told in members)
-                return Generation(number, self._comms, steps_of_all)
+                started = self._server is not server
+                return Generation(number, self._comms, steps_of_all, parts.seconds, started)
             except (OSError, RuntimeError) as error:  # the latter: one was lost meanwhile
                 if isinstance(error, OSError):
                     self._hang_up()

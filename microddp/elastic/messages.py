@@ -23,6 +23,7 @@ import contextlib
 import hmac
 import json
 import re
+import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -71,6 +72,11 @@ ADMITTED: Form = {"proof": _HEX}
 REFUSED: Form = {"refused": _is_true}
 WAITING: Form = {"waiting": _is_true}
 GENERATION: Form = {"number": _COUNT, "members": _list(_is_member)}
+
+
+def machine_name() -> str:
+    """Return the name of this machine, as members' names begin with it."""
+    return re.sub(r"[^\w.-]", "_", socket.gethostname(), flags=re.ASCII)
 
 
 def fits(value: Any, form: Form) -> bool:

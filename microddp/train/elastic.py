@@ -45,21 +45,26 @@ def train_elastically(
     began = time.perf_counter()
     # The first optimizer of a process imports for about a second: now, while nobody waits for it.
     torch.optim.SGD([torch.zeros(1)])
+    gc.freeze()  # what is here refers to no group: the searches below leave it out
     state: dict[str, Any] | None = None
     failed: list[object] = []  # (members, step) of failures in a row with the same of both
-    while generation := members.meet(state["step"] if state else -1):
-        result, state, error = _train_generation(config, generation, members, state, on_step)
-        if result:
-            members.done()
-            return replace(result, seconds=time.perf_counter() - began)
-        if error:
-            now = members.names, state and state["step"]
-            failed = [*(each for each in failed if each == now), now]
-            if not is_echo(error) or len(failed) == TRIES:  # then nobody was lost
-                raise error
-        # References to the group keep its connections open, and the ranks at their ends waiting.
-        error = None
-        gc.collect()
+    try:
+        while generation := members.meet(state["step"] if state else -1):
+            result, state, error = _train_generation(config, generation, members, state, on_step)
+            if result:
+                members.done()
+                return replace(result, seconds=time.perf_counter() - began)
+            if error:
+                now = members.names, state and state["step"]
+                failed = [*(each for each in failed if each == now), now]
+                if not is_echo(error) or len(failed) == TRIES:  # then nobody was lost
+                    raise error
+            # References to the group keep its connections open, and the ranks at their ends
+            # waiting.
+            error = None
+            gc.collect()
+    finally:
+        gc.unfreeze()
     return None
 
 

@@ -2,18 +2,25 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import runpy
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
+import types
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run
+from torch.distributed.run import get_args_parser
 from torch.utils.data import DistributedSampler
 
 from microddp.launch import JobFailed
@@ -53,7 +60,7 @@ def losses(said):
     return [float(loss) for _, loss, _ in LINE.findall(said)]
 
 
-@pytest.fixture(scope="class")
+@pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The runs that nobody disturbs, by their number of ranks: what was said, what was kept."""
     folder = tmp_path_factory.mktemp("whole")
@@ -78,13 +85,13 @@ class TestTheSameTraining:
     def test_a_run_that_was_killed_goes_on_to_the_same_bits(self, ranks, whole, tmp_path):
         options = ("--epochs", EPOCHS, "--checkpoint", tmp_path / "killed.pt")
         train(ranks, *options, dies_at=2)
-        epoch, *_ = torch.load(tmp_path / "killed.pt")
-        assert epoch == 1
+        assert sorted(os.listdir(tmp_path)) == ["killed.pt.0", "killed.pt.1"]
         (said, *_) = train(ranks, *options)
         (undisturbed, *_), kept = whole[ranks]
         assert losses(said) == losses(undisturbed)[2:]
-        assert same_bits(torch.load(tmp_path / "killed.pt"), torch.load(kept))
-        assert os.listdir(tmp_path) == ["killed.pt"]
+        assert sorted(os.listdir(tmp_path)) == ["killed.pt.2", "killed.pt.3"]
+        for epoch in (2, 3):
+            assert same_bits(load(tmp_path / "killed.pt", epoch), load(kept, epoch))
 
     @pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 2)])
     def test_another_number_of_ranks_goes_on(self, before, after, whole, tmp_path):
@@ -92,6 +99,111 @@ class TestTheSameTraining:
         train(before, *options, dies_at=2)
         (said, *_) = train(after, *options)
         assert losses(said) == pytest.approx(losses(whole[1][0][0])[2:], abs=2e-3)
+
+
+class TestCheckpoints:
+    """Of epochs 2 and 3, by two ranks; a run that stops earlier goes on to the same bits."""
+
+    @pytest.fixture
+    def kept(self, whole, tmp_path):
+        _, kept = whole[2]
+        for epoch in (2, 3):
+            shutil.copy(f"{kept}.{epoch}", tmp_path / f"kept.pt.{epoch}")
+        return tmp_path / "kept.pt"
+
+    @pytest.mark.parametrize("damage", ["cut off", "empty", "a bit"])
+    def test_of_a_broken_newest_one_the_older_is_taken(self, damage, kept, whole):
+        newest = Path(f"{kept}.{EPOCHS - 1}")
+        data = bytearray(newest.read_bytes())
+        data[len(data) // 2] ^= 1
+        ends = {"cut off": len(data) // 2, "empty": 0, "a bit": len(data)}
+        newest.write_bytes(data[: ends[damage]])
+        (said, other) = train(2, "--epochs", EPOCHS, "--checkpoint", kept)
+        assert f"kept.pt.{EPOCHS - 1} cannot be read: " in said
+        assert LINE.findall(said) == LINE.findall(whole[2][0][0])[-1:]
+        assert other == ""
+        assert same_bits(load(kept, EPOCHS - 1), load(whole[2][1], EPOCHS - 1))
+
+    def test_if_none_can_be_read_nothing_is_begun_anew(self, kept):
+        for epoch in (2, 3):
+            Path(f"{kept}.{epoch}").write_bytes(b"")
+        with pytest.raises(JobFailed, match=r"no checkpoint .*kept\.pt\.\* can be read"):
+            train(1, "--epochs", EPOCHS, "--checkpoint", kept)
+        assert len(os.listdir(kept.parent)) == 2
+
+    def test_whenever_rank_0_is_killed_a_whole_one_is_left(self, kept):
+        """Before and after each call of `save` that changes the disk."""
+        calls = ("open", "fsync", "replace", "fsync", "remove")
+        for number in range(2 * len(calls)):
+            died = run(die_in_save, 1, kept, number, join=False, dies=[0], timeout=100)
+            assert died == [-signal.SIGKILL]
+            epoch, _, states = runpy.run_path(str(SCRIPT))["read"](kept)
+            assert epoch >= EPOCHS - 1
+            assert len(states) == 3
+        run(die_in_save, 1, kept, None, join=False, timeout=100)
+        assert sorted(os.listdir(kept.parent)) == ["kept.pt.3", "kept.pt.4"]
+
+    def test_sigterm_ends_all_ranks_after_the_epoch(self, whole, tmp_path):
+        options = ("--epochs", EPOCHS, "--checkpoint", tmp_path / "told.pt")
+        (said, code), (_, other) = run(told_to_stop, 2, *options, join=False, timeout=100)
+        assert losses(said) == losses(whole[2][0][0])[:2]
+        assert code == other == 128 + signal.SIGTERM
+        (said, _) = train(2, *options)
+        assert losses(said) == losses(whole[2][0][0])[2:]
+        assert same_bits(load(tmp_path / "told.pt", 3), load(whole[2][1], 3))
+
+
+def load(path, epoch):
+    """The checkpoint of an epoch."""
+    found, *rest = torch.load(f"{path}.{epoch}")
+    assert found == epoch
+    return rest
+
+
+def die_in_save(kept, number):
+    """Save one more checkpoint, and die before or after a call: number 0 is before the first."""
+    script = runpy.run_path(str(SCRIPT))
+    script["join"]()
+    steps = iter(range(100))
+
+    def step():
+        if next(steps) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def dying(function):
+        def call(*arguments):
+            step()
+            result = function(*arguments)
+            step()
+            return result
+
+        return call
+
+    _, settings, states = script["read"](kept)
+    parts = [types.SimpleNamespace(state_dict=lambda state=state: state) for state in states]
+    script["save"].__globals__["open"] = dying(open)
+    for name in ("fsync", "replace", "remove"):
+        setattr(os, name, dying(getattr(os, name)))
+    script["save"](kept, EPOCHS, settings, parts)
+    dist.destroy_process_group()
+
+
+def told_to_stop(*arguments):
+    """Be the script, whose last rank gets a SIGTERM in its second epoch; its exit status, too."""
+    torch.set_num_threads(1)  # as torchrun has it
+    set_epoch = DistributedSampler.set_epoch
+
+    def told(sampler, epoch):
+        if epoch == 1 and dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        set_epoch(sampler, epoch)
+
+    DistributedSampler.set_epoch = told
+    said = io.StringIO()
+    sys.argv = [str(SCRIPT), *map(str, arguments)]
+    with contextlib.redirect_stdout(said), pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    return said.getvalue(), ended.value.code
 
 
 def same_bits(one, other):
@@ -138,7 +250,7 @@ def test_compiled_it_trains_the_same(tmp_path):
     train(2, "--epochs", 2, "--checkpoint", plain)
     pieces = run(compile_by_tracing, 2, compiled, join=False, timeout=100)
     assert min(pieces) > 0
-    (_, _, [one, *_]), (_, _, [other, *_]) = torch.load(plain), torch.load(compiled)
+    (_, [one, *_]), (_, [other, *_]) = load(plain, 1), load(compiled, 1)
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=1e-4)
@@ -207,3 +319,180 @@ def test_torchrun_restarts_what_was_killed(tmp_path):
     ended = command(*torchrun, "--max-restarts=1", kills, *options)
     assert ended.returncode == 0, ended.stderr
     assert [epoch for epoch, _, _ in LINE.findall(ended.stdout)] == ["0", "1", "2", "3"]
+
+
+class TestRestarts:
+    """By two torchruns with a rank each, as on two nodes."""
+
+    @pytest.fixture
+    def start(self, tmp_path):
+        """Starts torchruns that restart their ranks; they are ended with the test."""
+        started = []
+
+        def start_two(**environment):
+            with socket.socket() as any_port:
+                any_port.bind(("127.0.0.1", 0))
+                place = f"127.0.0.1:{any_port.getsockname()[1]}"
+            arguments = [
+                *("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--max-restarts=1"),
+                *("--nnodes=2", "--nproc-per-node=1"),
+                *(f"--rdzv-endpoint={place}", "--local-addr=127.0.0.1", SCRIPT),
+                *("--epochs", 100_000, "--checkpoint", tmp_path / "kept.pt"),
+            ]
+            for _ in range(2):
+                process = subprocess.Popen(
+                    [sys.executable, *map(str, arguments)],
+                    env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+                started.append(process)
+            return started
+
+        yield start_two
+        for process in started:
+            for rank in psutil.Process(process.pid).children() if process.poll() is None else ():
+                rank.kill()
+            process.kill()
+            process.communicate()
+
+    def test_a_rank_that_was_killed_begins_again(self, start, tmp_path):
+        def comes_to(epoch):
+            end = time.monotonic() + 200
+            while max((int(file.suffix[1:]) for file in whole()), default=0) < epoch:
+                assert time.monotonic() < end, [process.poll() for process in started]
+                time.sleep(0.05)
+
+        def whole():
+            return [file for file in tmp_path.glob("kept.pt.*") if file.suffix != ".part"]
+
+        started = start(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+        comes_to(2)
+        psutil.Process(started[-1].pid).children()[-1].kill()
+        comes_to(max(int(file.suffix[1:]) for file in whole()) + 5)
+        for process in started:
+            process.terminate()
+        for process in started:
+            process.wait(timeout=60)
+        said = "".join(process.stdout.read() for process in started)
+        epochs = [int(epoch) for epoch, _, _ in LINE.findall(said)]
+        assert sorted(set(epochs)) == list(range(len(set(epochs))))
+        assert len(epochs) - len(set(epochs)) <= 1  # one more may have been said than was kept
+        assert max(epochs) == max(int(file.suffix[1:]) for file in whole())
+
+    def test_several_torchruns_that_share_a_store_are_refused(self, start):
+        said = [process.communicate(timeout=100)[0] for process in start()]
+        assert "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in said[0] + said[1]
+
+
+class TestSlurm:
+    """With programs in the place of Slurm's, which say how they were called."""
+
+    SCRIPT = FOLDER / "train.slurm"
+
+    @pytest.fixture
+    def submit(self, tmp_path):
+        """Runs the script as Slurm would; returns its status, and the calls by program."""
+        for name, does in {
+            "scontrol": '[ "$1" = requeue ] || printf "node7\\nnode9\\n"',
+            "srun": 'echo "OMP_NUM_THREADS=$OMP_NUM_THREADS" >> "$CALLS"; exit "$STATUS"',
+        }.items():
+            program = tmp_path / name
+            program.write_text(f'#!/bin/bash\necho "{name} $*" >> "$CALLS"\n{does}\n')
+            program.chmod(0o755)
+        slurm = {"JOB_NODELIST": "node[7,9]", "NNODES": 2, "CPUS_PER_TASK": 64, "GPUS_ON_NODE": 8}
+
+        def run_script(job, status=0, **more):
+            calls = tmp_path / f"calls{job}"
+            given = {f"SLURM_{key}": str(value) for key, value in {**slurm, **more}.items()}
+            ended = subprocess.run(
+                ["bash", "-u", self.SCRIPT],
+                env={
+                    "PATH": f"{tmp_path}:{os.environ['PATH']}",
+                    **given,
+                    "SLURM_JOB_ID": str(job),
+                    "STATUS": str(status),
+                    "CALLS": str(calls),
+                },
+                timeout=20,
+            )
+            return ended.returncode, calls.read_text().splitlines()
+
+        return run_script
+
+    def test_it_is_bash(self):
+        assert subprocess.run(["bash", "-n", self.SCRIPT], timeout=20).returncode == 0
+        read_by_slurm, _, rest = self.SCRIPT.read_text().partition("\n\n")  # to the first command
+        assert "#SBATCH --requeue " in read_by_slurm
+        assert "#SBATCH" not in rest
+
+    def test_ranks_meet_on_the_first_node_at_a_port_of_the_jobs_own(self, submit):
+        status, (_, srun, threads) = submit(123456)
+        assert status == 0
+        assert "--rdzv-endpoint=node7:13456 " in srun
+        assert "--nnodes=2 --nproc-per-node=8 " in srun
+        assert threads == "OMP_NUM_THREADS=8"
+        assert "--rdzv-endpoint=node7:13457 " in submit(123457)[1][1]
+
+    def test_what_it_starts_are_options_of_the_script_and_of_torchrun(self, submit):
+        _, (_, srun, _) = submit(1)
+        arguments = srun.partition(" torchrun ")[2].split()
+        parsed = get_args_parser().parse_args(arguments)
+        assert parsed.max_restarts == 3
+        assert parsed.training_script == "train_ddp.py"
+        for option in parsed.training_script_args[::2]:
+            assert f'"{option}"' in SCRIPT.read_text()
+
+    @pytest.mark.parametrize(("status", "restarts", "again"), [(1, 0, True), (1, 5, False)])
+    def test_what_is_not_done_goes_back_to_the_queue(self, status, restarts, again, submit):
+        ended, calls = submit(7, status, RESTART_COUNT=restarts)
+        assert ended == status
+        assert (calls[-1] == "scontrol requeue 7") == again
+
+
+# ---- the programs of chapter 13
+
+
+def test_two_of_three_meet_again():
+    said = command("-W", "ignore", FOLDER / "meet_again.py").stdout
+    assert said.count("2 left, together again in 0.") == 2
+    assert said.count("[60.0, 60.0, 60.0]") == 2
+    assert said.endswith(
+        "process 0 ended with 0\nprocess 1 ended with 0\nprocess 2 ended with -9\n"
+    )
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+
+
+def test_the_doctor_names_the_rank_that_raises(tmp_path, monkeypatch):
+    monkeypatch.setenv("MICRODDP_RECORD", str(tmp_path))
+    ended = command(*TORCHRUN, "--nproc-per-node=2", FOLDER / "raise_on_one_rank.py")
+    assert ended.returncode == 1
+    said = command("-m", "microddp.doctor", tmp_path).stdout
+    assert "- Rank 1 ended by ValueError: a sample that cannot be read" in said
+
+
+@pytest.mark.parametrize("way", ["nothing", "restart", "warm", "elastic"])
+def test_each_way_goes_on_after_a_death(way, tmp_path):
+    restarted = way in ("nothing", "restart")
+    torchrun = (*TORCHRUN, "--nproc-per-node=3", "--max-restarts=1") if restarted else ()
+    ended = command(*torchrun, FOLDER / "train_and_die.py", way, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    lines = [line for log in tmp_path.glob("*.log") for line in log.read_text().splitlines()]
+    told = sorted(json.loads(line) for line in lines)
+    died = next(at for at, what, _ in told if what == "dead")
+    # The others may be about to end steps 25 and 26 when process 1 dies after its own.
+    new = [what for at, what, _ in told if at > died and isinstance(what, int)]
+    goes_on = next(step for step in new if step not in (25, 26))
+    assert goes_on == {"nothing": 1, "restart": 15, "warm": 15, "elastic": 27}[way]
+    assert new[-3:] == [56] * 3
+    assert {new.count(step) for step in range(27, 57)} == {3}
+
+
+def test_a_sharded_checkpoint_is_loaded_on_other_numbers_of_ranks():
+    found = json.loads(command("-W", "ignore", FOLDER / "sharded_checkpoint.py").stdout)
+    prints = [found[f"fingerprint on {ranks} ranks"] for ranks in (4, 2, 8)]
+    assert len({*prints}) == 1
+    assert len(found["bytes of each rank's file"]) == 4

@@ -1,0 +1,71 @@
+"""When a generation is complete: whom a new server need not wait for."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from microddp.elastic.meeting import BEGIN, Meeting, is_gone
+from microddp.elastic.messages import machine_name
+
+
+def name(pid, machine=None):
+    return f"{machine or machine_name()}-{pid}-abc123"
+
+
+@pytest.fixture
+def ended():
+    """A process that has ended, and whose parent has not asked how."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        while not is_gone(name(process.pid)):
+            time.sleep(0.02)
+        assert process.returncode is None
+        yield process.pid
+
+
+@pytest.fixture
+def over():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="it has a list of processes")
+
+
+@linux
+def test_who_is_gone(ended, over):
+    assert is_gone(name(ended))
+    assert is_gone(name(over))
+    assert not is_gone(name(os.getpid()))
+    assert not is_gone(name(over, "another-machine"))
+    assert not is_gone("nobody")
+
+
+def new_server(*members):
+    """A server that a survivor has just started, to which all but the last member have come."""
+    here = dict.fromkeys(members[:-1])
+    return Meeting(1, b"", number=1, members=[*members], connected=dict(here), come=here)
+
+
+@linux
+def test_a_new_server_does_not_wait_for_a_process_that_has_ended(ended):
+    assert new_server(name(os.getpid()), name(ended)).is_complete()
+
+
+def test_a_new_server_waits_for_who_may_be_on_the_way(over):
+    for late in (name(os.getppid()), name(over, "another-machine")):
+        meeting = new_server(name(os.getpid()), late)
+        assert not meeting.is_complete()
+        meeting.began -= BEGIN + 0.1
+        assert meeting.is_complete()
+
+
+@linux
+def test_all_who_live_are_waited_for(ended):
+    meeting = new_server(name(os.getpid()), name(os.getppid()), name(ended))
+    assert meeting.is_complete()
+    del meeting.connected[name(os.getppid())], meeting.come[name(os.getppid())]
+    assert not meeting.is_complete()
