@@ -110,7 +110,9 @@ def diagnosed(mistake):
         came = "time-out"
     if rank == 0:
         doctor.join()
-    while not said.exists():  # it went on, and does something else
+    for _ in range(500):  # it went on, and does something else
+        if said.exists():
+            break
         time.sleep(0.02)
     group.close()
     said = said.read_text().partition("## The diagnosis")[2].partition("## Where")[0]

@@ -38,7 +38,7 @@ class ScatterGather:
     name: str
     reduce_scatter: Callable[[torch.Tensor, Comms], object]
     all_gather: Callable[[torch.Tensor, Comms], object]
-    all_reduce: Callable[[torch.Tensor, Comms], object] = ring_all_reduce
+    all_reduce: Callable[[torch.Tensor, Comms], object]
     blocking: bool = False
 
     def start(
@@ -119,8 +119,10 @@ def _all_reduce(chunk: torch.Tensor, comms: Comms) -> None:
 SCATTER_GATHERS = {
     each.name: each
     for each in (
-        ScatterGather("ring", ring_reduce_scatter, ring_all_gather),
-        ScatterGather("shared", shared_reduce_scatter, shared_all_gather, blocking=True),
+        ScatterGather("ring", ring_reduce_scatter, ring_all_gather, ring_all_reduce),
+        ScatterGather(
+            "shared", shared_reduce_scatter, shared_all_gather, ring_all_reduce, blocking=True
+        ),
         ScatterGather(BACKEND, _reduce_scatter, _all_gather, _all_reduce),
     )
 }
