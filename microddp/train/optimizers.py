@@ -38,6 +38,7 @@ class MuonWithAdam(torch.optim.Optimizer):
             part.state = self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what both kept."""
         super().load_state_dict(state_dict)
         self._share()
 
