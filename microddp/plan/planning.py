@@ -140,10 +140,11 @@ def plan(
     algorithm, found = quickest(work, network, way)
     step = float(found.steps.mean())
     tokens = training.tokens * accumulation
+    divided = network.in_node if STRATEGIES[strategy].in_nodes else devices
     memory = bytes_kept(
-        stage, training.parameters, devices, parameter=2, gradient=2, optimizer=12
+        stage, training.parameters, divided, parameter=2, gradient=2, optimizer=12
     ).total
-    if stage == 3 and devices > 1:  # two layers are whole at a time, and the gradients of one
+    if stage == 3 and divided > 1:  # two layers are whole at a time, and the gradients of one
         memory += 3 * 2 * training.parameters / training.layers
     failures = Failures.of_devices(
         devices, 3600 * read("library.toml")["failures"]["hours"], CHECKPOINT, RESTART

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from microddp.buckets import bucket_caps, plan_buckets
+from microddp.buckets import bucket_caps
 from microddp.comms import Comms
 from microddp.parts import ParamShard
 from microddp.replicas import broadcast_tensors
@@ -21,7 +21,7 @@ from microddp.shared import AUTO, Future, ScatterGather, scatter_gather
 from microddp.timing import NOT_RECORDED, Recorder
 
 
-def owners(sizes: Sequence[int], owned: list[int]) -> list[int]:
+def owners(sizes: Sequence[int], ranks: int) -> list[int]:
     """Give each parameter to a rank, the one that owns least so far; the largest go first.
 
     Muon's products take rows x columns x the smaller of the two, which in a transformer is its
@@ -29,7 +29,7 @@ def owners(sizes: Sequence[int], owned: list[int]) -> list[int]:
 
     Args:
         sizes: numbers of values, of each parameter.
-        owned: those of each rank, before; what it is given is added.
+        ranks: how many there are.
 
     Returns:
         The owner of each parameter.
@@ -37,11 +37,33 @@ def owners(sizes: Sequence[int], owned: list[int]) -> list[int]:
     Source: Graham, "Bounds on multiprocessing timing anomalies", 1969: the most that a rank has is
     at most 4/3 - 1/(3n) of the least possible.
     """
-    owner = [0] * len(sizes)
+    owner, owned = [0] * len(sizes), [0] * ranks
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         owner[i] = owned.index(min(owned))
         owned[owner[i]] += sizes[i]
     return owner
+
+
+def together(nbytes: Sequence[float], ranks: int, cap: float) -> list[list[int]]:
+    """Group parameters so that each rank may own one of each group, whose chunks are equal.
+
+    Args:
+        nbytes: bytes of each parameter, in the order in which they are to be grouped.
+        ranks: how many there are.
+        cap: bytes that a group has at least, if it does not hold all.
+
+    Returns:
+        The numbers of each group's parameters.
+    """
+    groups: list[list[int]] = [[]]
+    for i in range(len(nbytes)):
+        if len(groups[-1]) >= ranks and sum(nbytes[k] for k in groups[-1]) >= cap:
+            groups.append([])
+        groups[-1].append(i)
+    if len(groups) > 1 and len(groups[-1]) < ranks:
+        last = groups.pop()
+        groups[-1] += last
+    return groups
 
 
 class OwnedGroup:
@@ -124,19 +146,23 @@ def owned_groups(
     Args:
         named: the parameters by name; they become those of rank 0, and views of flat tensors.
         comms: the ranks.
-        bucket_cap_mb: size of a group in MiB; ``None``: 25, after a first one of 1.
+        bucket_cap_mb: least size of a group in MiB; ``None``: 25.
         collectives: a key of ``microddp.shared.SCATTER_GATHERS``, or ``"auto"``.
 
     Returns:
         The groups, those of the last parameters first, as backward has them.
     """
     broadcast_tensors([p.data for p in named.values()], comms)
-    by, owned = scatter_gather(collectives, comms), [0] * comms.world_size
-    backward, groups = [*named.items()][::-1], []
-    for members in plan_buckets([p for _, p in backward], bucket_caps(bucket_cap_mb)):
-        group = dict(backward[i] for i in members)
-        owner = owners([p.numel() for p in group.values()], owned)
-        groups.append(OwnedGroup(group, owner, comms, by))
+    by, cap = scatter_gather(collectives, comms), bucket_caps(bucket_cap_mb)[-1]
+    kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+    for name in [*named][::-1]:
+        kinds.setdefault((named[name].dtype, named[name].device), []).append(name)
+    groups = []
+    for names in kinds.values():
+        for members in together([named[name].nbytes for name in names], comms.world_size, cap):
+            group = {names[i]: named[names[i]] for i in members}
+            owner = owners([p.numel() for p in group.values()], comms.world_size)
+            groups.append(OwnedGroup(group, owner, comms, by))
     return groups
 
 
@@ -155,7 +181,7 @@ class OwnedOptimizer:
         optimizer_class: any optimizer, as ``torch.optim.Muon``.
         parameters: they become those of rank 0, and views of flat tensors.
         comms: the ranks.
-        bucket_cap_mb: size of a group in MiB; ``None``: 25, after a first one of 1.
+        bucket_cap_mb: least size of a group in MiB; ``None``: 25.
         collectives: a key of ``microddp.shared.SCATTER_GATHERS``, or ``"auto"``.
         options: keyword arguments of the optimizer.
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from microddp.allreduce import ring_cost
+from microddp.buckets import bucket_caps
 from microddp.comms import Comms
 from microddp.parts import ParamShard, from_torch, load_parts, whole_state
 from microddp.program import Program
@@ -17,7 +18,7 @@ from microddp.replicas import broadcast_parameters, check_structure
 from microddp.sharding.fully_shard import shard_blocks
 from microddp.sharding.gradients import ShardedGradients
 from microddp.sharding.nodes import nodes_of
-from microddp.sharding.owned import owned_groups, owners
+from microddp.sharding.owned import owned_groups, owners, together
 from microddp.sharding.param_group import check_dense
 from microddp.sharding.reducer import ShardedReducer
 from microddp.sharding.sharded_module import ShardedModule
@@ -224,6 +225,8 @@ class Hsdp(Zero3):
     Source: Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.2.2.
     """
 
+    in_nodes = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -315,13 +318,15 @@ class Owned(Sharded):
     def program(cls, program: Program) -> None:
         """Reduce-scatter gradients after backward, and all-gather parameters after the update."""
         program.micro_batches(program.accumulation)
-        owned, sizes = [0] * program.devices, []
-        for bucket in program.buckets(overlaps=True, together=True):
-            before = [*owned]
-            owners([count for _, count in bucket], owned)
-            most = max(now - then for now, then in zip(owned, before, strict=True))
-            program.copy(bucket)
-            sizes.append(program.devices * most)
+        every = [bucket[0] for bucket in program.buckets(overlaps=True, together=False)]
+        nbytes = [count * program.work.gradient_size for _, count in every]
+        sizes = []
+        for members in together(nbytes, program.devices, bucket_caps(program.bucket_cap_mb)[-1]):
+            counts, owned = [every[i][1] for i in members], [0] * program.devices
+            for count, rank in zip(counts, owners(counts, program.devices), strict=True):
+                owned[rank] += count
+            program.copy([every[i] for i in members])
+            sizes.append(program.devices * max(owned))
         for half, size in (
             ("reduce_scatter", program.work.gradient_size),
             ("all_gather", program.work.parameter_size),

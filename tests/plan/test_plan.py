@@ -108,6 +108,8 @@ def test_memory_is_what_limits_replicas_of_a_large_model():
     found = {p.strategy: p for p in sweep(training, H100, NETWORK, [8], ["ddp", "zero1", "zero3"])}
     assert [found[name].limit for name in found] == ["memory", "computing", "computing"]
     assert found["ddp"].memory == 16 * 8e9
+    eight, in_nodes = (plan(training, H100, NETWORK, *way) for way in ((8, "zero3"), (64, "hsdp")))
+    assert in_nodes.memory == eight.memory, "divided among the eight of a node"
     slow = plan(Training(8e9, 32, 64), H100, links()["10gbit"], 1024, "zero3")
     assert slow.limit == "messages"
 

@@ -8,7 +8,8 @@ from torch.nn.functional import mse_loss
 
 from microddp.comms import MessageCounter
 from microddp.replicas import check_replicas
-from microddp.sharding import OwnedOptimizer, owners
+from microddp.sharding import OwnedOptimizer
+from microddp.sharding.owned import owners, together
 
 SHAPES = [(48, 32), (32, 32), (32, 64), (64, 32), (8, 32)]
 
@@ -67,7 +68,7 @@ def test_trains_as_one_process_does(comms):
             optimizer = OwnedOptimizer(
                 kind, model.parameters(), comms, 0.01, collectives, **options
             )
-            assert len(optimizer.groups) > 1
+            assert n > 2 or len(optimizer.groups) > 1
             for step in range(5):
                 optimizer.zero_grad()
                 loss_of(model, comms.rank, step).backward()
@@ -100,11 +101,11 @@ def test_bytes_sent_and_state_kept(comms):
 @on_ranks(2)
 def test_gradients_accumulate_without_a_word(comms):
     ends = []
-    for together in (True, False):
+    for at_once in (True, False):
         model = matrices()
         optimizer = OwnedOptimizer(torch.optim.SGD, model.parameters(), comms, lr=0.1)
         losses = [loss_of(model, comms.rank, step) for step in range(3)]
-        for loss in [sum(losses)] if together else losses:
+        for loss in [sum(losses)] if at_once else losses:
             loss.backward()
         optimizer.step()
         ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
@@ -113,15 +114,19 @@ def test_gradients_accumulate_without_a_word(comms):
 
 def test_values_are_dealt_out_evenly():
     sizes = [torch.empty(shape, device="meta").numel() for shape in SHAPES * 4]
-    owned = [0, 0, 0, 0]
-    owner = owners(sizes, owned)
+    owner = owners(sizes, 4)
+    owned = [sum(s for s, rank in zip(sizes, owner, strict=True) if rank == r) for r in range(4)]
     assert sum(owned) == sum(sizes)
     assert max(owned) <= (4 / 3) * sum(sizes) / 4
-    assert [
-        sum(s for s, rank in zip(sizes, owner, strict=True) if rank == r) for r in range(4)
-    ] == owned
-    owners([10**6], owned)
-    assert max(owned) > 10**6, "what a rank has already counts"
+    assert owners([5, 5, 5], 4) == [0, 1, 2]
+
+
+def test_each_rank_may_own_one_of_each_group():
+    assert together([10.0] * 9, ranks=4, cap=1) == [[0, 1, 2, 3], [4, 5, 6, 7, 8]]
+    assert together([10.0] * 9, ranks=4, cap=41) == [[0, 1, 2, 3, 4], [5, 6, 7, 8]]
+    assert together([10.0] * 8, ranks=4, cap=41) == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert together([10.0] * 10, ranks=1, cap=25) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+    assert together([10.0] * 2, ranks=4, cap=1) == [[0, 1]]
 
 
 @on_ranks(2)
