@@ -5,7 +5,7 @@ r"""
 How fast can one machine agree with itself? You care if several of your ranks are on one machine:
 they share a memory, and still send each other messages, as if they were far apart. This chapter
 builds an all-reduce without a message, predicts its time from that of a copy, and says where that
-misses. Then machines send each sum over the network once, as NCCL can between nodes.
+misses. Then machines send each other only the sums of their ranks, as NCCL can between nodes.
 """
 
 # %% tags=["imports"]
@@ -55,12 +55,12 @@ a file that lies in memory (`memfd_create`), writes a random word on it, and tel
 A rank that can open it and finds the word *maps* it: its pages appear among the addresses of both
 processes, and one reads what the other writes there.
 
-Hosts in a box count as machines. On the website there are two, of two ranks each. Work inside a
-machine is timed on the first, with all cores, while the others sleep:
+Hosts in a box count as machines. On the website there are two, of two ranks each. Inside a machine
+the two ranks of the first are timed, with all cores, while those of the second sleep:
 """
 
 # %% tags=["plumbing"]
-if timed.box:  # each of its hosts has a share of the cores; a machine is timed on all of them
+if timed.box:  # a machine is timed on all cores
     os.sched_setaffinity(0, range(os.cpu_count()))
 
 # %%
@@ -68,7 +68,7 @@ machines = machines_of(timed)
 groups = [timed.subgroup(ranks) for ranks in machines]
 (inside,) = filter(None, groups)  # the ranks of this machine
 me, n = inside.rank, inside.world_size
-timed.print(f"{timed.world_size} ranks stay; by machine: {machines}")
+timed.print(f"Ranks that stay, by machine: {machines}")
 
 # %% tags=["plumbing"]
 FIRST, ALONE = timed.rank in machines[0], len(machines[0]) == 1
@@ -117,8 +117,7 @@ place reads two and writes one.
 
 That makes $(7 - 1/n)\,S$, or $\frac{7 - 1/n}{2}$ copies: 3.25 for two ranks. And twice the ranks
 wait for each other, at a *barrier*: nobody adds up before all have written, nobody reads before all
-have added up. Let a barrier take $b$, and PyTorch's calls $p$ if there is next to nothing to add
-up. Then
+have added up. Let a barrier take $b$, and the sum of only $n$ numbers, without barriers, $p$. Then
 
 $$ t(S) = 2b + p + \frac{7 - 1/n}{2}\,c(S) . $$
 
@@ -161,13 +160,13 @@ def shared_sum(tensor, written=region.barrier, summed=region.barrier):
 
 # %% [markdown]
 """
-Is it right? Whole numbers have exact sums, to compare with the backend's. Of numbers that are
-rounded, each is added up once, in rank order, so all ranks must have the same bits:
+Is it right? Whole numbers have exact sums, to compare with the backend's. Of rounded numbers, each
+is added up once, in rank order, so all ranks must have the same bits:
 """
 
 # %%
 values = torch.arange(1003.0) % 7 + me
-expected = values.to(inside.device)
+expected = values.clone().to(inside.device)
 inside.all_reduce(expected)
 shared_sum(values)
 assert torch.equal(values, expected.cpu())
@@ -176,20 +175,20 @@ rounded = torch.randn(1003, generator=torch.Generator().manual_seed(me))
 shared_sum(rounded)
 results = inside.all_gather(rounded.to(inside.device))
 assert (results == results[0]).all()
-timed.print(f"{n} ranks: equal to the backend's sum, and the same bits on each")
+timed.print("Equal to the backend's sum, and the same bits on all ranks")
 
 # %% [markdown]
 """
-How does a rank know that the others have come? Not by a flag in shared memory: a processor such as
-ARM's may show two writes in another order than they were made. Each rank has a *semaphore* of each
-other one, a counter of the kernel's: to *post* adds one, to *wait* takes one away, and sleeps while
-there is none. After the wait a rank sees all that was written before the post ([POSIX,
+How does a rank know that the others have come? Not by a plain flag in shared memory: a processor
+such as ARM's may show two writes in another order than they were made. Each rank has a *semaphore*
+of each other one. That is a counter in shared memory, too, but one that the kernel knows: to *post*
+adds one, to *wait* takes one away, and sleeps while there is none. After the wait a rank sees all
+that was written before the post ([POSIX,
 4.15](https://pubs.opengroup.org/onlinepubs/9799919799/basedefs/V1_chap04.html)). A barrier posts to
 all others, and then waits for each.
 
-**Predict.** A barrier has two speeds. Ranks in step find the others' posts there, and nobody
-sleeps. A rank that sleeps has to be woken, and comes late to the next barrier, where the *other*
-one then sleeps: either state keeps itself up.
+**Predict.** Ranks in step find the others' posts there, and nobody sleeps. A rank that sleeps has
+to be woken by the kernel. So the times of barriers should be spread.
 
 **Measure.** A thousand barriers, each timed. Then 50 in a row, and as many of the backend's, which
 are made of messages:
@@ -220,8 +219,8 @@ said = (
 find(
     timed,
     "barrier",
-    two_speeds=(not ALONE and high > 3 * low, said),
-    one_speed=(not ALONE and high <= 3 * low, f"{said} Two speeds are not to be seen."),
+    spread=(not ALONE and high > 3 * low, said),
+    even=(not ALONE and high <= 3 * low, f"{said} That is little spread."),
     alone=(ALONE, "One rank waits for nobody."),
 )
 
@@ -232,7 +231,7 @@ find(
 The ranks do the same work, and come at about the same time. So why wait? **Predict.** Without the
 first barrier, a rank may add up what another wrote in the *last* call. Without the second, a fast
 rank may read what is not added up yet, and then write over what a slow one is still to add up. A
-rank that is late makes the error certain.
+late rank makes that likely.
 
 **Measure.** Other numbers in each call, so that the right sum is known. First all come as they do;
 then the last rank sleeps ten milliseconds before it writes, and before it adds up:
@@ -289,9 +288,9 @@ find(
 
 # %% [markdown]
 r"""
-**Explain.** By chance another number is wrong on each machine, or none: such a mistake can live
-long. Arrange for a late rank in your test. (After the last call nobody writes over anything, so
-there the late rank may be right without the second barrier.)
+**Explain.** Run this on your computer and other counts come out, perhaps 0. Arrange for a late rank
+in your test. (After the last call nobody writes over anything, so there the late rank may be right
+without the second barrier.)
 
 A third barrier is not needed: the next call writes `inputs`, which others read before the second
 only, and writes sums after *its* first, when all have read these.
@@ -299,9 +298,10 @@ only, and writes sums after *its* first, when all have read these.
 ## One barrier, and none of the copies
 
 **Predict.** A small tensor's time is barriers and calls. So take one barrier: write the tensor,
-wait, and let each rank add up everything. But then a fast rank could begin the next call while a
-slow one still adds up. With *two buffers in turn* it writes into the other one; and when it comes
-to the first again, all have been at the barrier in between, after they had read.
+wait, and let each rank add up everything. That should save $b$, and a copy's call. But then a fast
+rank could begin the next call while a slow one still adds up. With *two buffers in turn* it writes
+into the other one; and when it comes to the first again, all have been at the barrier in between,
+after they had read.
 
 **Build.**
 """
@@ -321,14 +321,21 @@ def one_barrier(tensor, written=region.barrier):
         tensor += other
 
 
+values = torch.arange(1003.0) % 7 + me
+one_barrier(values)
+assert torch.equal(values, expected.cpu())
+
 # %% [markdown]
 r"""
 Of a large tensor the copies can be spared, if it is in shared memory already: DDP's buckets can be.
-microddp's {func}`~microddp.shared.collectives.shared_all_reduce` adds it up *in place*: a rank
-reads the $n$ parts of its sum, and writes that $n$ times. $S$ and $S$: as much as one copy.
+It is added up *in place*: a rank reads the $n$ parts of its sum, and writes that $n$ times. $S$ and
+$S$: as much as one copy. microddp's {func}`~microddp.shared.collectives.shared_all_reduce` does so.
+Where all ranks have 1 MiB or less together, it is `one_barrier`, and a check besides: each rank
+writes what it calls, and after the barrier reads what the others do.
 
 **Measure.** Small tensors are added up many times in a row. "No barrier" is all the work of
-`shared_sum`, which waits for nobody. "Copy" copies one tensor on each rank, all at once:
+`shared_sum`, which waits for nobody. "Copy" copies one tensor on each rank, all at once. (Ratios
+are medians of the rounds' ratios, not ratios of medians.)
 """
 
 # %% tags=["plumbing"]
@@ -341,7 +348,7 @@ def calls_of(nbytes):
         "backend": partial(inside.all_reduce, x.to(comms.device)),
         "two barriers": partial(shared_sum, x),
         "no barrier": partial(shared_sum, x, nothing, nothing),
-        "in place": partial(shared_all_reduce, region.zeros(nbytes // 4, torch.float32), inside),
+        "microddp": partial(shared_all_reduce, region.zeros(nbytes // 4, torch.float32), inside),
         "copy": partial(x.copy_, y),
     }
     if nbytes <= SMALL:
@@ -372,37 +379,39 @@ parts = {
 rows = [(human_bytes(s), *map(human_seconds, each)) for s, each in parts.items()]
 headers = ["size", "two barriers", "predicted", "no barrier", "predicted"]
 timed.print(table(rows, headers))
+timed.print(f"p = {human_seconds(p)}, 2b = {human_seconds(2 * b)}")
+
 # %% tags=["plumbing"]
-over = {s: took / guessed for s, (took, guessed, *_) in parts.items()}
+over = {s: took / guessed for s, (took, guessed, _, _) in parts.items()}
+bare = {s: took / guessed for s, (_, _, took, guessed) in parts.items()}
 worst = max(SIZES, key=lambda s: max(over[s], 1 / over[s]))
-took, guessed, bare, bare_guessed = map(human_seconds, parts[worst])
 waiting = human_seconds(max(0.0, parts[worst][0] - parts[worst][2]))
 said = (
-    f"Measured times are {min(over.values()):.2g} to {max(over.values()):.2g} times the predicted "
-    f"ones. The largest miss is at {human_bytes(worst)}: {took}, predicted {guessed}. There work "
-    f"takes {bare}, predicted {bare_guessed}, and waiting {waiting}, predicted "
-    f"{human_seconds(2 * b)}."
+    f"Two barriers and a sum take {min(over.values()):.2g} to {max(over.values()):.2g} times the "
+    f"predicted time, and the work alone {min(bare.values()):.2g} to {max(bare.values()):.2g} "
+    f"times. The sum's largest miss is at {human_bytes(worst)}, where barriers add {waiting}, "
+    f"predicted {human_seconds(2 * b)}."
 )
 find(
     timed,
     "model",
     longer=(over[worst] > 1.25, said),
     shorter=(over[worst] < 0.8, said),
-    near=(0.8 <= over[worst] <= 1.25, f"{said} That is within a quarter, as at every size."),
+    near=(0.8 <= over[worst] <= 1.25, f"{said} The sum's misses are all within a quarter."),
 )
 
 # %% tags=["plumbing"]
-gains = {s: compare(timings[s]["in place"], timings[s]["backend"]) for s in SIZES}
+gains = {s: compare(timings[s]["microddp"], timings[s]["backend"]) for s in SIZES}
 faster = [s for s in SIZES if gains[s].faster]
 ratios = sorted(gain.ratio for gain in gains.values())
 span = f"{ratios[0]:.2g} to {ratios[-1]:.2g} times as fast as the backend"
-series = ("backend", "two barriers", "one barrier", "in place", "copy")
+series = ("backend", "two barriers", "one barrier", "microddp", "copy")
 figures.times_by_size(
     {name: {s: timings[s][name] for s in SIZES if name in timings[s]} for name in series},
-    title=f"In place in shared memory: {span}",
+    title=f"microddp in shared memory: {span}",
     models={"two barriers": predicted},
 )
-said = f"An all-reduce in place in shared memory is {span}, by size; faster, beyond the quartiles,"
+said = f"With a tensor in shared memory, microddp is {span}, by size; faster, beyond the quartiles,"
 if not ALONE:
     find(
         timed,
@@ -413,41 +422,45 @@ if not ALONE:
 
 # %% tags=["plumbing"]
 smallest = timings[SIZES[0]]
+pairs_of = zip(smallest["two barriers"].seconds, smallest["one barrier"].seconds, strict=True)
+saved = human_seconds(Timing(tuple(two - one for two, one in pairs_of)).median)
 one = compare(smallest["one barrier"], smallest["two barriers"])
-limit = Prediction(timings[SIZES[-1]]["copy"].median, timings[SIZES[-1]]["in place"])
+limit = Prediction(timings[SIZES[-1]]["copy"].median, timings[SIZES[-1]]["microddp"])
 said = f"A sum of {human_bytes(SIZES[-1])} in place, predicted as one copy, takes {limit}."
 if not ALONE:
     find(
         timed,
         "one-barrier",
-        **one.sides(f"At {human_bytes(SIZES[0])}, one barrier is {one.than('two')}."),
+        **one.sides(
+            f"At {human_bytes(SIZES[0])}, one barrier is {one.than('two')}. In the median round it "
+            f"saves {saved}; b is {human_seconds(b)}."
+        ),
     )
     find(timed, "one-copy", **limit.sides(said))
 
 # %% [markdown] index=["hierarchical all-reduce", "topology"]
 r"""
-**Explain.** The model adds up what was measured apart: barriers one right after the other, and
-copies of what no other core has touched. In a sum the ranks come to a barrier from work, and not in
-step; and values that another core has written last are fetched from that core's *cache*, its small
-and fast memory. On the other hand, values that are still in its own cache a rank need not read from
-main memory.
+**Explain.** The model adds up what was measured apart, barriers one right after the other, and
+copies of what no other core has touched. It leaves out that at a barrier in a sum all wait for the
+slowest rank's *work*, and that one that waits long sleeps. And it leaves out *caches*, the cores'
+small and fast memories: what another core has written last, or this one has just read, comes from
+there.
 
 ## Several machines: each sum once
 
-**Predict.** Let $M$ machines have $n$ ranks each, $N = Mn$, and one link. A ring through all ranks
+**Predict.** Let $K$ machines have $n$ ranks each, $N = Kn$, and one link. A ring through all ranks
 leaves each machine once. Over its link go the $2\,\frac{N-1}{N}\,S$ bytes that every rank sends.
 But all that a machine has to say is its sum, $S$ bytes. So let its ranks add up first, in memory,
 each its part; let the ranks that have a part sum it over the machines; and let all hand the results
-round, in memory. The link carries $n$ all-reduces of $S/n$ among $M$ machines, together
-$2\,\frac{M-1}{M}\,S$: for two machines of two ranks $S$ instead of $1.5\,S$, and of eight ranks
-$S$ instead of $1.875\,S$.
+round, in memory. The link carries $n$ all-reduces of $S/n$ among $K$ machines, together
+$2\,\frac{K-1}{K}\,S$: for two machines of two ranks $S$ instead of $1.5\,S$.
 
 **Build.**
 """
 
 # %%
-M = len(machines)
-even = M > 1 and n > 1 and len({len(ranks) for ranks in machines}) == 1
+K = len(machines)
+even = K > 1 and n > 1 and len({len(ranks) for ranks in machines}) == 1
 across = None
 if even and comms.device.type == "cpu":  # the ranks that have this rank's part
     groups = [timed.subgroup(ranks) for ranks in zip(*machines, strict=True)]
@@ -488,7 +501,7 @@ def counted(call):
 
 # %% tags=["plumbing"]
 tensor = torch.zeros(LARGEST // 4)
-flat, once = 2 * (M * n - 1) / (M * n), 2 * (M - 1) / M  # times S, over a machine's link
+flat, once = 2 * (K * n - 1) / (K * n), 2 * (K - 1) / K  # times S, over a machine's link
 WAYS = {
     "ring": (partial(ring_all_reduce, tensor, timed), flat),
     "backend": (partial(timed.all_reduce, tensor), flat),
@@ -515,23 +528,24 @@ for name, timing in found.items():
     rows.append((name, times_S, carried, wire, human_seconds(timing.median)))
 headers = ["", "over the link / S", "counted", "wire's time", "measured"]
 if across:
-    timed.print(f"{M} machines of {n} ranks, {human_bytes(LARGEST)}")
+    timed.print(f"{K} machines of {n} ranks, {human_bytes(LARGEST)}")
     timed.print(table(rows, headers, floats=".2f"))
     gain = compare(found["microddp"], found["ring"])
+    pieces = compare(found["microddp"], found["by machine"])
     said = (
         f"By machine, an all-reduce is {gain.than('a ring through all ranks')}; by bytes it would "
-        f"be {flat / once:.2f} times as fast."
+        f"be {flat / once:.2f} times as fast. microddp's, in pieces, is "
+        f"{pieces.than('`by_machine`, in one piece')}."
     )
     find(timed, "once", **gain.sides(said))
 
 # %% [markdown]
 r"""
-**Explain.** The time besides the wire is work of the cores, which all ranks of the box share.
-
 And a step? **Predict.** The stage (chapter 03) is a scale model of machines that have as many A100
 each, and a link of 25 Gbit/s, and train 355 million parameters. $M$, all messages alone, is more
 than the two thirds of $C$, computing alone, that could hide it. So a step takes $\frac{1}{3}C + M$
-or more, and by machine $M$ shrinks as the bytes do:
+or more. By machine $M$ shrinks as the bytes do; or each way has its own $M$: its time in
+the last table, for as many bytes as the gradients have:
 """
 
 # %%
@@ -547,7 +561,7 @@ def step_with(all_reduce):
 # %% tags=["plumbing"]
 steps = {}
 if across and timed.box:
-    there = cluster("a100", "25gbit", nodes=M, node=n, value_size=4, **WORK)
+    there = cluster("a100", "25gbit", nodes=K, node=n, value_size=4, **WORK)
     stage = set_stage(timed, there)
     timed.print(stage)
     calls = {"one device": stage.step("none"), "ring": step_with(ring_all_reduce)}
@@ -559,6 +573,8 @@ said = "Left out: it takes several machines of equally many ranks, and links of 
 if steps:
     C, messages = stage.sides[1].compute, stage.sides[1].messages
     ideal = max(C, C / 3 + messages) / max(C, C / 3 + messages * once / flat)
+    share = stage.sides[1].nbytes / LARGEST
+    ring, ours = (max(C, C / 3 + share * found[way].median) for way in ("ring", "microddp"))
     alone = steps.pop("one device")
     speeds = {name: stage.speed_up(step, alone) for name, step in steps.items()}
     gain = compare(steps["by machine"], steps["ring"])
@@ -570,15 +586,12 @@ if steps:
     said = (
         f"By machine {timed.world_size} devices are {speeds['by machine'].ratio:.1f} times as fast "
         f"as one, in a ring {speeds['ring'].ratio:.1f} times: a step is {gain.than('in a ring')}. "
-        f"By C and M alone it would be {ideal:.2f} times as fast."
+        f"By bytes it would be {ideal:.2f} times as fast, by each way's own M {ring / ours:.2f}."
     )
 find(timed, "step", measured=(bool(steps), said), left_out=(not steps, said))
 
 # %% [markdown] index=["NVLink", "NVLS", "SHARP", "RDMA", "rail", "symmetric memory", "tree"]
 r"""
-**Explain.** A message starts more slowly on the stage than in the cluster, where another processor
-does that work. Both ways have these starts, which brings them closer to each other.
-
 ## How NCCL does it
 
 **Inside a machine** one GPU reads and writes the memory of another, over NVLink or PCIe; where
@@ -587,23 +600,21 @@ neither is possible, NCCL goes through the host's memory
 
 **Between machines** the network card copies. With *RDMA* (remote direct memory access) cards write
 into each other's memory past the kernel, with *GPUDirect* straight from GPU to GPU. Servers often
-have a card for each GPU. Cards of one number in all machines may share a switch, a *rail*. A
-message for another rail can cross NVLink first, to the GPU whose card is on it: *PXN*, mostly for
-all-to-all ([NCCL's maintainer](https://github.com/NVIDIA/nccl/issues/2193), June 2026).
+have a card for each GPU. Cards of one number in all machines may share a switch, a *rail*.
 
 **Which algorithm?** Four nodes of 8 B200, a card of 400 Gbit/s for each GPU, took trees up to 16
-MiB, a ring at 32 and 64, NVLSTree at 128 and 256, and a ring from 512 MiB. (A tree sends each
-machine's sum; NVLSTree has the switch between its GPUs add that up.) With 4 GiB the ring keeps each
-card busy at 94 % of its speed, and NVLSTree, forced, is 0.82 times as fast ([Stas
-Bekman](https://github.com/stas00/ml-engineering/tree/master/network), NCCL 2.30.7, AWS's tuner,
-October 2026): NCCL makes several rings, which leave by different cards (exercise 1). Small messages
-need no barrier: in its protocol LL, each 4 bytes of data carry 4 of flag, at half the bandwidth or
-less, and 1 us a hop instead of 6 ([Hu and others](https://arxiv.org/abs/2507.04786), 2025).
-`NCCL_DEBUG=INFO` and `NCCL_DEBUG_SUBSYS=TUNING` print what your job takes.
+MiB (which send each machine's sum), and a ring from 512 MiB. With 4 GiB it keeps each card busy at
+94 % of its speed ([Stas Bekman](https://github.com/stas00/ml-engineering/tree/master/network), NCCL
+2.30.7, AWS's tuner, October 2026): NCCL makes several rings, which leave by different cards
+(exercise 1).
+
+**In DDP** you set nothing for this: NCCL chooses for each bucket. `NCCL_DEBUG=INFO` with
+`NCCL_DEBUG_SUBSYS=TUNING` prints its choice, and `NCCL_ALGO` forces another one, to compare. For
+processes on CPUs, `step_with` above is the recipe.
 
 **The switch adds.** With *NVLS* (NVLink with SHARP) a GPU reads the sum of its part of $S/n$ from
 the switch, which asks all GPUs for what they have, and writes it to the switch, which gives it to
-all. So it sends $S$ for the sums of all, and $S/n$ for its own ([NCCL's
+all. It sends its $S$ once into the switch, and its finished part, $S/n$, once more ([NCCL's
 maintainer](https://github.com/NVIDIA/nccl-tests/pull/239)). **Predict.** In a ring of 8 each GPU
 sends $\frac{14}{8}\,S$, here $\frac{9}{8}\,S$: the switch could be 1.56 times as fast. Published,
 on 8 H200, for 16 GiB: 480 GB/s with NVLS and 367 in a ring, so 1.31 times ([Stas
@@ -615,13 +626,13 @@ long. With NVLS only $\frac{9}{14}$ of them leave it: 309 GB/s.
 
 ## DDP twice
 
-**Predict.** microddp's DDP can be handed `carrier("auto", inside)`: for each size the fastest
-all-reduce, as measured when it is made. If that is in memory, so are the buckets, and a step should
-save the difference between the backend's all-reduce and one in place: more if the backend's threads
-take time from backward's core, less if backward hides them.
+**Predict.** microddp's DDP can be handed `carrier("auto", inside)`: the backend's all-reduce or the
+one in memory, whichever is faster, as measured at four sizes when it is made. If that is in memory,
+so are the buckets, and a step should save the difference between the backend's all-reduce and one
+in place: more if the backend's threads take time from backward's core, less if backward hides them.
 
 **Measure.** Ranks really compute, with 16 MiB of gradients. The two all-reduces alone take turns
-with the steps:
+with the steps. (In the first figure they take turns with other calls: do not compare the two.)
 """
 
 # %%
@@ -654,7 +665,7 @@ if comms.device.type == "cpu":
 # %% tags=["plumbing"]
 def in_ms(timing):
     low, high = (1e3 * seconds for seconds in timing.spread)
-    return f"{1e3 * timing.median:.0f} ms ({low:.0f} to {high:.0f})"
+    return f"{1e3 * timing.median:.3g} ms ({low:.3g} to {high:.3g})"
 
 
 def less(name, other):
@@ -665,13 +676,13 @@ def less(name, other):
 
 # %% tags=["plumbing"]
 if times:
-    timed.print(table(times.items(), [f"{len(machines[0])} ranks", "median and quartiles"]))
+    timed.print(table(times.items(), [f"ranks: {len(machines[0])}", "median and quartiles"]))
     saved, due = less("auto", "backend"), less("sum in place", "sum by messages")
     saving = Prediction(due.median, saved)
-    how = "as" if saving.held else "more than" if saving.longer else "less than"
+    how = "within these quartiles" if saving.held else "less" if saving.longer else "more"
     said = (
-        f'"auto" saves {in_ms(saved)} of a step, {how} predicted: the two all-reduces differ by '
-        f"{in_ms(due)}."
+        f'In the median round "auto" saves {in_ms(saved)} of a step. Predicted is the difference '
+        f"of the two all-reduces alone, {in_ms(due)}, which is {how}."
     )
     if saved.spread[0] <= 0 <= saved.spread[1]:
         said += " So this run does not tell whether DDP gains."
@@ -685,12 +696,10 @@ r"""
 :::{admonition} On GPUs
 Barriers and bytes stay. This chapter's memory is *symmetric memory* there: buffers that all GPUs
 joined by NVLink can address. NCCL has kernels for registered ones since 2.27. On 8 H200 they raise
-the bus bandwidth of 1 MiB from 75 to 145 GB/s, of 16 MiB from 256 to 408, of 1 GiB from 466 to 480.
-(Without them NCCL 2.27.7 took a ring up to 1 MiB there, and NVLS above.) At 32 KiB they are 2.3
-times as fast, but 1.16 times if the program waits for each call, which adds 20 to 30 us of the
-host's ([Stas Bekman](https://github.com/stas00/ml-engineering/tree/master/network), NCCL 2.30.7,
-October 2026). Try `nccl-tests` with `-R 2`. PyTorch's `torch.distributed._symmetric_memory` ([alpha
-in 2.13](https://docs.pytorch.org/docs/2.13/symmetric_memory.html)) has `empty` and `rendezvous` for
+the bus bandwidth of 1 MiB from 75 to 145 GB/s, of 1 GiB from 466 to 480 ([Stas
+Bekman](https://github.com/stas00/ml-engineering/tree/master/network), NCCL 2.30.7, October 2026).
+Try `nccl-tests` with `-R 2`. PyTorch's `torch.distributed._symmetric_memory` ([alpha in
+2.13](https://docs.pytorch.org/docs/2.13/symmetric_memory.html)) has `empty` and `rendezvous` for
 this chapter's `zeros` and `at`. Of its all-reduces, `one_shot_all_reduce` lets each GPU add up
 everything, as `one_barrier` does, `two_shot_all_reduce_` a part, as `shared_sum` does, and
 `multimem_all_reduce_` lets the switch add.
@@ -698,11 +707,11 @@ everything, as `one_barrier` does, `two_shot_all_reduce_` a part, as `shared_sum
 
 ## What to take along
 
-- A large all-reduce inside a machine is limited by memory: the bytes of one copy are the least that
-  it moves. A small one is limited by barriers, and their time depends on who has to sleep.
-- Two barriers make it right, and buffers in turn save one. A barrier left out is a wrong sum:
-  often, rarely or never, until a rank is late.
-- If a machine's ranks share a link, send the machine's sum over it, and not each rank's.
+- An all-reduce in place, in memory, reads and writes the bytes of one copy. A barrier in it lasts
+  until the slowest rank has come.
+- Two barriers make it right, and buffers in turn save one. A barrier left out may go unnoticed
+  until a rank is late.
+- If a machine's ranks share a link, add up inside the machine first.
 
 ## Exercises
 
@@ -734,9 +743,8 @@ $ python -m microddp.labs start 15
 
    <details class="solution"><summary>Solution</summary>
 
-   All copy in at the same time, $2S$. Then rank 0 alone copies and adds, $2S + 3(n-1)S$, while the
-   others wait; then all copy out, $2S$. That is $9S$ for two ranks instead of $6.5\,S$, and
-   $27\,S$ for eight instead of $6.875\,S$.
+   All copy in, $2S$. Then rank 0 alone copies and adds, $2S + 3(n-1)S$; then all copy out, $2S$.
+   That is $9S$ for two ranks instead of $6.5\,S$, and $27\,S$ for eight instead of $6.875\,S$.
 
    Neither barrier can be left out: rank 0 must not begin before all have written, and nobody may
    read before it has ended.
