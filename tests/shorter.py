@@ -62,7 +62,7 @@ SHORTER = {
         # What rank 0 does alone is out of order, on purpose.
         "dist.all_reduce(torch.tensor(1.0), group=impatient)": "raise RuntimeError",
         # The script to download has tests of its own.
-        "killed_and_resumed() if": '("", [], *["epoch 0: loss 1; epoch 1: loss 1; '
+        "killed_and_resumed() if": '("", [1, -9], *["epoch 0: loss 1; epoch 1: loss 1; '
         'epoch 2: loss 1"] * 2) if',
         # Nor can pretended devices be compiled for.
         "from torch._dynamo.testing import CompileCounterWithBackend\n": "",
