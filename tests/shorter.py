@@ -64,7 +64,7 @@ SHORTER = {
         # Jobs of their own, on the CPU whatever this one runs on. The book runs them.
         'outcomes("ddp", "zero3") if': '("can\'t allocate memory", "trained 3 steps") if',
     },
-    "17": {
+    "18": {
         "(16, 1 << 16, 1.5e-3)": "(2, 1 << 16, 1e-4)",
         "(4, 1 << 19, 8e-3)": "(2, 1 << 16, 1e-4)",
         "failures.play(best, 20_000)": "failures.play(best, 10_000)",
