@@ -2,11 +2,11 @@
 r"""
 # 16. Sharded
 
-Must every rank keep everything? In DDP each rank has all parameters, all gradients, and all that
-the optimizer remembers: n times the same. The all-reduce of chapter 02 is a reduce-scatter and an
-all-gather. Between the two each rank has an n-th of the sum, and that is all it needs to update an
-n-th of the model. This chapter puts the optimizer there, then frees what is no longer needed, until
-a rank keeps an n-th of everything. It counts what is kept and what is sent, at each step.
+Must every rank keep everything? A model that does not fit one GPU cannot be trained by DDP on a
+thousand. Yet an all-reduce is a reduce-scatter and an all-gather, and between the two each rank has
+an n-th of the sum: all it needs to update an n-th of the model. This chapter puts the optimizer
+there, then frees what is no longer needed, until a rank keeps an n-th of everything. It counts what
+is kept and sent, and measures when that costs time.
 """
 
 # %% tags=["imports"]
@@ -14,89 +14,78 @@ import copy
 import os
 import subprocess
 import sys
-import tempfile
+import weakref
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.functional import mse_loss, pad
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.checkpoint import checkpoint
 
 import microddp
 from microddp import figures
 from microddp.allreduce import ring_all_gather, ring_reduce_scatter
 from microddp.comms import MessageCounter
-from microddp.model import FullMLP, gradient_bytes, parameter_count
+from microddp.findings import Prediction, compare, find
+from microddp.hosts import relink
+from microddp.model import FullMLP, elements, gradient_bytes, parameter_count
 from microddp.parts import clip_grad_norm, load_parts, own_parts
-from microddp.performance import bytes_kept, measure_compute
+from microddp.performance import bytes_kept
+from microddp.performance.memory import activation_bytes
 from microddp.report import human_bytes, human_seconds, table
 from microddp.sharding import fully_shard, shard_blocks
 from microddp.shared import carrier
+from microddp.stage import Stage, cluster, known_clusters, pausing_model, set_stage, work_of
 from microddp.step import take_step
 from microddp.strategies import STRATEGIES
-from microddp.timing import measure
+from microddp.timing import Timing, measure
+from microddp.workloads.transformer import Transformer, token_loss
 
 # %%
 # sphinx_gallery_builds = "training of which each rank keeps an n-th, in three stages"
-# sphinx_gallery_hosts = "2 x 1gbit"
+# sphinx_gallery_hosts = "4 x 1gbit"
 comms = microddp.init()
+n, rank = comms.world_size, comms.rank
 comms.print(comms.describe())
-timed = comms.timed()  # the ranks that have a core or a GPU of their own
-n, rank = timed.world_size, timed.rank
 
 # %% [markdown] index=["ZeRO", "memory of a rank"]
 r"""
 ## Who keeps what
 
 Let a model have $\Psi$ parameters. In fp32 with Adam a rank keeps, of each: the parameter, its
-gradient, and two running means, of the gradient and of its square. That makes $4 + 4 + 8 = 16$
-bytes. Training in half precision keeps as many: 2 and 2, and 12 for the optimizer, which needs a
-copy of the parameter in fp32.
+gradient, and two running means, of the gradient and of its square. That makes 16 bytes.
+Training in half precision keeps as many: 2 and 2, and 12 for the optimizer, which needs a copy of
+the parameter in fp32.
 
 ZeRO ([Rajbhandari et al., 2020](https://arxiv.org/abs/1910.02054)) divides these among the $n$
 ranks in three stages:
 
-| stage | what is divided | bytes of each parameter, in fp32 |
+| stage | divided | bytes of each parameter, in fp32 |
 |---|---|---|
 | 0 (DDP) | nothing | $4 + 4 + 8$ |
 | 1 | what the optimizer keeps | $4 + 4 + 8/n$ |
 | 2 | and the gradients | $4 + 4/n + 8/n$ |
 | 3 | and the parameters | $(4 + 4 + 8)/n$ |
 
-**Predict.** How many GB does a device need, before any activation is stored? A star is where that
-fits into 80 GB, the memory of many GPUs:
+Stage 1 leaves every rank $8\Psi$ bytes, and stage 2 $4\Psi$, however many there are.
+Stage 3 has no such floor.
 """
-
-# %%
-MODELS = {"360M": 0.36e9, "1.7B": 1.7e9, "8B": 8e9, "70B": 70e9}
-
-
-def gigabytes(stage, count, devices):
-    kept = bytes_kept(stage, count, devices).total / 1e9
-    text = f"{kept:,.0f}" if kept >= 100 else f"{kept:.2g}"
-    return f"{text}{' *' if kept < 80 else '  '}"
-
-
-rows = [
-    (name, devices, *(gigabytes(stage, count, devices) for stage in range(4)))
-    for name, count in MODELS.items()
-    for devices in (8, 64, 1024)
-]
-timed.print(table(rows, ["parameters", "devices", "DDP", "stage 1", "stage 2", "stage 3"]))
 
 # %% [markdown] index=["ZeroRedundancyOptimizer"]
 r"""
-Stage 1 leaves every rank $8\Psi$ bytes, and stage 2 $4\Psi$, however many devices there are: 560
-and 280 GB for 70B. Stage 3 has no such floor.
-
 ## Stage 1: an n-th of the optimizer
 
 **Build.** A `FlatParamGroup` lays the parameters of a module side by side in one flat tensor, as a
 bucket does with gradients. An n-th of that is this rank's `shard`, in the same memory: what an
 optimizer writes there, `unshard` sends to all. (Where n does not divide the number of values, the
-tensor is padded with zeros.) The methods `unshard`, `reshard` and `post_backward` are named as in
-microddp and in PyTorch's `fully_shard`:
+tensor is padded with zeros.) The methods are named as in PyTorch: `unshard`, `post_backward`, and
+later `reshard`:
 """
 
 
@@ -114,14 +103,14 @@ class FlatParamGroup:
     def post_backward(self):
         """Reduce-scatter the gradients: this rank gets its shard of their mean."""
         gradients = self.padded(parameters_to_vector([p.grad for p in self.parameters]))
-        mean = ring_reduce_scatter(gradients, timed, "mean")
+        mean = ring_reduce_scatter(gradients, comms, "mean")
         self.shard.grad = mean.clone()  # so that the memory of the rest can go
         for p in self.parameters:
             p.grad = None
 
     def unshard(self):
         """All-gather the parameters from the ranks' shards."""
-        ring_all_gather(self.unsharded, timed)
+        ring_all_gather(self.unsharded, comms)
 
 
 # %%
@@ -146,32 +135,31 @@ def stage_1(model):
 
 # %% [markdown]
 r"""
-That is all: backward as ever, half an all-reduce, an optimizer that does not know of the rest, and
-the other half. Adam treats each value by itself, so it makes no difference that its one parameter
-is an n-th of all of them.
+Adam treats each value by itself, so its one parameter may as well be an n-th of all.
 
-**Predict.** It sends what DDP sends, $\frac{n-1}{n}S$ in each half, together $S$ for two ranks. And
-a rank keeps $8/n$ bytes of each parameter for Adam, instead of 8.
+**Predict.** Of $S$ bytes of gradients a rank sends $\frac{n-1}{n}S$ in each half, together as much
+as with DDP. And it keeps $8/n$ bytes of each parameter for Adam, instead of 8.
 
 **Measure.** Against microddp's DDP, on the same batches. With three ranks and more the two may add
-in another order, and the last bits differ. What is sent is counted. What is kept is the memory
-behind parameters, gradients and Adam's means, looked at whenever a layer begins to compute, or one
-of its gradients has come:
+in another order, so that the last bits differ. The bytes sent are counted, and those behind
+parameters, gradients and Adam's means whenever a layer begins to compute, or one of its gradients
+is ready:
 """
 
 
 # %%
 def build():
     torch.manual_seed(0)
-    return FullMLP(256, depth=8).to(timed.device)
+    return FullMLP(256, depth=8).to(comms.device)
 
 
 SIZE = gradient_bytes(build())
-batches = torch.randn(4, 2, 32, 256, generator=torch.Generator().manual_seed(rank)).to(timed.device)
+batches = torch.randn(4, 2, 32, 256, generator=torch.Generator().manual_seed(rank)).to(comms.device)
 
 
+# %% tags=["plumbing"]
 def ddp(model):
-    wrapped = microddp.DDP(model, timed, all_reduce=carrier("ring", timed))
+    wrapped = microddp.DDP(model, comms, all_reduce=carrier("ring", comms))
     adam = torch.optim.Adam(model.parameters())
 
     def step(batch):
@@ -198,7 +186,7 @@ def held(model, groups, adam):
     return memory(*parameters), memory(*gradients), memory(*means)
 
 
-# %%
+# %% tags=["plumbing"]
 def try_out(make):
     """Train some steps; the weights, and of the last step the bytes sent, and held over time."""
     model, moments, made = build(), {}, []
@@ -213,7 +201,7 @@ def try_out(make):
         layer.register_forward_pre_hook(look("forward", f"layer {i} is about to compute"))
     for batch in batches:
         moments.clear()
-        with MessageCounter(timed) as counter:
+        with MessageCounter(comms) as counter:
             step(batch)
     sent = sum(message.nbytes for message in counter.messages)
     for group in made[0]:
@@ -226,10 +214,7 @@ tried = {"DDP": try_out(ddp), "stage 1": try_out(stage_1)}
 
 
 def check(name):
-    weights, right = tried[name][0], tried["DDP"][0]
-    assert torch.allclose(weights, right, rtol=1e-3, atol=1e-5), name
-    same = "the same bits as" if torch.equal(weights, right) else "equal up to rounding to"
-    timed.print(f"{name}: after {len(batches)} steps {same} DDP's weights")
+    assert torch.allclose(tried[name][0], tried["DDP"][0], rtol=1e-3, atol=1e-5), name
 
 
 check("stage 1")
@@ -238,11 +223,10 @@ check("stage 1")
 """
 ## Stage 2: gradients go as they come
 
-In stage 1 all gradients are there when backward ends. But a rank has no use for the means of the
-others' shards. **Build.** Make the groups smaller, one for each layer, and reduce-scatter a group
-as soon as backward has all of its gradients. Then they are freed. (A parameter that gets no
-gradient keeps its group waiting here for ever; microddp takes a missing gradient for
-zero when backward ends.)
+In stage 1 all gradients are there when backward ends, but a rank has no use for the others'
+shards. **Build.** Make the groups smaller, one for each layer, and reduce-scatter a group as soon
+as backward has all of its gradients. Then they are freed. (Here a parameter without a
+gradient would keep its group waiting for ever. microddp counts it as zero when backward ends.)
 """
 
 
@@ -286,10 +270,11 @@ check("stage 2")
 ## Stage 3: parameters only while they are needed
 
 The same once more, with parameters. A layer needs its own when it computes, forward and backward,
-and at no other time. **Build.** `reshard` gives the memory of the flat tensor back. The tensor
-stays where it is, and so do the views of it that the layer has, and those that autograd keeps for
-backward: there is just nothing behind them. `unshard` gets memory again, puts this rank's shard in,
-and asks the others for theirs:
+and at no other time. **Build.** A tensor is a description, of shape and place, and a *storage*, the
+memory behind it. `reshard` resizes the flat tensor's storage to nothing. The description stays, and
+so do the views of it: the layer's parameters, and what autograd has saved of them for backward.
+Nobody may read them now. `unshard` resizes the storage again, puts this rank's shard in, and
+gathers the others': all views are valid again. (PyTorch does the same.)
 """
 
 
@@ -313,10 +298,18 @@ class ReshardedGroup(FlatParamGroup):
         self.reshard()
 
 
+# %% [markdown]
+"""
+Backward of a layer begins when the gradient of its *output* is known. A hook on that tensor is
+called then, and unshards once more. Backward of the layer ends when its parameters have their
+gradients: `post_backward`, as in stage 2, and it reshards:
+"""
+
+
 # %%
 def post_forward(group, _layer, _inputs, output):
     group.reshard()
-    output.register_hook(lambda _: group.unshard())  # its gradient is known: backward comes
+    output.register_hook(lambda _: group.unshard())
 
 
 def stage_3(model):
@@ -346,28 +339,29 @@ No step unshards at its end: the next forward does.
 
 **Predict.** Parameters travel twice in stage 3, before forward and before backward, and gradients
 once: $3\,\frac{n-1}{n}S$, one and a half times DDP's bytes. The most that a rank keeps is what the
-table of the stages says. To that comes, while backward is at a layer, what is whole then: its
-gradients in stage 2, and in stage 3 its parameters, too:
+table of the stages says, and besides, while backward is at a layer, that layer's whole gradients in
+stage 2, and in stage 3 its whole parameters, too:
 """
 
 # %%
 largest = 4 * max(parameter_count(layer) for layer in build().layers)  # bytes
 gradients = (1 - 1 / n) * largest  # an n-th of them is in the table already
 whole = {2: gradients, 3: gradients + largest}  # in stage 3 a rank's shard is there twice
+
+# %% tags=["plumbing"]
 count = parameter_count(build())
-rows, at_most = [], {}
+rows, at_most, off = [], {}, []
 for stage, (name, (_, sent, moments)) in enumerate(tried.items()):
     to_send = (3 if stage == 3 else 2) * (n - 1) / n * SIZE
     most = max(map(sum, moments.values()))
     right = at_most[name] = bytes_kept(stage, count, n).total + whole.get(stage, 0)
-    rows.append((name, *map(human_bytes, (to_send, sent, right, most)), most / right))
-    assert abs(most / right - 1) < 0.01, name
+    off.append(abs(most / right - 1))
+    rows.append((name, *map(human_bytes, (to_send, sent, right, most))))
+    assert off[-1] < 0.01, name
     assert n == 1 or abs(sent / to_send - 1) < 0.01, name
-timed.print(f"{n} ranks, {human_bytes(SIZE)} of parameters; a step")
-headers = ["", "to be sent", "counted", "kept at most, predicted", "measured", "ratio"]
-timed.print(table(rows, headers, floats=".3f"))
-
-# %% tags=["plumbing"]
+headers = ["a step", "to be sent", "counted", "kept at most, predicted", "measured"]
+comms.print(f"{n} ranks, {human_bytes(SIZE)} of parameters")
+comms.print(table(rows, headers))
 figures.explore_kept(
     {name: list(moments.values()) for name, (_, _, moments) in tried.items()},
     at_most,
@@ -376,36 +370,37 @@ figures.explore_kept(
     title=f"What one of {n} ranks keeps during a step, with what is divided, stage by stage",
 )
 
+# %% tags=["plumbing"]
+sent = {name: found[1] for name, found in tried.items()}
+most = {name: max(map(sum, found[2].values())) for name, found in tried.items()}
+said = (
+    f"A rank of stage 3 sends {sent['stage 3'] / max(1, sent['DDP']):.3f} times what one of DDP "
+    f"sends, and keeps {most['stage 3'] / most['DDP']:.2f} times as much at most. The formula for "
+    f"what is kept is off by {max(off):.2%} at most, in all stages."
+)
+find(comms, "sent-and-kept", several=(n > 1, said), alone=(n == 1, "One rank divides nothing."))
+
 # %% [markdown]
 r"""
-**Explain.** (Play the step, or point at a moment.) Forward is flat: nothing new is kept but
-activations, which are not counted. They belong to the batch, and sharding does not change them. In
-backward gradients pile up, in DDP and in stage 1 whole. (DDP's buckets keep their memory from step
-to step; counted is what holds gradients.) In stages 2 and 3 only those of one layer are whole at a
-time, which makes the teeth, and the rest grows by an n-th of each. Stage 3 lies lower by the
-parameters that it does not have. That is what a rank keeps. What `post_backward` makes to send
-comes on top for a moment: the flat copy, in stage 1 of all gradients.
+**Explain.** (Play the step, or point at a moment.) In DDP and in stage 1 gradients pile up in
+backward, whole. In stages 2 and 3 only one layer's are whole at a time. Not counted: activations,
+the flat copy that `post_backward` makes to send, and DDP's buckets while they hold no gradients.
 
 ## The same in microddp
 
 The hooks above unshard a layer when it is needed, and wait for it. microddp's
-{func}`~microddp.sharding.fully_shard.fully_shard` prefetches: it unshards the next block while one
-computes, in the order of the step before, and reduce-scatters gradients while backward goes on.
-That costs memory: two blocks, here layers, are whole at a time. The model's parameters are this
-rank's shards, flat, for any optimizer that treats each value by itself. (microddp's stages 1 and 2
-all-gather in forward, too, in place of a wait after the optimizer's step.) Shard block by block,
-then the rest, as with PyTorch's own `torch.distributed.fsdp.fully_shard`, which takes a mesh of
-devices instead of the ranks. Its source has the same words: a group of parameters with `unshard`,
-`reshard` and `post_backward`, and for each module hooks before and after forward and before
-backward:
+{func}`~microddp.sharding.fully_shard.fully_shard` *prefetches*: while one block, here a layer,
+computes, it unshards the next one in the order of the step before, and reduce-scatters gradients
+while backward goes on. Two blocks are whole at a time. It is used as PyTorch's `fully_shard` is,
+block by block, then for the rest:
 """
 
 
 # %%
 def by_microddp(model):
     for layer in model.layers:
-        fully_shard(layer, timed)
-    sharded = fully_shard(model, timed)
+        fully_shard(layer, comms)
+    sharded = fully_shard(model, comms)
     adam = torch.optim.Adam(model.parameters())
     for batch in batches:
         adam.zero_grad()
@@ -419,122 +414,518 @@ by_microddp(sharded_model).remove()  # whole again
 tried["microddp"] = (parameters_to_vector(sharded_model.parameters()).detach(),)
 check("microddp")
 
-# %% [markdown] index=["sharding, time of"]
+# %% tags=["plumbing"]
+ours = [name for name in tried if name != "DDP"]
+equal = [name for name in ours if torch.equal(tried[name][0], tried["DDP"][0])]
+rounded = [name for name in ours if name not in equal]
+said = f"After {len(batches)} steps of Adam the weights of"
+find(
+    comms,
+    "same-training",
+    bits=(not rounded, f"{said} {', '.join(ours)} are DDP's, bit for bit."),
+    some=(
+        bool(equal and rounded),
+        f"{said} {', '.join(equal)} are DDP's, bit for bit; those of {', '.join(rounded)} up to "
+        "rounding.",
+    ),
+    rounding=(not equal, f"{said} {', '.join(ours)} are DDP's, up to rounding."),
+)
+
+# %% [markdown] index=["DTensor", "FSDP1 and FSDP2"]
 r"""
-## When does it cost time?
+## Flat, or by rows
 
-**Predict.** Let forward take $f$, backward $b$ and the optimizer $o$ on one rank, and a half of an
-all-reduce $g = \frac{n-1}{n} S/B$ on a link of bandwidth $B$. If the link works while the cores do,
-DDP takes $f + \max(b, 2g) + o$. Stage 3 has something to send in forward, too, and half as much
-again in all: $\max(f, g) + \max(b, 2g) + o/n$. So it should cost time where the link is what a step
-waits for, and less and less where computing is. What decides is how much a rank computes for each
-byte: its samples, or tokens, in a step.
-
-**Measure.** One model, more and more samples for each rank. Both send by microddp's ring, DDP in
-buckets of 1 MiB, stage 3 (`"zero3"` in the table of strategies) by layers of 1 MiB:
+The groups above lay parameters side by side and cut the whole into n equal pieces, wherever that
+falls. So did PyTorch's first version, FSDP1 (`FullyShardedDataParallel`). FSDP2, today's
+`fully_shard`, cuts *each parameter* into rows, along dimension 0, as `torch.chunk` does. Its
+parameters are `DTensor`s: a tensor that knows its whole shape, and which part of it is here
+([documentation](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html), read in
+November 2026). One small layer, both ways:
 """
 
 # %%
-WIDTH, DEPTH = 512, 8
-SAMPLES = (64, 256, 1024)
-ADAMW = partial(torch.optim.AdamW, lr=1e-4)
-wide = FullMLP(WIDTH, depth=DEPTH).to(timed.device)
-link = timed.box.seconds_per_byte if timed.box else None
-half = (n - 1) / n * gradient_bytes(wide) * link if link else None
+mesh = DeviceMesh.from_group(comms.group, comms.device.type)  # the ranks, in PyTorch's words
+layer = nn.Linear(3, 5).to(comms.device)
+shard = len(FlatParamGroup(copy.deepcopy(layer)).shard)
+torch_fully_shard(layer, mesh=mesh)
 
+# %% tags=["plumbing"]
+begin, end = rank * shard, (rank + 1) * shard
+of_weight = max(0, min(15, end) - begin)
+of_bias = max(0, min(20, end) - max(15, begin))
+here = of_weight, of_bias, len(layer.weight.to_local()), len(layer.bias.to_local())
+parts = comms.all_gather_data(here)
+assert [sum(column) for column in zip(*parts, strict=True)] == [15, 5, 5, 5]
+headers = ["rank", "flat: values of the weight", "of the bias", "rows of the weight", "of the bias"]
+comms.print(table([(i, *part) for i, part in enumerate(parts)], headers))
 
-def step_of(name, batch):
-    model = copy.deepcopy(wide)
-    if name == "ddp":
-        model = microddp.DDP(model, timed, bucket_cap_mb=1, all_reduce=carrier("ring", timed))
-        strategy = STRATEGIES[name](model, timed)
-    else:
-        strategy = STRATEGIES[name](model, timed, collectives="ring")
-    return partial(take_step, strategy, mse_loss, ADAMW(strategy.parameters()), batch)
+# %% [markdown]
+"""
+**Explain.** Flat shards are equally long, but begin in the middle of a row, and a parameter's own
+dtype, name or freezing is lost. Rows keep all that, and a checkpoint can say which rows it has.
+Where n does not divide the rows, some ranks have fewer, or none. An optimizer that treats each
+value by itself, as SGD and Adam do, is right with either. One that needs whole matrices is right
+with neither: Muon makes a matrix's singular values equal, and those depend on all rows together.
+Chapter 17 gives such matrices an owner.
+
+## What else must fit
+
+**Predict.** Backward needs *activations*, what forward computed. They belong to the batch, so
+sharding leaves them as they are. For each token autograd saves, in a block of microddp's
+transformer of width $d$: the input $d$, normalised $d$, query, key and value $3d$, attention's
+output $d$, the sum $d$, normalised $d$, and $4d$ before and after GELU, in all $16 d$ values.
+*Recomputation* (activation checkpointing) saves only each block's input. Backward runs a block's
+forward again when it comes to it, so it has one block's activations at a time.
+
+**Measure.** `saved_tensors_hooks` calls us for each tensor that autograd saves. We note the most
+that is alive at a time, without parameters:
+"""
 
 
 # %%
-def predicted(compute):
-    f, b, o = compute.forward, compute.backward, compute.optimizer
-    return f + max(b, 2 * half) + o, max(f, half) + max(b, 2 * half) + o / n
+class Saved:
+    def __init__(self, tensor):
+        self.tensor = tensor
 
 
-results, ratios = [], {}
-for samples in SAMPLES:
-    batch = torch.randn(2, samples, WIDTH, device=timed.device).unbind()
-    steps = {name: step_of(name, batch) for name in ("ddp", "zero3")}
-    times = measure(steps, timed, repeat=7)
-    ratios[samples] = times["zero3"].ratio(times["ddp"])
-    compute = measure_compute(wide, mse_loss, batch, lambda m: ADAMW(m.parameters()), timed, 3)
-    results.append((samples, times, predicted(compute) if half else None))
+def most_saved(model, tokens):
+    live, sizes = weakref.WeakSet(), []
+    parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+
+    def pack(tensor):
+        if tensor.untyped_storage()._cdata in parameters:
+            return tensor
+        saved = Saved(tensor)
+        live.add(saved)
+        sizes.append(memory(*(each.tensor for each in live)))
+        return saved
+
+    with saved_tensors_hooks(pack, lambda saved: getattr(saved, "tensor", saved)):
+        token_loss(model(tokens), tokens).backward()
+    return max(sizes)
+
+
+# %%
+BLOCKS, D, VOCABULARY, TOKENS = 8, 128, 64, 512
+model = Transformer(VOCABULARY, D, BLOCKS, heads=4, context=64).to(comms.device)
+tokens = torch.randint(VOCABULARY, (TOKENS // 64, 64), device=comms.device)
+saved = {"all kept": most_saved(model, tokens)}
+for block in model.blocks:
+    block.forward = partial(checkpoint, block.forward, use_reentrant=True)
+saved["recomputed"] = most_saved(model, tokens)
+end = 4 * TOKENS * (2 * D + VOCABULARY)  # behind the blocks: a norm, and the loss
+by_formula = {
+    "all kept": activation_bytes(TOKENS, BLOCKS, 16 * D, value_size=4) + end,
+    "recomputed": activation_bytes(TOKENS, BLOCKS, 16 * D, entry=D, value_size=4),
+}
 
 # %% tags=["plumbing"]
-
-
-def with_quartiles(timing):
-    low, high = timing.spread
-    return f"{timing.median:.2f} ({low:.2f} to {high:.2f})"
-
-
-rows = []
-for samples, times, right in results:
-    row = [samples, *map(str, times.values()), with_quartiles(ratios[samples])]
-    if right:
-        row += [*map(human_seconds, right), f"{right[1] / right[0]:.2f}"]
-    rows.append(row)
-headers = ["samples a rank", "DDP", "stage 3", "stage 3 / DDP", "DDP, predicted"]
-headers += ["stage 3, predicted", "ratio"]
-timed.print(table(rows, headers[: len(rows[0])]))
-
-# %% tags=["plumbing"]
-most, least = ratios[SAMPLES[0]], ratios[SAMPLES[-1]]
-if least.spread[1] < most.spread[0]:
-    verdict = "a smaller part of DDP's time"
-else:
-    verdict = "no smaller part of DDP's time that this run can tell"
-timed.print(f"With {SAMPLES[-1]} samples stage 3 adds {verdict} than with {SAMPLES[0]}.")
-title = f"Stage 3 in DDP's time: {most.median:.2f} to {least.median:.2f}, by samples a rank"
-figures.lines(
-    {"measured": (SAMPLES, [ratios[samples].median for samples in SAMPLES])}
-    | ({"predicted": (SAMPLES, [r[1] / r[0] for _, _, r in results])} if half else {}),
-    title=title,
-    xlabel="samples of a rank and step",
-    ylabel="stage 3 / DDP",
-    log="x",
+off = {name: saved[name] / by_formula[name] - 1 for name in saved}
+assert comms.device.type != "cpu" or max(map(abs, off.values())) < 0.02
+said = (
+    f"Of {TOKENS} tokens backward keeps {human_bytes(saved['all kept'])} at most, and "
+    f"{human_bytes(saved['recomputed'])} with recomputation. The formula gives "
+    f"{' and '.join(human_bytes(size) for size in by_formula.values())}"
+)
+close = max(map(abs, off.values())) < 0.02
+find(
+    comms,
+    "activations",
+    close=(close, f"{said}, which is off by {max(map(abs, off.values())):.1%} or less."),
+    off=(not close, f"{said}: this device's kernels save other tensors."),
 )
 
 # %% [markdown]
 r"""
-**Explain.** With few samples both wait for the link. DDP's forward and optimizer come on top of
-that, so its time is more than $2g$, and the predicted ratio is below that of the bytes, 1.5. With
-more samples there is more behind which a byte can hide. Where a measured time is above the
-prediction: that knows of one link and of computing, each for itself. In stage 3 the first block of
-forward has to be waited for, in DDP the last bucket. And on CPUs the cores that compute also send
-(chapter 05), add up, and copy, of which stage 3 has half as much again to do. This run does not
-separate the two.
-
-Published, on GPUs, fully sharded: torchtitan trained Llama 3.1 8B on H100 with 96 GB and 400 Gbit/s
-for each GPU, two sequences on each: 5762 tokens a second and GPU on 8, 5605 on 128 ([December
+A block of Llama has $8d + 4f$ values of a token, $f$ being the width of its feed-forward part. Does
+that explain a published run? torchtitan reports 82.4 GiB on each of 8 H100 and 67.0 on each of
+128, for Llama 3.1 8B with 16,384 tokens a GPU ([December
 2024](https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md)).
-llm-foundry, 1B parameters on H100: 45455 on 8, 44402 on 64 ([its
-table](https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md), read
-in 2026):
+It recomputes selectively. A block keeps its input, attention's output and every second matrix
+product, in all $4\frac{1}{4} d + f$ values:
+"""
+
+# %% tags=["plumbing"]
+GiB, D8, F8 = 2**30, 4096, 14_336
+state = {devices: bytes_kept(3, 8.03e9, devices).total / GiB for devices in (8, 128)}
+acts = {
+    "activations, all kept": activation_bytes(16_384, 32, 8 * D8 + 4 * F8),
+    "activations, as torchtitan keeps them": activation_bytes(16_384, 32, 4.25 * D8 + F8),
+    "activations, recomputed": activation_bytes(16_384, 32, 8 * D8 + 4 * F8, entry=D8),
+    "one copy of the logits, fp32": 4 * 16_384 * 128_256,
+}
+rows = [("parameters, gradients, optimizer on 8", f"{state[8]:.1f}", "")]
+rows += [(name, f"{size / GiB:.1f}", "") for name, size in acts.items()]
+rows += [("all, on 8", "", "82.4"), ("less on 128", f"{state[8] - state[128]:.1f}", "15.4")]
+comms.print(table(rows, ["GiB a GPU, Llama 3.1 8B", "worked out", "published"]))
+left = 82.4 - state[8] - list(acts.values())[1] / GiB
+copies = left / (4 * 16_384 * 128_256 / GiB)
+comms.print(f"left for the loss, buffers and the allocator: {left:.0f} GiB, {copies:.1f} copies")
+
+# %% [markdown]
+r"""
+ZeRO divides the first line only. So in the next table a star marks what fits 80 GB *with*
+activations of 8192 tokens, all blocks recomputed, and two copies of the logits in fp32. It leaves
+out buffers, and what the allocator cannot use. (Shapes of SmolLM2 1.7B and Llama 3.)
+"""
+
+# %% tags=["plumbing"]
+SHAPES = {  # parameters, blocks, d, f, vocabulary
+    "1.7B": (1.71e9, 24, 2048, 8192, 49_152),
+    "8B": (8.03e9, 32, 4096, 14_336, 128_256),
+    "70B": (70.6e9, 80, 8192, 28_672, 128_256),
+}
+
+
+def gigabytes(stage, name, devices):
+    parameters, blocks, d, f, vocabulary = SHAPES[name]
+    extra = activation_bytes(8192, blocks, 8 * d + 4 * f, entry=d) + 2 * 4 * 8192 * vocabulary
+    kept = (bytes_kept(stage, parameters, devices).total + extra) / 1e9
+    return f"{kept:,.0f}{' *' if kept < 80 else '  '}"
+
+
+rows = [
+    (name, devices, *(gigabytes(stage, name, devices) for stage in range(4)))
+    for name in SHAPES
+    for devices in (8, 64)
+]
+headers = ["GB, worked out", "devices", "DDP", "stage 1", "stage 2", "stage 3"]
+comms.print(table(rows, headers))
+
+# %% [markdown] index=["sharding, time of"]
+r"""
+## When does it cost time?
+
+Let $C$ be a device's computing in a step and $M$ an all-reduce of all gradients. DDP and stages 1
+and 2 send what takes $M' = M$, stage 3 what takes $M' = 1.5 M$. With nothing hidden behind
+computing, a step takes the sum. With all hidden that can be, it takes the longer of the two. So of
+a step $T$, *the share hidden of what can be hidden* is
+
+$$h = \frac{C + M' - T}{C + M' - \max(C, M')} = \frac{C + M' - T}{\min(C, M')}$$
+
+**Predict.** DDP can hide messages behind backward only, two thirds of $C$. Stages 1 and 2 send half
+of theirs as gathers, which the next forward can hide: they should beat DDP where messages take as
+long as computing. Stage 3 sends most, but prefetches all except the first block: it should lose
+nothing while $1.5 M$ is below $C$, and fall behind after that.
+
+**Measure.** On devices of known speed, which pause as long as they would compute: a scale model of
+four machines with an A100 and 25 Gbit/s each, that train 355 million parameters in bf16, and the
+same with twice and half as many tokens a step. (`relink` sets links to 500 Mbit/s.)
 """
 
 # %%
-PUBLISHED = {"torchtitan, 8B": (8, 5762, 128, 5605), "llm-foundry, 1B": (8, 45455, 64, 44402)}
+usual = comms.box and comms.box.links[0].option
+if usual:
+    relink(comms, "500mbit")
+own = comms.subgroup(range(n))  # connections that begin at this speed
+WORK = {"parameters": 355e6, "tokens": 24_576, "layers": 10}
+base = set_stage(own, cluster("a100", "25gbit", nodes=n, node=1, **WORK))
+comms.print(base)
+
+
+# %% tags=["plumbing"]
+def with_tokens(times):
+    """The stage with so many times the tokens, and the computing."""
+    sides = tuple(replace(side, compute=times * side.compute) for side in base.sides)
+    return replace(base, model=pausing_model(work_of(sides[1])), sides=sides)
+
+
+if base.sides:
+    scaled = [with_tokens(times) for times in (2, 1, 0.5)]
+    stages = {f"M/C {each.sides[1].ratio:.2g}": each for each in scaled}
+else:
+    stages = {"these GPUs": base}
+middle = list(stages)[len(stages) // 2]
+
+# %% [markdown]
+"""
+In each round each strategy takes a step, and a device alone, and an all-reduce of everything is
+timed. One stage has PyTorch's `fully_shard`, too:
+"""
+
+
+# %%
+SENT = {"ddp": 1, "zero1": 1, "zero2": 1, "zero3": 1.5}  # in all-reduces of all gradients
+
+
+def calls_on(stage, cap_mb, names=tuple(SENT)):
+    values = torch.zeros(gradient_bytes(stage.model) // 4, device=stage.comms.device)
+    calls = {"alone": stage.step("none"), "M": partial(stage.comms.all_reduce, values)}
+    for name in names:
+        strategy = stage.strategy(name, cap_mb)
+        optimizer = stage.make_optimizer(strategy.parameters())
+        calls[name] = partial(take_step, strategy, stage.loss_fn, optimizer, stage.batch)
+    return calls
+
+
+# %%
+def torchs_step(stage):
+    model = copy.deepcopy(stage.model)
+    over = DeviceMesh.from_group(stage.comms.group, stage.comms.device.type)
+    for block in elements(model):
+        torch_fully_shard(block, mesh=over)
+    torch_fully_shard(model, mesh=over)
+    return stage.step(STRATEGIES["none"](model, stage.comms))
+
+
+# %%
+def hidden(times, name):
+    """The share hidden of what can be hidden, round by round."""
+    rounds = zip(*(times[key].seconds for key in ("alone", "M", name)), strict=True)
+    shares = [
+        (C + SENT[name] * M - T) / min(C, SENT[name] * M) if n > 1 else 0.0 for C, M, T in rounds
+    ]
+    return Timing(tuple(shares))
+
+
+all_calls = {name: calls_on(stage, 0.5 if base.sides else 25) for name, stage in stages.items()}
+all_calls[middle]["PyTorch"] = torchs_step(stages[middle])
+times = {name: measure(calls, own, warmup=1, repeat=4) for name, calls in all_calls.items()}
+
+# %% tags=["plumbing"]
+shares = {key: {name: hidden(found, name) for name in SENT} for key, found in times.items()}
+LABELS = {"ddp": "DDP", "zero1": "stage 1", "zero2": "stage 2", "zero3": "stage 3"}
+rows = []
+for key, found in times.items():
+    C, M = found["alone"].median, found["M"].median
+    for name, sent in SENT.items():
+        bounds = [human_seconds(t) for t in (max(C, sent * M), C + sent * M)]
+        measured = human_seconds(found[name].median)
+        rows.append(
+            (key, LABELS[name], bounds[0], measured, bounds[1], f"{shares[key][name].median:.2f}")
+        )
+headers = ["", "step", "least possible", "measured", "nothing hidden", "share hidden"]
+own.print(table(rows if n > 1 else [], headers))
+
+# %% tags=["plumbing"]
+speeds = {
+    f"{key}: {LABELS[name]}": base.speed_up(found[name], found["alone"])
+    for key, found in times.items()
+    for name in SENT
+}
+beside = {key: compare(found["zero3"], found["ddp"]).ratio for key, found in times.items()}
+at_each = [f"{ratio:.2f} times as fast at {key}" for key, ratio in beside.items()]
+figures.speed_ups(
+    {name: speed.times for name, speed in speeds.items()},
+    n,
+    title=f"Stage 3 beside DDP: {', '.join(at_each)}",
+)
+
+# %% tags=["plumbing"]
+found = times[middle]
+gains = {name: compare(found[name], found["ddp"]) for name in ("zero1", "zero2")}
+each = [f"a step of {LABELS[name]} is {gain.than('one of DDP')}" for name, gain in gains.items()]
+said = f"At {middle} {each[0]}, and {each[1]}."
+faster = sum(gain.faster for gain in gains.values())
+find(
+    own,
+    "stages-1-and-2",
+    both=(n > 1 and faster == 2, said),
+    one=(n > 1 and faster == 1, said),
+    neither=(n > 1 and faster == 0, said),
+    alone=(n == 1, "One rank gathers nothing."),
+)
+
+# %% tags=["plumbing"]
+ends = [*shares]
+first, last = ends[0], ends[-1]
+third = {key: share["zero3"].median for key, share in shares.items()}
+said = f"{', '.join(f'{value:.2f} at {key}' for key, value in third.items())}"
+high, low = (shares[key]["zero3"].spread for key in (first, last))
+find(
+    own,
+    "stage-3-hides",
+    less=(n > 1 and low[1] < high[0], f"Stage 3 hides less at {last} than at {first}: {said}."),
+    more=(n > 1 and low[0] > high[1], f"Stage 3 hides more at {last} than at {first}: {said}."),
+    alike=(
+        n > 1 and low[1] >= high[0] and low[0] <= high[1],
+        f"Of what can be hidden stage 3 hides {said}"
+        f"{'; the run does not tell the ends apart' if first != last else ''}.",
+    ),
+    alone=(n == 1, "One rank has nothing to hide."),
+)
+
+# %% [markdown]
+r"""
+**Explain.** Stage 3 cannot hide the first block's gather, which all computing waits for, and the
+last reduction, which comes after it. In backward, gathers and reductions share the link in the
+order in which they were started, and a gather behind a reduction comes late for its block: the
+busier the link, the more often. (A share below 0: the step took longer than computing and messages
+one after the other.)
+
+## Beside PyTorch's own
+
+**Predict.** PyTorch's `fully_shard` prefetches on CUDA streams. A CPU has none, so there it starts
+a collective and waits for it. And gloo, PyTorch's backend for CPUs, does a reduce-scatter by
+all-reduces, of twice the bytes ([PyTorch 149869](https://github.com/pytorch/pytorch/pull/149869),
+2025). So it should send two gathers and an all-reduce, $2 M$, and take $C + 2M$. The kernel counts
+what leaves a host in a box:
+"""
+
+
+# %% tags=["plumbing"]
+def sent_by_host():
+    """Bytes that this host's link has sent so far, headers too, by the kernel's count."""
+    interfaces = [line.split(":") for line in Path("/proc/net/dev").read_text().splitlines()[2:]]
+    return sum(int(counts.split()[8]) for name, counts in interfaces if name.strip() != "lo")
+
+
+on_link = {}
+for name in ("ddp", "zero3", "PyTorch") if comms.box and n > 1 else ():
+    own.barrier()
+    before = sent_by_host()
+    all_calls[middle][name]()
+    own.barrier()
+    all_reduce = 2 * (n - 1) / n * gradient_bytes(stages[middle].model)
+    on_link[name] = (sent_by_host() - before) / all_reduce
+
+# %% tags=["plumbing"]
+theirs, ours = on_link.get("PyTorch", 0), on_link.get("zero3", 0)
+said = (
+    f"In bytes of an all-reduce, DDP puts {on_link.get('ddp', 0):.2f} on the link, stage 3 "
+    f"{ours:.2f}, and PyTorch's fully_shard over gloo {theirs:.2f}."
+)
+find(
+    own,
+    "pytorch-bytes",
+    more=(bool(on_link) and theirs > 1.1 * ours, said),
+    not_more=(bool(on_link) and theirs <= 1.1 * ours, said),
+    none=(not on_link, "Bytes on a link are counted on hosts in a box only."),
+)
+
+# %% tags=["plumbing"]
+C, M, theirs = (times[middle][key] for key in ("alone", "M", "PyTorch"))
+guess = Prediction(C.median + 2 * M.median, theirs)
+gain = compare(times[middle]["zero3"], theirs)
+said = f"{gain.say('A step of stage 3 in microddp', 'one of PyTorch')}. PyTorch's took {guess}."
+cpu = n > 1 and comms.device.type == "cpu"
+find(
+    own,
+    "pytorch-time",
+    held=(cpu and guess.held, said),
+    longer=(cpu and guess.longer, said),
+    shorter=(cpu and guess.shorter, said),
+    gpus=(
+        n > 1 and not cpu,
+        f"On GPUs a step of stage 3 in microddp is {gain.than('one of PyTorch')}.",
+    ),
+    alone=(n == 1, "One rank sends nothing, in PyTorch either."),
+)
+if usual:
+    relink(comms, usual)
+own.close()
+
+# %% [markdown]
+r"""
+## Who carries?
+
+**Predict.** A pausing device leaves its core to the messages, as a GPU leaves them to its network
+card. On a CPU the same cores compute and carry (chapter 05): a prefetched gather takes time from
+computing, and stage 3's third pass over all bytes should show.
+
+**Measure.** The same code where ranks really compute, on ranks with a core of their own (the others
+leave here), with few samples and many:
+"""
+
+# %%
+timed = comms.timed()
+n, rank = timed.world_size, timed.rank
+WIDTH, SAMPLES = 512, (128, 1024)
+ADAMW = partial(torch.optim.AdamW, lr=1e-4)
+wide = FullMLP(WIDTH, depth=8).to(timed.device)
+computed = {}
+for samples in SAMPLES:
+    batch = torch.randn(2, samples, WIDTH, device=timed.device).unbind()
+    real = Stage(timed, wide, mse_loss, batch, ADAMW)
+    computed[samples] = measure(calls_on(real, 1, ("ddp", "zero3")), timed, warmup=1, repeat=4)
+
+# %% tags=["plumbing"]
+rows = []
+for samples, found in computed.items():
+    C, M = found["alone"].median, found["M"].median
+    numbers = [f"{1e3 * seconds:.0f}" for seconds in (C, M / 2)]
+    extra = 1e3 * (found["zero3"].median - found["ddp"].median)
+    numbers += [f"{M / C:.2f}", f"{extra:+.0f}", f"{hidden(found, 'zero3').median:.2f}"]
+    rows.append((samples, *numbers))
+headers = ["samples a rank", "C, ms", "a gather, ms", "M/C"]
+headers += ["stage 3 after DDP, ms", "share hidden by stage 3"]
+timed.print(table(rows if n > 1 else [], headers))
+
+# %% tags=["plumbing"]
+extra, part = [], []
+for samples, found in computed.items():
+    longer, gather = found["zero3"].median - found["ddp"].median, found["M"].median / 2
+    extra.append(f"{1e3 * longer:+.0f} ms with {samples} samples (a gather: {1e3 * gather:.0f} ms)")
+    part.append(longer / gather if n > 1 else 0.0)
+said = f"Where ranks compute, stage 3's step differs from DDP's by {' and '.join(extra)}"
+find(
+    timed,
+    "third-pass",
+    shows=(n > 1 and min(part) >= 0.5, f"{said}: the third pass shows, half of it or more."),
+    some=(n > 1 and min(part) < 0.5 <= max(part), f"{said}: the third pass shows in one of them."),
+    hidden=(n > 1 and max(part) < 0.5, f"{said}: more than half of the third pass is hidden."),
+    alone=(n == 1, "One rank passes on nothing."),
+)
+
+# %% tags=["plumbing"]
+on_cores, pausing = hidden(computed[SAMPLES[-1]], "zero3"), shares[first]["zero3"]
+real = computed[SAMPLES[-1]]
+ratio = real["M"].median / real["alone"].median
+said = (
+    f"Of what can be hidden stage 3 hid {pausing.median:.2f} on devices that pause, at {first}, "
+    f"and {on_cores.median:.2f} on cores that compute and carry, at M/C {ratio:.2g}."
+)
+apart = pausing.spread[0] > on_cores.spread[1], on_cores.spread[0] > pausing.spread[1]
+here = n > 1 and bool(base.sides)
+find(
+    timed,
+    "who-carries",
+    pausing=(here and apart[0], f"Who carries decides. {said}"),
+    computing=(here and apart[1], f"Cores that compute hid more. {said}"),
+    alike=(here and not any(apart), f"{said} The run does not tell the two apart."),
+    gpus=(
+        n > 1 and not base.sides,
+        f"On these GPUs stage 3 hid {pausing.median:.2f} of what can be hidden with a transformer, "
+        f"and {on_cores.median:.2f} with a small network.",
+    ),
+    alone=(n == 1, "One rank carries nothing."),
+)
+
+# %% [markdown]
+"""
+**Explain.** A benchmark of sharding on CPUs tells how CPUs carry messages. On GPUs, published
+comparisons of stage 3 with DDP go both ways. In the paper on FSDP they are alike with 611 million
+and 2.28 billion parameters on A100s, and beyond that DDP is out of memory ([Zhao et al., VLDB
+2023](https://arxiv.org/abs/2304.11277), section 5.2). A user of OLMo with 1 billion parameters got
+8034 tokens a second from each of four GPUs by DDP, and 1747 by FSDP ([allenai/OLMo
+762](https://github.com/allenai/OLMo/issues/762), December 2024), in micro-batches of two sequences.
+DDP was set to average once for all, and FSDP gathers for each: exercise 3 counts that.
+
+:::{admonition} On GPUs
+NCCL has kernels for both halves, and FSDP2 starts them on streams of their own. So a GPU hides as
+pausing devices do, while the CPU is ahead with its calls; but NCCL's kernels take some of its
+processors. Matrix products have been seen 30 to 40 % slower beside them ([PyTorch
+179937](https://github.com/pytorch/pytorch/issues/179937), 2026). $M/C$ decides. It is worked out
+below for 8 billion parameters in bf16 and 16,384 tokens a device: stage 3 can hide all while $1.5
+M/C$ is below 1. To try: `python -m microddp.bench sharded`; or torchtitan, where
+`data_parallel_shard_degree` is the number of ranks that divide, and
+`data_parallel_replicate_degree` the number of replicas.
+:::
+"""
+
+# %% tags=["plumbing"]
 rows = [
-    (name, f"{many // few_} times as many GPUs", f"{there / here:.1%} of the speed of each")
-    for name, (few_, here, many, there) in PUBLISHED.items()
+    (side.words, f"{side.ratio:.2f}", f"{1.5 * side.ratio:.2f}")
+    for side in known_clusters(parameters=8.03e9, tokens=16_384, layers=32)
 ]
-timed.print(table(rows, ["published", "", "kept"]))
+timed.print(table(rows, ["worked out, not measured", "M/C", "stage 3: 1.5 M/C"]))
 
 # %% [markdown]
 """
 ## Where it breaks
 
-**The norm of a shard.** Clipping scales gradients by the norm of all of them. A rank that has an
-n-th, and takes the norm of that, finds it too small, and each rank another one. microddp's
+**The norm of a shard.** Clipping scales gradients by the norm of all of them. A rank that takes the
+norm of its n-th finds too small a number, and each rank finds another. microddp's
 {func}`~microddp.parts.clip_grad_norm` adds up squares over the ranks:
 """
 
@@ -553,11 +944,10 @@ assert torch.allclose(norms.square().sum().sqrt(), norm)
 # %% [markdown]
 """
 **A checkpoint of one rank's shards.** `if rank == 0: save(model.state_dict())` was right with DDP.
-Now it saves an n-th: flat shards, under the names of whole parameters. Whole tensors, which any
-model can load, are one call on every rank: `sharded.whole_state_dict()` brings them to rank 0,
-which needs memory for all. Or every rank saves its shards (`own_parts`), and `load_parts` takes
-what a rank needs out of all ranks' files, for any number of ranks. Here each rank begins alone,
-with its own file only:
+Now it saves an n-th: flat shards, under the names of whole parameters. On every rank,
+`sharded.whole_state_dict()` brings whole tensors to rank 0, which needs memory for all. Or every
+rank saves its own shards (`own_parts`), and `load_parts` finds what a rank needs in all ranks'
+files, for any number of ranks. Here each rank begins alone, with its own file only:
 """
 
 # %%
@@ -576,12 +966,11 @@ assert rank or whole == count
 
 # %% [markdown]
 """
-**A module used twice.** When is a layer's gradient complete? A hook on the *module* is called after
-each use, and one on the *parameter* after the last, here before the second of the module's, which
-waits for the gradient of the input. A step that reduces when the first is called reduces half a
-gradient, and frees what the other use still needs. (microddp reduces a block when backward has come
-past its first use, to what forward used before. Which of its parameters a rank has used makes no
-difference: all ranks reduce in one order.)
+**A module used twice.** When is a layer's gradient complete? If forward calls a module twice,
+autograd calls a backward hook of the *module* twice, once for each use. It calls the hook of a
+*parameter* once, when the gradients of both uses have been added up. A step that reduces at the
+first call sends half a gradient, and frees parameters that the other use still needs.
+(microddp reduces a block when backward has passed the block's first use in forward.)
 """
 
 # %%
@@ -599,44 +988,15 @@ r"""
 
 **Predict.** Four ranks, each with a limit on its memory beyond what an empty job takes, train a
 model whose parameters, gradients and means need twice that: $16\Psi$ bytes. In stage 3 each keeps a
-quarter, and two blocks. A model that is larger yet could not even be made, to be divided then. So
-this one is made on PyTorch's `meta` device, where tensors have shapes and no memory, and
-{func}`~microddp.sharding.fully_shard.fully_shard` makes one block at a time, and divides it:
+quarter, and two blocks. The model is made on PyTorch's `meta` device, where tensors have shapes and
+no memory, and `fully_shard` makes one block at a time, and divides it. The program is
+{download}`train_limited.py <../_downloads/train_limited.py>`, and this is how it makes the model:
 """
 
 # %%
-LIMITED = """
-import resource, sys, torch, microddp
-from microddp.sharding import fully_shard
-
-comms = microddp.init()
-warm = microddp.DDP(torch.nn.Linear(8, 8), comms)  # modules, threads and buffers, once for all
-warm(torch.ones(1, 8)).sum().backward()
-torch.optim.Adam(warm.parameters()).step()
-fully_shard(layer := torch.nn.Linear(8, 8), comms)
-layer(torch.ones(1, 8)).sum().backward()
-used = int(open("/proc/self/status").read().partition("VmData:")[2].split()[0]) << 10
-resource.setrlimit(resource.RLIMIT_DATA, (used + (192 << 20),) * 2)
-"""
-
-# %%
-TRAINED = """
-layers = lambda: torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(24)))
-if sys.argv[1] == "ddp":
-    model = microddp.DDP(layers(), comms)
-else:
-    with torch.device("meta"):
-        model = layers()
-    for layer in model:
-        fully_shard(layer, comms)
-    fully_shard(model, comms)
-adam = torch.optim.Adam(model.parameters())
-for _ in range(3):
-    adam.zero_grad()
-    model(torch.ones(4, 1024)).square().mean().backward()
-    adam.step()
-comms.print("trained 3 steps")
-"""
+FILE = Path(microddp.__file__).parents[1] / "docs" / "_downloads" / "train_limited.py"
+source = FILE.read_text()
+timed.print(source[source.index("def new_model") : source.index("def main")].strip())
 
 # %% tags=["plumbing"]
 OF_TORCHRUN = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
@@ -644,19 +1004,15 @@ BARE = {k: v for k, v in os.environ.items() if not k.startswith((*OF_TORCHRUN, "
 BARE |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "MICRODDP_TIMEOUT": "20"}
 BARE |= {"GLOO_SOCKET_IFNAME": "lo", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 FOUR = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-FOUR = [sys.executable, *FOUR, "--nproc-per-node=4"]
+FOUR = [sys.executable, *FOUR, "--nproc-per-node=4", FILE]
 
 
 def outcomes(*kinds):
     """What four ranks under a limit say at the end, of each kind; jobs side by side."""
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder, "limited.py")
-        script.write_text(LIMITED + TRAINED)
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": BARE}
-        options["preexec_fn"] = on_all_cores
-        jobs = [subprocess.Popen([*FOUR, script, kind], **options) for kind in kinds]
-        said = [job.communicate(timeout=100) for job in jobs]
-    return [last_words(*both) for both in said]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": BARE}
+    options["preexec_fn"] = on_all_cores
+    jobs = [subprocess.Popen([*FOUR, kind], **options) for kind in kinds]
+    return [last_words(*job.communicate(timeout=100)) for job in jobs]
 
 
 # %% tags=["plumbing"]
@@ -672,28 +1028,36 @@ def last_words(printed, errors):
 
 
 # %%
-count = 24 * (1024 * 1024 + 1024)
-needed = [bytes_kept(stage, count, 4).total for stage in (0, 3)]
-timed.print(
-    f"needed: DDP {human_bytes(needed[0])}, stage 3 {human_bytes(needed[1])}; allowed: 192 MiB more"
-)
+said = ["", ""]
 if sys.platform == "linux":
     said = outcomes("ddp", "zero3") if rank == 0 else []
-    ddp_said, sharded_said = timed.all_gather_data(said)[0]
-    timed.print(f"DDP:     {ddp_said}\nstage 3: {sharded_said}")
-    assert "allocate memory" in ddp_said
-    assert sharded_said == "trained 3 steps"
-else:
-    timed.print("Left out: this system holds no process to a limit on its memory.")
+    said = timed.all_gather_data(said)[0]
+    timed.print(f"DDP:     {said[0]}\nstage 3: {said[1]}")
+    assert "allocate memory" in said[0]
+    assert said[1] == "trained 3 steps"
+
+# %% tags=["plumbing"]
+needed = [human_bytes(bytes_kept(stage, 24 * 1025 * 1024, 4).total) for stage in (0, 3)]
+find(
+    timed,
+    "limited",
+    trained=(
+        bool(said[1]),
+        f"With 192 MiB allowed, stage 3, which needs {needed[1]} a rank, trained; DDP, which needs "
+        f"{needed[0]}, was refused memory.",
+    ),
+    left_out=(not said[1], "Left out: this system holds no process to a limit on its memory."),
+)
 
 # %% [markdown]
 r"""
 ## What to take along
 
-- An all-reduce is a reduce-scatter and an all-gather. What each rank does in between it need not do
-  n times: stages 1 and 2 send what DDP sends, and keep less.
-- Stage 3 keeps an n-th of everything, and sends half as much again. How much time that costs
-  depends on how much a rank computes for each byte.
+- An all-reduce is a reduce-scatter and an all-gather. Put the optimizer between them, and each rank
+  keeps an n-th of its state for the same bytes.
+- Stage 3 keeps an n-th of everything and sends half as much again. $M/C$ and whoever carries the
+  messages decide whether that costs time; each micro-batch gathers anew.
+- Sharding divides state, not activations: count both before you say that a model fits.
 - Sum squares over the ranks before you clip, let all ranks save, and count a gradient as complete
   when its parameter says so.
 
@@ -731,15 +1095,17 @@ $ python -m microddp.labs start 16
 
    </details>
 
-3. In the table of stages, what if gradients are accumulated over four micro-batches? Think of stage
-   2 with a reduce-scatter after each, or after the last one only.
+3. The OLMo user's step had 256 sequences on 4 GPUs, two at a time. In all-reduces of all gradients,
+   what does DDP send in a step, and what stage 3? And stage 3 with `no_sync()` for all but the last
+   micro-batch?
 
    <details class="solution"><summary>Solution</summary>
 
-   After each: gradients stay sharded, $4/n$ bytes, and are sent four times (and `post_backward` has
-   to add to `shard.grad` instead of replacing it). After the last: they are sent once, but each
-   rank's own sums must be kept whole until then, 4 bytes of each parameter, as in stage 1.
-   `no_sync()` is the second way. Memory or bytes: one of the two.
+   Each GPU takes $256 / 4 / 2 = 32$ micro-batches. DDP averages after the last: 1. Stage 3 gathers
+   twice and reduces once for each: $32 \cdot 1.5 = 48$. With `no_sync()` it still gathers twice for
+   each, and reduces once: $32 + 0.5 = 32.5$. For that each rank keeps whole gradients, 4 bytes of
+   each parameter, as in stage 1. Parameters that stay whole between micro-batches
+   (`reshard_after_forward=False`) save gathers, and need memory for all of them.
 
    </details>
 """

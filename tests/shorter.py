@@ -73,11 +73,16 @@ SHORTER = {
     },
     "15": {"LARGEST = 2**24": "LARGEST = 2**22", "range(12, 25, 3)": "range(12, 23, 5)"},
     "16": {
-        "SAMPLES = (64, 256, 1024)": "SAMPLES = (8, 16)",
+        "SAMPLES = 512, (128, 1024)": "SAMPLES = 512, (8, 16)",
+        '"layers": 10': '"layers": 2',
         # Jobs of their own, on the CPU whatever this one runs on. The book runs them.
         'outcomes("ddp", "zero3") if': '("can\'t allocate memory", "trained 3 steps") if',
     },
     "17": {
+        '"layers": 6': '"layers": 2',
+        "PYTORCH = True": "PYTORCH = False",  # which finds out that pretended devices are none
+    },
+    "18": {
         "(16, 1 << 16, 1.5e-3)": "(2, 1 << 16, 1e-4)",
         "(4, 1 << 19, 8e-3)": "(2, 1 << 16, 1e-4)",
         "failures.play(best, 20_000)": "failures.play(best, 10_000)",

@@ -1,4 +1,4 @@
-"""Bytes that a rank keeps of a model while it trains, by formula."""
+"""Bytes that a rank keeps of a model and of its activations while it trains, by formula."""
 
 from __future__ import annotations
 
@@ -48,3 +48,26 @@ def bytes_kept(
     parts = [1 / world_size if stage >= least else 1.0 for least in (3, 2, 1)]
     sizes = (parameter, gradient, optimizer)
     return Kept(*(count * size * part for size, part in zip(sizes, parts, strict=True)))
+
+
+def activation_bytes(
+    tokens: float, blocks: int, block: float, *, entry: float | None = None, value_size: float = 2
+) -> float:
+    """Compute the most bytes that backward of a stack of equal blocks has to keep of activations.
+
+    Args:
+        tokens: tokens of a device and micro-batch.
+        blocks: number of blocks.
+        block: values that autograd saves of each token in a block.
+        entry: with recomputation (activation checkpointing), values of each token at the entry of
+            a block. Those stay, and the rest of one block at a time. Default: all stay.
+        value_size: bytes of a value; 2 in half precision.
+
+    Example:
+        >>> activation_bytes(16_384, 32, 8 * 4096 + 4 * 14_336) / 2**30
+        88.0
+
+    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, section 4.
+    """
+    kept = blocks * block if entry is None else (blocks - 1) * entry + block
+    return tokens * kept * value_size

@@ -1,6 +1,6 @@
 # %% [markdown]
 r"""
-# 17. A thousand devices
+# 18. A thousand devices
 
 What will a training do on 8, on 64, on 1024 devices, with which link and which way of sharing? Few
 can try. This chapter asks a simulator: a clock for each device, and rules for what takes how long.

@@ -1,0 +1,914 @@
+# %% [markdown]
+r"""
+# 17. Sharded in practice
+
+How is sharded training run? You care because stage 3 over all devices is as fast as the slowest
+link, and what helps (two levels, precision, accumulation, the right optimizer) is easily set the
+wrong way, without an error. This chapter builds each one small, counts what crosses which link, and
+says what PyTorch calls it.
+"""
+
+# %% tags=["imports"]
+import contextlib
+import copy
+import gc
+import math
+import shutil
+import tempfile
+import warnings
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.utils import get_total_norm, parameters_to_vector
+
+import microddp
+from microddp import figures
+from microddp.allreduce import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from microddp.bench.memory import bytes_alive
+from microddp.comms import MessageCounter
+from microddp.findings import compare, find
+from microddp.hosts import relink
+from microddp.parts import clip_grad_norm, load_parts, own_parts
+from microddp.report import human_bytes, table
+from microddp.sharding import OwnedOptimizer, fully_shard, nodes_of, owners, shard_blocks
+from microddp.stage import cluster, set_stage
+from microddp.strategies import STRATEGIES
+from microddp.timing import measure
+
+with warnings.catch_warnings(action="ignore"):  # PyTorch's own, of its jit
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+    from torch.distributed.tensor.debug import CommDebugMode
+
+# %%
+# sphinx_gallery_builds = "two levels of sharding, accumulation three ways, and a sharded Muon"
+# sphinx_gallery_hosts = "8 x 1gbit"
+comms = microddp.init()
+n = comms.world_size
+comms.print(comms.describe())
+own = comms.subgroup(range(n))
+
+# %% [markdown] index=["HSDP", "hybrid sharding", "device mesh"]
+r"""
+## Two levels
+
+GPUs of a node share fast links; nodes share slow ones. *Hybrid sharding* (HSDP) uses both: the $k$
+ranks of a node divide the parameters, as in stage 3, and the $m$ nodes keep replicas, as in DDP. It
+is chapter 07's grid, a *device mesh*: a row is a node, and a column has the ranks with one shard.
+
+Here two ranks are a node; on GPUs, those of a machine if there are several machines:
+"""
+
+# %%
+local = comms.local_world_size
+k = local if comms.device.type == "cuda" and n % local == 0 and local < n else 2
+k = k if n % k == 0 and n > k else 1  # ranks of a node
+m = n // k  # nodes
+inside, across = nodes_of(own, k)
+comms.print(f"{m} nodes of {k}: rows of {inside.world_size} ranks, columns of {across.world_size}")
+
+# %% [markdown]
+r"""
+**Build.** Backward has a whole flat gradient on each rank. Inside the node it is reduce-scattered.
+Then each shard, a $k$-th, is averaged with its replicas:
+"""
+
+
+# %%
+def reduce_by_levels(flat, shard, replicate):
+    """Leave each rank its shard of the mean over all ranks."""
+    mine = ring_reduce_scatter(flat, shard, "mean")
+    ring_all_reduce(mine, replicate, "mean")
+    return mine
+
+
+def sharded_step(flat, shard, replicate):
+    """Send what a step sends: gather for forward, gather for backward, reduce."""
+    for _ in range(2):
+        ring_all_gather(flat, shard)
+    return reduce_by_levels(flat, shard, replicate)
+
+
+# %%
+mean = torch.arange(24.0 * n, device=comms.device) * own.rank
+mine = reduce_by_levels(mean.clone(), inside, across)
+own.all_reduce_mean(mean)
+torch.testing.assert_close(mine, mean.tensor_split(k)[inside.rank])
+
+# %% [markdown]
+r"""
+Two counters see the two levels, and a third one sees a ring of all ranks, in which a message
+crosses nodes if its ranks are of different ones. The sums are of this rank's node, so "between" is
+what the node's uplink carries:
+"""
+
+
+# %%
+def crossed(call, *arguments):
+    """Bytes that this node's ranks send inside the node, and to other nodes."""
+    counters = [MessageCounter(ranks) for ranks in (own, inside, across)]
+    with contextlib.ExitStack() as stack:
+        for counter in counters:
+            stack.enter_context(counter)
+        call(*arguments)
+    flat, near, far = (counter.messages for counter in counters)
+    far = far + [msg for msg in flat if msg.src // k != msg.dst // k]
+    near = near + [msg for msg in flat if msg.src // k == msg.dst // k]
+    mine = [sum(msg.nbytes for msg in messages) for messages in (near, far)]
+    everyone = own.all_gather_data(mine)
+    node = everyone[own.rank // k * k :][:k]
+    return tuple(map(sum, zip(*node, strict=True)))
+
+
+# %% [markdown]
+r"""
+**Predict.** Let $S$ be the bytes of all parameters, as many as of all gradients. Bytes that leave a
+node:
+
+- DDP, one ring of all: it leaves each node once, so $2\frac{n-1}{n}S$.
+- Stage 3 over all: three halves instead of two, $3\frac{n-1}{n}S$.
+- HSDP: each of $k$ ranks all-reduces $S/k$ over $m$ nodes: $2\frac{m-1}{m}S$. The gathers stay
+  inside.
+- HSDP with its dimensions swapped: shards across nodes, replicas inside. All $k$ ranks of a node
+  gather and reduce the whole between nodes: $3k\frac{m-1}{m}S$.
+
+**Measure.** With a model of four layers, and microddp's
+{func}`~microddp.sharding.fully_shard.fully_shard`, which takes the column as `replicas`. PyTorch's
+takes a mesh. Its second dimension is sharded, its first replicated:
+"""
+
+# %%
+WIDTH, LAYERS = 96, 4
+SIZE = 4 * LAYERS * WIDTH**2  # S, bytes
+
+
+def build():
+    torch.manual_seed(0)
+    layers = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+    return nn.Sequential(*layers).to(comms.device)
+
+
+def by_levels(shard, replicate, **options):
+    model = build()
+    for module in (*model, model):
+        sharded = fully_shard(module, shard, replicas=replicate, collectives="ring", **options)
+    return model, sharded
+
+
+def by_pytorch(*dimensions):
+    model, names = build(), ("replicate", "shard")[-len(dimensions) :]
+    ranks = torch.arange(n).view(dimensions)
+    mesh = DeviceMesh(comms.device.type, ranks, mesh_dim_names=names)
+    for module in (*model, model):
+        torch_fully_shard(module, mesh=mesh)
+    return model
+
+
+# %%
+def backward(model, step=0):
+    generator = torch.Generator().manual_seed(100 * step + own.rank)
+    x, y = torch.randn(2, 128, WIDTH, generator=generator).to(comms.device)
+    mse_loss(model(x), y).backward()
+
+
+flat = torch.zeros(SIZE // 4, device=comms.device)
+GRIDS = {
+    "stage 3 over all": (own, None),
+    "HSDP": (inside, across),
+    "HSDP, swapped": (across, inside),
+}
+sent = {"DDP, one ring": crossed(ring_all_reduce, flat, own)}
+for name, grid in GRIDS.items():
+    sent[name] = crossed(backward, by_levels(*grid)[0])
+for name in ("HSDP", "HSDP, swapped"):
+    small = crossed(sharded_step, flat, *GRIDS[name])
+    assert all(math.isclose(*pair, rel_tol=0.02) for pair in zip(sent[name], small, strict=True))
+
+# %% tags=["plumbing"]
+once = 2 * (n - 1) / n
+between = [once, 1.5 * once, 2 * (m - 1) / m, 3 * k * (m - 1) / m]  # times S
+divided = [1, n, k, m]
+rows = []
+for (name, (near, far)), right, parts in zip(sent.items(), between, divided, strict=True):
+    assert math.isclose(far, right * SIZE, rel_tol=0.02)
+    row = (name, human_bytes(16 * SIZE / 4 / parts), human_bytes(near))
+    rows.append((*row, human_bytes(right * SIZE), human_bytes(far)))
+headers = ["", "a rank keeps (Adam)", "sent inside a node", "between, predicted", "counted"]
+comms.print(f"{human_bytes(SIZE)} of parameters; a node's bytes in a step")
+comms.print(table(rows, headers))
+if n > 1:
+    figures.stacked_bars(
+        {name: {"in the node": near, "out of it": far} for name, (near, far) in sent.items()},
+        title=f"Out of a node go {human_bytes(sent['HSDP'][1])} with HSDP, "
+        f"{human_bytes(sent['stage 3 over all'][1])} with stage 3 over all",
+        xlabel="bytes that a node's ranks send in a step",
+        formatter=human_bytes,
+    )
+
+# %% tags=["plumbing"]
+hsdp, stage_3, swapped = (max(1, sent[name][1]) for name in ("HSDP", *[*GRIDS][::2]))
+find(
+    comms,
+    "levels",
+    two=(
+        k > 1,
+        f"Stage 3 over all sends {stage_3 / hsdp:.2f} times as much out of a node as HSDP. HSDP "
+        f"with its dimensions swapped sends {swapped / hsdp:.2f} times as much, and no error says "
+        "so.",
+    ),
+    one=(k == 1 < n, "With one rank in a node HSDP is DDP, and swapped it is stage 3."),
+    alone=(n == 1, "One rank sends nothing."),
+)
+
+# %% [markdown]
+r"""
+The price is memory: a rank keeps a $k$-th of everything, not an $n$-th. Beside DDP's flat ring,
+which leaves a node only once, HSDP saves few bytes: $\frac{m-1}{m}$ instead of $\frac{n-1}{n}$.
+What it saves is stage 3's gathers, and rounds: $2(n-1)$ of a ring become $k - 1$ and $2(m-1)$.
+
+`torchrun` numbers the ranks of a machine in a row. So the mesh is `(nodes, GPUs of a node)`, and
+the second dimension, the sharded one, is a machine's. The other order is the swapped row above.
+
+## In time
+
+**Predict.** The stage is a scale model of four nodes of two A100, a link of 100 Gbit/s for each
+node, NVLink inside, and messages in fp32. (Nodes of four would need sixteen hosts: too many for two
+cores.) A node's hosts share an uplink of 100 Mbit/s; inside they have 1 Gbit/s, a ratio of 10
+instead of 19. Let $C$ be a step's computing, of which backward is two thirds, and $M$ DDP's
+all-reduce. With perfect overlap the uplink allows
+
+$$ T_\text{DDP} = \tfrac13 C + \max(\tfrac23 C, M), \quad T_3 = \max(C, \tfrac32 M), \quad
+T_\text{HSDP} = \tfrac13 C + \max(\tfrac23 C, \tfrac{m-1}{m}\tfrac{n}{n-1} M), $$
+
+since stage 3 sends a third of its bytes in forward, and HSDP sends between nodes in backward only.
+
+**Measure.** Both, DDP, and one device (and two more for a later section, in bf16):
+"""
+
+# %%
+usual = comms.box and len(comms.box.links) == n and comms.box.links[0].option
+for first in range(0, n, k) if usual else ():
+    relink(comms, "100mbit", None, list(range(first, first + k)))
+WORK = {"parameters": 1.3e9, "tokens": 16_384, "layers": 6, "value_size": 4}
+stage = set_stage(own, cluster("a100", "100gbit", nodes=m, node=k, **WORK))
+comms.print(stage)
+
+
+# %%
+def on_stage(shard, replicate=None, **options):
+    model = copy.deepcopy(stage.model)
+    shard_blocks(model, shard, replicas=replicate, collectives="ring", **options)
+    return stage.step(STRATEGIES["none"](model, own))
+
+
+calls = {"one device": stage.step("none"), "DDP": stage.step("ddp", 0.5)}
+calls |= {"stage 3": on_stage(own), "HSDP": on_stage(inside, across)}
+bf16, fp32 = torch.bfloat16, torch.float32
+for sums in (fp32, bf16):
+    calls[sums] = on_stage(inside, across, param_dtype=bf16, reduce_dtype=sums)
+steps = measure(calls, own, repeat=3, warmup=1)
+speeds = {name: stage.speed_up(steps[name], steps["one device"]) for name in [*calls][1:4]}
+
+# %% tags=["plumbing"]
+rows = [(name, str(steps[name]), str(speed)) for name, speed in speeds.items()]
+headers = ["", "a step", f"{n} devices beside one"]
+if usual and n > 1:
+    r = stage.sides[1].ratio
+    times = [1 / 3 + max(2 / 3, r), max(1, 1.5 * r)]
+    times.append(1 / 3 + max(2 / 3, r * between[2] / between[0]))
+    rows = [(*row, f"{n / t:.1f} times") for row, t in zip(rows, times, strict=True)]
+    headers.append("the uplink allows")
+else:
+    comms.print("Left out: what uplinks allow, since these links have no known speed.")
+comms.print(table(rows, headers))
+
+# %% tags=["plumbing"]
+gain, beside = (compare(steps["HSDP"], steps[name]) for name in ("stage 3", "DDP"))
+said = (
+    f"With HSDP {n} devices are {speeds['HSDP'].ratio:.2f} times as fast as one, with DDP "
+    f"{speeds['DDP'].ratio:.2f} times, with stage 3 over all {speeds['stage 3'].ratio:.2f} times: "
+    f"a step of HSDP is {gain.than('one of stage 3')}, and {beside.than('one of DDP')}."
+)
+find(comms, "levels-in-time", **gain.sides(said if n > 1 else "One rank has nothing to send."))
+figures.speed_ups(
+    {name: speed.times for name, speed in speeds.items()},
+    n,
+    title=f"{m} nodes of {k}: a step of HSDP is {gain.than('one of stage 3')}",
+)
+if usual:
+    relink(comms, usual)
+
+# %% [markdown]
+r"""
+**Explain.** What the uplink allows leaves out the starts of messages. Each ring of stage 3 has
+$n-1$ rounds, and in each some message has to cross an uplink. DDP's ring is gloo's, in C++, and the
+sharded ones are microddp's, in Python.
+
+## Where it breaks: the norm over all ranks
+
+Clipping needs the norm of the whole gradient. **Predict.** In HSDP the shards of a *node* are the
+whole gradient, once. Squares that are summed over all ranks count each value $m$ times: the norm is
+$\sqrt m$ too large, and clips too much. (A rank's own norm is too small: chapter 16.) Of one
+process, of a node's shards, of all ranks, and by PyTorch's own:
+"""
+
+# %%
+model, _ = by_levels(inside, across)
+backward(model)
+shards = [p.grad for p in model.parameters() if p.grad.numel()]
+squares = get_total_norm(shards).square()
+own.all_reduce(squares)
+over_all = squares.sqrt().item()
+norm = clip_grad_norm(model.parameters(), 1.0, inside).item()
+
+whole = build()
+backward(whole)
+for p in whole.parameters():
+    own.all_reduce_mean(p.grad)
+right = get_total_norm([p.grad for p in whole.parameters()]).item()
+assert math.isclose(norm, right, rel_tol=1e-4)
+assert math.isclose(over_all, right * math.sqrt(m), rel_tol=1e-4)
+
+# %%
+PYTORCH = True  # to try its own, too
+if PYTORCH:
+    on_mesh = by_pytorch(m, k)
+    backward(on_mesh)
+    theirs = get_total_norm([p.grad for p in on_mesh.parameters()]).full_tensor().item()
+    assert math.isclose(theirs, right, rel_tol=1e-4)
+
+# %% tags=["plumbing"]
+find(
+    comms,
+    "norm",
+    wrong=(
+        m > 1,
+        f"The gradient's norm is {right:.4f}, on one process as over a node's shards. Over all "
+        f"ranks it comes out as {over_all:.4f}, {over_all / right:.2f} times as large.",
+    ),
+    right=(m == 1, "With one node, all ranks are the node's."),
+)
+
+# %% [markdown]
+r"""
+PyTorch's gradients are DTensors, which know the mesh, so its `get_total_norm` and `clip_grad_norm_`
+are right as they are. Code of your own that calls `all_reduce` on a norm is not.
+"""
+
+# %% [markdown] index=["mixed precision", "master weights", "MixedPrecisionPolicy"]
+r"""
+## Precision: three choices
+
+Three things have a dtype: the shards that the optimizer updates (*masters*), the parameters that
+are gathered, and the gradients that are summed. **Predict.** Of each parameter stage 3 moves two
+gathers and one reduction: $4 + 4 + 4$ bytes in fp32, $2 + 2 + 4$ with `param_dtype=bfloat16` and
+sums in fp32, $2 + 2 + 2$ all in bf16. But HSDP's uplinks carry sums only. So on the stage gathers
+in bf16 should gain nothing; sums in bf16 halve $M$.
+
+**Measure.** Bytes of this chapter's model, and time on the stage; masters stay in fp32:
+"""
+
+# %%
+policies = {"fp32, fp32": (fp32, fp32), "bf16, fp32": (bf16, fp32), "bf16, bf16": (bf16, bf16)}
+moved = {}
+for name, (gathered, reduced) in policies.items():
+    model, _ = by_levels(inside, across, param_dtype=gathered, reduce_dtype=reduced)
+    moved[name] = crossed(backward, model)
+    assert {p.dtype for p in model.parameters()} == {fp32}
+    assert {p.grad.dtype for p in model.parameters()} == {fp32}
+assert math.isclose(3 * moved["bf16, fp32"][0], 2 * moved["fp32, fp32"][0])
+times = [str(steps[name]) for name in ("HSDP", fp32, bf16)]
+rows = [(*row, time) for row, time in zip(moved.items(), times, strict=True)]
+rows = [(name, *map(human_bytes, bytes_), time) for name, bytes_, time in rows]
+comms.print(table(rows, ["gathered, summed in", "sent inside a node", "between", "a step"]))
+
+# %% tags=["plumbing"]
+gain, both = (compare(steps[sums], steps["HSDP"]) for sums in (fp32, bf16))
+said = (
+    f"With gathers in bf16 HSDP's step is {gain.than('one in fp32')}. With sums in bf16, too, it "
+    f"is {both.than('one in fp32')}."
+)
+find(comms, "precision-in-time", **both.sides(said if n > 1 else "One rank sends nothing."))
+
+# %% [markdown]
+r"""
+Why masters in fp32? bf16 has 8 significant bits. And why does the dtype of a sum matter more, the
+more ranks there are? {doc}`Chapter 10 <10_compression>` has the noise; here is the extreme, without
+messages. **Predict.** Around a ring of 512 ranks a bf16 sum stops at 256, where 1 more is rounded
+away. By levels a value is added to others 7 times in its node of 8, and 63 times between nodes:
+each sum stays below 256 times what it adds. And 100 updates of 0.001 to a weight of 1, each less
+than half a last bit, do nothing:
+"""
+
+
+# %%
+def one_by_one(values):
+    total = values[0].clone()
+    for value in values[1:]:
+        total += value
+    return total
+
+
+ones = torch.ones(512, dtype=bf16)
+in_a_ring = one_by_one(ones).item() / 512
+in_levels = one_by_one(torch.stack([one_by_one(node) for node in ones.view(64, 8)])).item() / 512
+masters = [one_by_one(torch.tensor([1.0] + 100 * [1e-3], dtype=d)).item() for d in (fp32, bf16)]
+assert (in_a_ring, in_levels, masters[1]) == (0.5, 1, 1)
+
+# %% tags=["plumbing"]
+find(
+    comms,
+    "precision",
+    rounds=(
+        masters[1] == 1 and in_levels == 1,
+        f"In bf16 a ring of 512 ranks takes the mean of ones for {in_a_ring:.1f}; by levels it "
+        f"is {in_levels:.0f}. After 100 updates of 0.001 a master in fp32 is {masters[0]:.2f}, and "
+        f"one in bf16 still {masters[1]:.0f}.",
+    ),
+)
+
+# %% [markdown] index=["no_sync", "gradient accumulation"]
+r"""
+## Accumulation three ways
+
+With four micro-batches to a step, when are gradients reduced?
+
+- *Each time*: they stay sharded, and are sent four times. It is what happens by itself.
+- *Whole, once* (`no_sync`): each rank keeps whole gradients until the last micro-batch.
+- *Sharded, averaged once* (`no_all_reduce`): a reduce-scatter in the node each time; between nodes
+  once.
+
+**Predict.** Inside, each reduction costs a node $(k-1)S$ and the two gathers of each micro-batch
+$2(k-1)S$. Between nodes each costs $2\frac{m-1}{m}S$. Kept between two micro-batches: $S/k$, $S$,
+$S/k$.
+
+**Measure.** Kept is what tensors have grown by after three micro-batches:
+"""
+
+# %%
+MICRO = 4
+
+
+def accumulate(way):
+    model, sharded = by_levels(inside, across)
+    backward(model)  # makes what stays
+    model.zero_grad()
+    gc.collect()
+    before, kept = bytes_alive(), []
+
+    def micro_batches():
+        with getattr(sharded, way)() if way else contextlib.nullcontext():
+            for step in range(MICRO - 1):
+                backward(model, step)
+        kept.append(bytes_alive() - before)
+        backward(model, MICRO - 1)
+
+    bytes_ = crossed(micro_batches)
+    return *bytes_, kept[0], torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+# %%
+WAYS = {"each time": "", "whole, once": "no_sync", "sharded, averaged once": "no_all_reduce"}
+found = {name: accumulate(way) for name, way in WAYS.items()}
+each, whole_once, averaged_once = found.values()
+for *_, gradients in found.values():
+    torch.testing.assert_close(gradients, each[-1], rtol=1e-4, atol=1e-6)
+rows = [(name, *map(human_bytes, numbers)) for name, (*numbers, _) in found.items()]
+comms.print(table(rows, ["reduced", "sent inside a node", "between", "gradients a rank keeps"]))
+assert math.isclose(each[1], MICRO * averaged_once[1], rel_tol=0.02)
+assert math.isclose(whole_once[1], averaged_once[1], rel_tol=0.02)
+
+# %% tags=["plumbing"]
+find(
+    comms,
+    "accumulation",
+    both=(
+        k > 1,
+        f"Averaged once, {MICRO} micro-batches send {human_bytes(averaged_once[1])} out of a node "
+        f"instead of {human_bytes(each[1])}, and a rank keeps {human_bytes(averaged_once[2])} of "
+        f"gradients meanwhile. Whole ones take {human_bytes(whole_once[2])}.",
+    ),
+    one=(k == 1, "With one rank in a node a shard is the whole gradient: the last two are alike."),
+)
+
+# %% [markdown]
+r"""
+PyTorch has a switch for each, a method of the outermost module
+([documentation](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)):
+
+| before each but the last micro-batch | its effect | ours |
+|---|---|---|
+| (nothing) | reduce-scatter and all-reduce each time | (nothing) |
+| `set_requires_gradient_sync(False)` | neither: whole gradients are kept | `no_sync()` |
+| `set_requires_all_reduce(False)` | reduce-scatter only: shards are kept | `no_all_reduce()` |
+| `set_reshard_after_backward(False)` | parameters stay whole for the next forward | none |
+
+Reductions have to be on again *before* the last backward, or replicas part. On two nodes of 8 A100
+with Ethernet, HSDP and four micro-batches, a step took 88.8 s reduced each time and 54.3 s averaged
+once ([cosmos-framework 162](https://github.com/NVIDIA/cosmos-framework/pull/162), August 2026).
+"""
+
+# %% [markdown] index=["Muon", "ownership"]
+r"""
+## Optimizers that need whole matrices
+
+Adam treats each value by itself, so a shard is as good as a parameter.
+[Muon](https://kellerjordan.github.io/posts/muon/) replaces a matrix's update $U \Sigma V^T$ by
+about $U V^T$: all directions get one length, and only the whole matrix has these directions.
+**Predict.** Muon on the halves of a matrix makes *them* orthogonal, another update; Adam's is the
+same:
+"""
+
+
+# %%
+def update_of(optimizer, parts):
+    """How a step with a random gradient changes a matrix that is given to it in parts."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = torch.randn(WIDTH, WIDTH, generator=generator).chunk(parts)
+    slices = [nn.Parameter(torch.zeros_like(part)) for part in gradients]
+    for p, part in zip(slices, gradients, strict=True):
+        p.grad = part.clone()
+    optimizer(slices, lr=0.02).step()
+    return torch.cat([p.detach() for p in slices])
+
+
+def off_by(found, right):
+    return ((found - right).norm() / right.norm()).item()
+
+
+adam, muon = torch.optim.Adam, torch.optim.Muon
+off = {each.__name__: off_by(update_of(each, 2), update_of(each, 1)) for each in (adam, muon)}
+assert off["Adam"] == 0
+
+# %% tags=["plumbing"]
+find(
+    comms,
+    "slices",
+    other=(
+        off["Muon"] > 0.05,
+        f"In two slices Muon's update is {off['Muon']:.0%} off that of the whole matrix, and "
+        "Adam's is the same bits. No error says so.",
+    ),
+    same=(off["Muon"] <= 0.05, f"In two slices Muon's update is {off['Muon']:.1%} off."),
+)
+
+# %% [markdown]
+r"""
+PyTorch's DTensors know that they are slices, and its Muon is right on them. **Predict.** Each of
+five iterations multiplies three times, and each product gathers: 15 all-gathers for one matrix, and
+then all ranks compute the same. **Measure.** With the gradients of the section on norms:
+"""
+
+
+# %%
+gathers = 0
+if PYTORCH:
+    muon(whole.parameters(), lr=0.02).step()
+    with warnings.catch_warnings(action="ignore"), CommDebugMode() as counter:
+        muon(on_mesh.parameters(), lr=0.02).step()
+    counts = counter.get_comm_counts().items()
+    gathers = sum(count for call, count in counts if "all_gather" in str(call)) / LAYERS
+    begin, right = (parameters_to_vector(each.parameters()).detach() for each in (build(), whole))
+    found = torch.cat([p.full_tensor().detach().flatten() for p in on_mesh.parameters()])
+    assert off_by(found - begin, right - begin) < 0.1
+
+# %% tags=["plumbing"]
+gathers = own.all_gather_data(gathers)[0]
+find(
+    comms,
+    "muon-on-shards",
+    gathers=(
+        gathers > 0,
+        f"PyTorch's Muon on HSDP's DTensors updates as on whole matrices, with {gathers:g} "
+        "all-gathers for each matrix.",
+    ),
+    whole=(PYTORCH and gathers == 0, "With one rank in a node there is nothing to gather."),
+    untried=(not PYTORCH, "PyTorch's own was not tried here."),
+)
+
+# %% [markdown]
+r"""
+So give whole matrices to ranks, instead of slices. No wrapper is needed: the optimizer itself
+reduces, updates and gathers, as
+[nanochat's](https://github.com/karpathy/nanochat/blob/master/nanochat/optim.py) does. **Build.**
+Matrices of one shape lie in one tensor, in rank order. Here each rank owns two:
+"""
+
+
+# %%
+class OwnedMuon:
+    def __init__(self, matrices):
+        self.matrices = matrices
+        self.flat = torch.stack([p.detach() for p in matrices])
+        for p, values in zip(matrices, self.flat, strict=True):
+            p.data = values  # a view
+        self.owned = [nn.Parameter(values) for values in self.flat.chunk(n)[own.rank]]
+        self.muon = torch.optim.Muon(self.owned, lr=0.02)
+
+    @torch.no_grad()
+    def step(self):
+        gradients = torch.stack([p.grad for p in self.matrices])
+        mean = ring_reduce_scatter(gradients, own, "mean")  # 1: reduce to the owners
+        for p, gradient in zip(self.owned, mean.view(-1, WIDTH, WIDTH), strict=True):
+            p.grad = gradient
+        self.muon.step()  # 2: update
+        ring_all_gather(self.flat, own)  # 3: gather from the owners
+
+
+# %% [markdown]
+r"""
+nanochat works through its groups of matrices phase by phase: it starts all reductions; then, group
+by group, waits, updates, and starts to gather; then waits for the gathers. So a group's messages
+hide behind another's update. microddp's {class}`~microddp.sharding.owned.OwnedOptimizer` does that
+for any shapes. Both, and one process that has all ranks' batches:
+"""
+
+
+# %%
+def new_matrices():
+    torch.manual_seed(1)
+    values = torch.randn(2 * n, WIDTH, WIDTH) / WIDTH**0.5
+    return [nn.Parameter(each) for each in values.to(comms.device)]
+
+
+def loss_of(matrices, rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x, y = torch.randn(2, 256, WIDTH, generator=generator).to(comms.device)
+    return sum(mse_loss(x @ matrix, y) for matrix in matrices)
+
+
+def trained(make, ranks, steps=3):
+    matrices = new_matrices()
+    optimizer = make(matrices)
+    for step in range(steps):
+        for p in matrices:
+            p.grad = None
+        for rank in ranks:
+            (loss_of(matrices, rank, step) / len(ranks)).backward()
+        optimizer.step()
+    return torch.stack([p.detach() for p in matrices])
+
+
+# %%
+begin = torch.stack([p.detach() for p in new_matrices()])
+one_process = trained(partial(muon, lr=0.02), range(n)) - begin
+makes = OwnedMuon, partial(OwnedOptimizer, muon, comms=own, collectives="ring", lr=0.02)
+changes = [trained(make, [own.rank]) - begin for make in makes]
+difference = max(off_by(change, one_process) for change in changes)
+assert difference < 0.1
+assert n > 2 or difference == 0  # a sum of two has one order
+
+# %% tags=["plumbing"]
+find(
+    comms,
+    "owned",
+    bits=(
+        difference == 0,
+        "OwnedMuon and OwnedOptimizer train the weights of one process, to the bit.",
+    ),
+    rounded=(
+        difference > 0,
+        f"In three steps OwnedMuon and OwnedOptimizer move the weights as one process does, "
+        f"within {difference:.1%}: more than two ranks add up in another order, and Muon computes "
+        "in bf16.",
+    ),
+)
+
+# %% [markdown]
+r"""
+**Whose work?** A rank that owns more makes the others wait. Muon's products take rows times columns
+times the smaller of the two. **Predict.** The largest matrix first, each to the rank that has least
+so far ({func}`~microddp.sharding.owned.owners`): that is even while each rank has many. It ends
+where ranks outnumber matrices: the busiest has one, and others none. The model is SmolLM2-360M
+(chapter 09) without embeddings, 224 matrices:
+"""
+
+# %% tags=["plumbing"]
+SHAPES = {"q": (960, 960), "k": (320, 960), "v": (320, 960), "o": (960, 960)}
+SHAPES |= {"gate": (2560, 960), "up": (2560, 960), "down": (960, 2560)}
+works = [rows * columns * min(rows, columns) for rows, columns in SHAPES.values()] * 32
+RANKS, shares = [8, 16, 32, 64, 128, 256, 512], {}
+for name in ("in turn", "largest first"):
+    shares[name] = []
+    for ranks in RANKS:
+        in_turn = [i % ranks for i in range(len(works))]
+        owner = in_turn if name == "in turn" else owners(works, [0] * ranks)
+        work = torch.zeros(ranks, dtype=torch.float64)
+        work.index_add_(0, torch.tensor(owner), torch.tensor(works, dtype=torch.float64))
+        shares[name].append((work.max() / work.mean()).item())
+
+# %% tags=["plumbing"]
+even = shares["largest first"]
+figures.lines(
+    {name: (RANKS, curve) for name, curve in shares.items()},
+    title=f"The busiest rank's work: {even[0]:.2f} times the mean of 8, {even[-1]:.1f} of 512",
+    xlabel="ranks",
+    ylabel="busiest rank's work / mean",
+    log="x",
+)
+find(
+    comms,
+    "balance",
+    ends=(
+        even[0] < even[-1],
+        f"With the largest matrix first, the busiest of 8 ranks has {even[0]:.2f} times the mean "
+        f"work; of 64 ranks {even[3]:.2f} times ({shares['in turn'][3]:.2f} in turn); of 512, more "
+        f"than there are matrices, {even[-1]:.1f} times.",
+    ),
+    never=(even[0] >= even[-1], f"The busiest of 8 ranks has {even[0]:.2f} times the mean work."),
+)
+
+# %% [markdown]
+r"""
+On your data: `python -m microddp.train --optimizer muon --schedule owned` (Muon for matrices, Adam
+for the rest). In Megatron-LM on 32 GB300 an owner for each matrix, by the same rule, took the
+optimizer's step from 632 ms, where all gather and compute all, to 157 ms ([issue
+6676](https://github.com/NVIDIA/Megatron-LM/issues/6676), August 2026).
+
+## What to keep whole, and when to gather
+
+| choice | kept | sent and hidden |
+|---|---|---|
+| `reshard_after_forward=True` | one block, and the one prefetched | gathered twice |
+| `False` | all parameters, until backward | gathered once: stage 2's bytes |
+| 8, say (PyTorch) | an eighth, until backward | the second gather is among 8 |
+| no prefetch | one block | each gather is waited for |
+| `set_modules_to_forward_prefetch` | those you list | for blocks too quick to hide a gather |
+
+## Checkpoints
+
+**Predict.** In HSDP each shard exists $m$ times, and should be written once. microddp: only the
+ranks of one node save their parts. PyTorch's `torch.distributed.checkpoint` (DCP) is called on all
+ranks; it sees in the DTensors which ranks hold the same values, and one of them writes. Both must
+load into another grid, here stage 3 over all. First the same small script in both:
+"""
+
+
+# %%
+def train(model, steps=4):
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        sgd.zero_grad()
+        backward(model, step)
+        sgd.step()
+
+
+# %%
+folder = Path(own.all_gather_data(tempfile.mkdtemp() if own.rank == 0 else "")[0])
+model, sharded = by_levels(inside, across)
+train(model)
+if across.rank == 0:
+    torch.save(own_parts(sharded.context.local_params), folder / f"{inside.rank}.pt")
+own.barrier()
+other, loaded = by_levels(own, None)
+files = [torch.load(folder / f"{r}.pt") for r in range(k)]
+load_parts(loaded.context.local_params, own, files)
+written = sum(path.stat().st_size for path in folder.glob("*.pt"))
+for handle in (sharded, loaded):
+    handle.remove()  # whole again
+weights = parameters_to_vector(model.parameters()).detach()
+assert torch.equal(parameters_to_vector(other.parameters()).detach(), weights)
+
+# %%
+dcp_written = 0
+if PYTORCH:
+    with warnings.catch_warnings(action="ignore"):  # of DCP, of its own calls
+        model = by_pytorch(m, k)
+        train(model)
+        dcp.save(model.state_dict(), checkpoint_id=folder / "dcp")
+        other = by_pytorch(n)
+        dcp.load(state := other.state_dict(), checkpoint_id=folder / "dcp")
+        other.load_state_dict(state)
+        wholes = [p.full_tensor().flatten().detach() for p in other.parameters()]
+    torch.testing.assert_close(torch.cat(wholes), weights, rtol=1e-4, atol=1e-6)
+    dcp_written = sum(path.stat().st_size for path in folder.glob("dcp/*.distcp"))
+own.barrier()
+if own.rank == 0:
+    shutil.rmtree(folder)
+
+# %% tags=["plumbing"]
+ours_written, dcp_written = own.all_gather_data([written, dcp_written])[0]
+find(
+    comms,
+    "checkpoint",
+    once=(
+        0 < dcp_written < 1.5 * SIZE and ours_written < 1.5 * SIZE,
+        f"{human_bytes(SIZE)} of parameters, replicas: {m}. microddp writes "
+        f"{human_bytes(ours_written)}, DCP {human_bytes(dcp_written)}. After 4 steps both have the "
+        "same weights, also when loaded as stage 3 over all.",
+    ),
+    more=(
+        dcp_written >= 1.5 * SIZE or ours_written >= 1.5 * SIZE,
+        f"{human_bytes(SIZE)} of parameters take {human_bytes(ours_written)} on disk with "
+        f"microddp, and {human_bytes(dcp_written)} with DCP.",
+    ),
+    ours=(
+        dcp_written == 0 and ours_written < 1.5 * SIZE,
+        f"microddp writes {human_bytes(ours_written)} for {human_bytes(SIZE)} of parameters.",
+    ),
+)
+
+# %% [markdown] index=["fully_shard", "DTensor", "torch.distributed.checkpoint"]
+r"""
+The optimizer's state is saved in the same way: `own_parts(shards, optimizer)`, and DCP's
+`get_state_dict`. Chapter 13 has what else a checkpoint needs.
+
+## In PyTorch's words
+
+| microddp | PyTorch | what differs |
+|---|---|---|
+| `nodes_of(comms, k)` | `init_device_mesh("cuda", (m, k), ...)` | (replicate, shard) |
+| `fully_shard(block, inside, replicas=across)` | `fully_shard(block, mesh=mesh)` | nothing |
+| a flat shard of a block | a `DTensor` for each parameter | cut by rows, not by values |
+| `param_dtype=`, `reduce_dtype=` | `MixedPrecisionPolicy` | it sums in `param_dtype`, if not told |
+| `reshard_after_forward=` | the same | may be a number |
+| `no_sync()`, `no_all_reduce()` | the switches above | they stay set |
+| `clip_grad_norm(p, 1.0, inside)` | `clip_grad_norm_(p, 1.0)` | a DTensor knows its mesh |
+| `own_parts`, `load_parts` | DCP | DCP finds replicas itself |
+| `OwnedOptimizer` | none | its Muon gathers |
+
+## Where other parallelism begins
+
+Sharding divides what is *kept*; each device still computes whole layers on its own samples. That
+ends where one layer, or one sample's activations, do not fit, or where a device's samples are too
+few to hide a gather. *Tensor parallelism* divides each matrix product, and sends activations
+several times a layer, where nothing hides them: it stays inside a node ([PyTorch's
+tutorial](https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html)). *Pipeline parallelism*
+divides the layers into stages and sends activations between neighbours only, which slow links bear,
+but stages idle while it fills and drains ([its
+documentation](https://docs.pytorch.org/docs/stable/distributed.pipelining.html)). They are further
+dimensions of the mesh. Llama 3 405B was trained on 16,384 H100 with 8 ranks for tensors, 16 for the
+pipeline, and 128 for sharded data parallelism ([2024, table 4](https://arxiv.org/abs/2407.21783)).
+Until then `fully_shard`, a mesh of two dimensions and activation checkpoints are enough.
+
+:::{admonition} On GPUs
+Bytes, kept and sent, stay as they are here. Times change with the ratio of the links. Eight NICs of
+400 Gbit/s together carry what one H100's NVLink carries, a ratio of 1, and the bytes of a step wait
+less than here; with a single link of 100 Gbit/s it is 29, and they wait more. With many nodes HSDP
+gains on good links, too, since each ring of stage 3 pays latency $n-1$ times. On 64 H100 in nodes
+of 8 (with pipeline and expert parallelism), a run of Qwen3-30B-A3B went from 293,000 to 392,000
+tokens a second by HSDP instead of sharding over all, for 5.6 GB more on each device ([PithTrain
+40](https://github.com/mlc-ai/pith-train/pull/40), May 2026). On yours: `python -m microddp.bench
+sharded --ranks-per-node 8`, where the strategies of this chapter stand beside PyTorch's.
+:::
+
+## What to take along
+
+- Two levels: reduce-scatter in the node, all-reduce between nodes. Count what leaves a node; it is
+  how a swapped mesh is found.
+- Squares are summed where the shards are, and nowhere else.
+- Gather in bf16, sum in fp32, keep masters in fp32.
+- Accumulate sharded, and average between nodes once.
+- An optimizer of whole matrices needs owners, not slices.
+
+## Exercises
+
+**The lab.** Write HSDP's two reductions. {doc}`They are checked </labs>` in all grids of 4 and 6
+ranks: the values, and the bytes on both levels.
+
+```console
+$ python -m microddp.labs start 17
+```
+
+1. A model of 8 billion parameters in mixed precision (16 bytes a parameter) is trained on 8 nodes
+   of 8 GPUs with 80 GB. How much does a rank keep by HSDP, and how much by stage 3 over all, before
+   activations? How many bytes leave a node in a step by each, with gathers in bf16 and sums in
+   fp32?
+
+   <details class="solution"><summary>Solution</summary>
+
+   128 GB divided by 8 is 16 GB, divided by 64 is 2 GB. HSDP all-reduces in fp32: $2 \cdot
+   \frac{7}{8} \cdot 32 = 56$ GB leave a node. Stage 3: two gathers of 16 GB and a reduce-scatter of
+   32 GB, $\frac{63}{64} \cdot 64 = 63$ GB. By bytes HSDP saves a ninth. It saves more by short
+   rings; and with accumulation, since stage 3 sends its 63 GB for each micro-batch.
+
+   </details>
+
+2. Why does HSDP reduce-scatter *first*? What would an all-reduce between nodes before the
+   reduce-scatter in the node send out of a node?
+
+   <details class="solution"><summary>Solution</summary>
+
+   The same sums, but each of $k$ ranks would all-reduce $S$ instead of $S/k$: $k$ times as much out
+   of the node. The lab counts it.
+
+   </details>
+
+3. With `no_sync` on HSDP, does the uplink carry less than with `no_all_reduce`? When would you
+   choose it?
+
+   <details class="solution"><summary>Solution</summary>
+
+   It carries the same: one all-reduce of $S/k$ by each rank. `no_sync` saves the reduce-scatters
+   inside the node, which are fast, and keeps $S$ instead of $S/k$ bytes of gradients. Choose it
+   only where these fit, and links inside the node are slow, too.
+
+   </details>
+"""
+
+# %%
+comms.close()
