@@ -4,8 +4,8 @@ r"""
 
 How do I bring my own script? You care because most mistakes on the way raise no error: the job
 runs, and trains something else. This chapter takes a script for one device and changes it for many,
-with stock PyTorch. Some changes are left out once, on purpose, to see what goes wrong then. At the
-end there is a file to download, with all of them. It needs `pip install scikit-learn`.
+with stock PyTorch. Some changes are left out once, to see what goes wrong. At the end there
+is a file to download, with all of them. It needs `pip install scikit-learn`.
 """
 
 # %% tags=["imports"]
@@ -114,7 +114,7 @@ A script that was not changed at all looks as if it worked.
 
 ### Four lines
 
-What is missing: a group of ranks, and for each a device, a shard, and averaged gradients.
+What is missing: a group of ranks; for each a device, a shard, averaged gradients.
 
 ```python
 dist.init_process_group()                                    # join the job
@@ -203,10 +203,10 @@ these means again is the wrong number that people report most: transformers
 [5625](https://github.com/verl-project/verl/issues/5625), trl
 [5619](https://github.com/huggingface/trl/issues/5619).
 
-**Predict.** A mean of means gives a token more weight, the fewer it is among. To count over a
-rank's micro-batches mends accumulation, and leaves the ranks. What is right divides by all $T$
-tokens of the *global* batch: a micro-batch of $t$ tokens multiplies its mean by $t n / T$, where
-$n$ undoes DDP's division. $T$ takes one all-reduce of one number:
+**Predict.** In a mean of means, a token of a short micro-batch weighs more. To count over a rank's
+micro-batches is right within a rank, and still wrong between ranks. What is right divides by all
+$T$ tokens of the *global* batch: a micro-batch of $t$ tokens multiplies its mean by $t n / T$,
+where $n$ undoes DDP's division. $T$ takes one all-reduce of one number:
 """
 
 # %%
@@ -252,16 +252,18 @@ comms.print(f"tokens of the {n * K} micro-batches: {', '.join(map(str, every))}"
 comms.print(table(rows, ["loss", "value", "gradient off"], floats=("", ".6f", ".1e")))
 
 # %% tags=["plumbing"]
-said = (
-    f"A mean of means is {rows[1][2]:.0%} off in the gradient, with a loss of {rows[1][1]:.3f} "
-    f"instead of {rows[0][1]:.3f}"
-)
-end = f"counted over all ranks it is {rows[3][2]:.0e}, rounding in float64"
+means, own = (abs(value - rows[0][1]) for _, value, _ in rows[1:3])
+misled = (means < own) != (rows[1][2] < rows[2][2])
+said = f"Off in the gradient: a mean of means by {rows[1][2]:.0%}"
+end = f"counted over all ranks by {rows[3][2]:.0e}, rounding in float64"
+both = f"{said}, counted on each rank by {rows[2][2]:.0%}, {end}. By the loss the"
+both += f" first is {means:.4f} off and the second {own:.4f},"
 find(
     comms,
     "tokens",
-    alone=(n == 1, f"{said}. Counted, the gradient is {rows[3][2]:.0e} off, rounding in float64."),
-    ranks=(n > 1, f"{said}. Counted on each rank it is {rows[2][2]:.0%} off; {end}."),
+    alone=(n == 1, f"{said}, {end}."),
+    misled=(n > 1 and misled, f"{both} the other way round."),
+    ranks=(n > 1 and not misled, f"{both} likewise."),
 )
 
 # %% [markdown]
@@ -288,7 +290,7 @@ class Stream(IterableDataset):
 
     def __iter__(self):
         while True:
-            self.place += self.shards  # before the sample leaves: a state never repeats it
+            self.place += self.shards  # count it before handing it out
             yield self.place - self.shards + self.shard
 
 
@@ -337,9 +339,7 @@ r"""
 every sample again, unless `get_worker_info()` splits it once more. And the copies move on, while
 the one that you ask for its state does not. torchdata's
 [`StatefulDataLoader`](https://github.com/meta-pytorch/data/blob/v0.11.0/torchdata/stateful_dataloader/README.md)
-collects the states of a rank's workers, "but not across ranks". The long threads are datasets
-[5454](https://github.com/huggingface/datasets/issues/5454) and torchdata
-[1437](https://github.com/meta-pytorch/data/issues/1437).
+collects the states of a rank's workers, "but not across ranks".
 """
 
 # %% [markdown] index=["DataLoader", "num_workers", "pinned memory"]
@@ -349,8 +349,8 @@ r"""
 $n$ ranks have $n$ loaders, and each has `num_workers` processes, all on the cores of one machine.
 
 **Predict.** Let a sample cost $t$ seconds of a core. Then $r$ ranks with $w$ workers each load at
-most $\min(\text{cores}, r \max(1, w)) / t$ samples a second. A sample here is unpacked, which takes
-some milliseconds:
+most $\min(\text{cores}, r \max(1, w)) / t$ samples a second. A worker also has to hand each batch
+over: one for which its rank only waits shows what that costs. A sample here is unpacked:
 """
 
 
@@ -381,29 +381,35 @@ times = measure({setup: partial(load, *setup) for setup in setups}, comms, warmu
 rates = {setup: setup[0] * 16 / times[setup].median for setup in setups}
 most = {(r, w): rates[1, 0] * min(comms.cores, r * max(1, w)) for r, w in setups}
 rows = [(r, w, r * max(1, w), most[r, w], rates[r, w]) for r, w in setups]
-headers = ["ranks", "workers each", "processes that unpack", "samples/s, at most", "measured"]
+headers = [
+    "ranks",
+    "workers each",
+    "processes that unpack",
+    "samples/s, predicted at most",
+    "measured",
+]
 comms.print(table(rows, headers, floats=".0f"))
 loaders.clear()  # and their processes end
 
 # %% tags=["plumbing"]
-crowd = setups[-1]
-pair = compare(times[crowd], times[n, 0])
+one, crowd = WORKERS[len(WORKERS) // 2], setups[-1]
+pair, cost = compare(times[crowd], times[n, 0]), compare(times[1, one], times[1, 0])
+said = cost.say(f"Loading on one rank with {one} worker{'s' * (one != 1)}", "without")
+find(comms, "loader-hands-over", **cost.sides(f"{said}, by the median of the rounds' ratios."))
 said = pair.say(
-    f"Loading on {n} rank{'s' * (n > 1)} with {crowd[1]} workers each, which makes "
-    f"{rows[-1][2]} processes for {comms.cores} cores,",
-    "loading without workers",
+    f"Loading on {n} rank{'s' * (n > 1)} with {crowd[1]} workers each", "loading without workers"
 )
 find(
     comms,
     "loader",
-    **pair.sides(f"{said}. It reaches {rates[crowd] / most[crowd]:.0%} of its bound."),
+    **pair.sides(f"{said}. It reaches {rates[crowd] / most[crowd]:.0%} of the prediction."),
 )
 
 # %% [markdown]
 r"""
-**Explain.** Once all cores are busy, an extra worker only takes time from the others. Then unpack
-once and keep the data, or have more cores for each device. On a GPU add `pin_memory=True` and
-`.to(device, non_blocking=True)`: the copy runs while the process queues work.
+**Explain.** Where the cores are too slow for a device, workers cannot help: unpack once and keep
+the data, or have more cores for each device. On a GPU add `pin_memory=True` and `.to(device,
+non_blocking=True)`: the copy runs while the process queues work.
 """
 
 # %% [markdown] index=["batch size", "learning rate", "warm-up"]
@@ -419,8 +425,10 @@ training.
 **Predict.** $k$ steps with rate $\eta$ go about as far as one with rate $k\eta$ on all their
 samples, as long as the weights change little meanwhile: the *linear rule* ([Goyal and others,
 2017](https://arxiv.org/abs/1706.02677)), with a *warm-up*, in which the rate grows. It fails when a
-step is too long. Where gradients are mostly noise, $k$ steps get only $\sqrt k$ times as far: the
-*root rule*, usual for Adam ([Malladi and others, 2022](https://arxiv.org/abs/2205.10287)).
+step is too long. Adam divides a gradient by its usual size. Where that is mostly noise, $k$ times
+the batch makes it $\sqrt k$ times smaller, so each step goes $\sqrt k$ times as far already: the
+*root rule* ([Malladi and others, 2022](https://arxiv.org/abs/2205.10287); here without its changes
+of $\beta$ and $\epsilon$).
 
 What matters is the batch, not who computes it. So each rank trains some of the configurations
 alone, all over the same number of samples, and tests on others:
@@ -428,6 +436,7 @@ alone, all over the same number of samples, and tests on others:
 
 # %%
 SEEDS, KS = range(3), (1, 4, 8, 16, 32, 64)
+STEPS = 704  # at k = 1
 RULES = {"same rate": 0, "rate x root k": 0.5, "rate x k": 1}
 MAKE = {
     "SGD": lambda parts, k: torch.optim.SGD(parts, 0.02 * k, momentum=0.9),
@@ -438,9 +447,10 @@ MAKE = {
 def test_loss(kind, k, power, seed):
     model, loader = new_model(seed).cpu(), ShardedBatches(digits.train, 8 * k, 0, 1, seed)
     optimizer = MAKE[kind](model.parameters(), k**power)
-    warm = max(2, 4 * len(loader) // 5)  # steps
+    data = itertools.chain(*map(loader.epoch, range(6)))
+    warm = max(2, STEPS // k // 5)
     ramp = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warm, total_iters=warm)
-    for x, y in itertools.chain(*map(loader.epoch, range(4))):
+    for x, y in itertools.islice(data, STEPS // k):
         optimizer.zero_grad()
         cross_entropy(model(x), y).backward()
         optimizer.step()
@@ -464,17 +474,20 @@ def ends(kind, rule, k):
     return sorted(after[kind, k, RULES[rule], seed] for seed in SEEDS)
 
 
+def median(kind, rule, k):
+    return statistics.median(ends(kind, rule, k))
+
+
 def breaks(kind, rule):
     """The first k whose median loss is more than twice that of k = 1; 0 if none is."""
-    middle = {k: statistics.median(ends(kind, rule, k)) for k in KS}
-    return next((k for k in KS if middle[k] > 2 * middle[1]), 0)
+    return next((k for k in KS if median(kind, rule, k) > 2 * median(kind, rule, 1)), 0)
 
 
 # %% tags=["plumbing"]
 def show_rules(kind):
     spread = {(rule, k): ends(kind, rule, k) for rule in RULES for k in KS}
     figures.lines(
-        {rule: (KS, [statistics.median(spread[rule, k]) for k in KS]) for rule in RULES},
+        {rule: (KS, [median(kind, rule, k) for k in KS]) for rule in RULES},
         title=f"{kind}: the linear rule breaks {where(kind, 'rate x k')}",
         xlabel="k, times the batch of 8",
         ylabel="loss: median, and seeds",
@@ -504,19 +517,20 @@ for kind in MAKE:
         f"{root} with the root rule and {linear} with the linear rule, whose seeds end at "
         f"{low:.2f} to {high:.2f}"
     )
+    less = [k for k in KS[1:] if median(kind, "rate x k", k) < median(kind, "rate x root k", k)]
+    end = f". The median of the linear rule is below that of the root rule at {'k = ' * bool(less)}"
+    end += f"{', '.join(map(str, less)) or 'no k'}."
     find(
         comms,
         f"rate-{kind.lower()}",
-        breaks=(k > 0, f"{said} there."),
-        holds=(k == 0, f"{said} at k = {KS[-1]}, the largest that was tried."),
+        breaks=(k > 0, f"{said} there{end}"),
+        holds=(k == 0, f"{said} at k = {KS[-1]}, the largest that was tried{end}"),
     )
 
 # %% [markdown]
 r"""
-**Explain.** A loss of 2.30 is that of guessing among ten digits. At the same rate a larger batch
-takes fewer steps and no longer ones. An AdamW step is about as long as the rate, whatever the
-gradient, so with fewer steps only the rate can make up for it. The root rule is for gradients that
-are mostly noise. Whether yours are can be measured.
+**Explain.** A loss of 2.30 is that of guessing among ten digits. The root rule is for gradients
+that are mostly noise. Whether yours are can be measured.
 
 ### The noise scale
 
@@ -529,8 +543,9 @@ $s$ and $m$ for their squared lengths:
 
 $$|G|^2 = \frac{n m - s}{n - 1}, \qquad \operatorname{tr}\Sigma = \frac{n b\,(s - m)}{n - 1}$$
 
-**Predict.** With this batch, by the paper, training takes twice the fewest possible steps. So a
-rule should hold well below it, and lose beyond. A communication hook (chapter 10) sees both:
+**Predict.** With this batch, by the paper, training takes twice the fewest possible steps. Well
+below it gradients are mostly noise: there the linear rule should hold for SGD, and the root rule
+for AdamW; beyond it, none. A communication hook (chapter 10) sees a rank's own gradient:
 """
 
 
@@ -568,38 +583,41 @@ scales = [noise_scale(steps[i * half :][:half]) for i in range(8)] if n > 1 else
 points = [((i + 1) / 2, scale) for i, scale in enumerate(scales) if scale > 0]
 broke = {kind: 8 * breaks(kind, "rate x k") for kind in MAKE}
 enough = len(points) >= 4
-low, middle, high = 1.0, 1.0, 1.0
+low, middle, high, said = 1.0, 1.0, 1.0, ""
+
+
+def where_in(batch):
+    return "below" if batch < low else "above" if batch > high else "within"
+
+
 if enough:
     low, *_, high = sorted(scale for _, scale in points)
     middle = statistics.median(scale for _, scale in points)
     curves = {"noise scale": tuple(zip(*points, strict=True))}
     curves |= {f"linear rule broke, {kind}": ((0.5, 4), (b, b)) for kind, b in broke.items() if b}
-    title = f"Noise scale: {low:.0f} to {high:.0f} samples, {middle:.0f} in the median"
-    figures.lines(curves, title=title, xlabel="epoch", ylabel="samples", log="y")
+    said = f"{low:.0f} to {high:.0f} samples, {middle:.0f} in the median"
+    figures.lines(curves, title=f"Noise scale: {said}", xlabel="epoch", ylabel="samples", log="y")
 
 # %% tags=["plumbing"]
-said = f"Over half epochs the noise scale is {low:.0f} to {high:.0f} samples, {middle:.0f} in the "
-said += "median"
+if points:
+    said += f", first {points[0][1]:.0f} and last {points[-1][1]:.0f}"
+said += f"; a batch of 8 is {where_in(8)} this range"
 for kind, batch in broke.items():
     said += f"; with {kind} the linear rule "
-    said += (
-        f"broke at {batch} samples, {batch / middle:.1f} times that"
-        if batch
-        else "held wherever tried"
-    )
+    said += f"broke {where_in(batch)} it, at {batch} samples" if batch else "held wherever tried"
 find(
     comms,
     "noise-scale",
-    measured=(enough, f"{said}."),
+    measured=(enough, f"The noise scale of half epochs is {said}."),
     unclear=(n > 1 and not enough, "These steps are too few to tell the noise scale."),
     alone=(n == 1, "One rank has only one gradient: two lengths take two ranks."),
 )
 
 # %% [markdown]
 r"""
-**Explain.** The scale changes in training: by the paper it grows, as $G$ shrinks and samples still
-disagree. It says what a batch is worth, not how long a step may be; that is up to curvature and
-momentum. So measure it in your own job, and try two or three doublings from your own batch on.
+**Explain.** By the paper the scale grows in training, as $G$ shrinks and samples still disagree. It
+bounds the useful batch, not the rate; that is up to curvature and momentum. So measure it in your
+own job, and test a rule at each doubling of your batch.
 
 ### Clipping
 
@@ -647,12 +665,12 @@ After a step that only some ranks take, their weights differ.
 
 ### torch.compile
 
-**Predict.** Compiled code hands out gradients when a *piece* of it is done, a part that was
-compiled as one. With the whole model in one piece all come at the end, and nothing is left to hide
-an all-reduce behind. So PyTorch cuts a model at the borders of DDP's buckets. Its [note on
-DDP](https://docs.pytorch.org/docs/2.13/notes/ddp.html) says to wrap before compiling, so that it
-can. But a model is compiled in its first forward, and by then both orders have the wrapper. Count
-the pieces (the backend `aot_eager` only traces them):
+**Predict.** Compiled code hands out gradients when a *piece* of it, compiled as one, is done. With
+the whole model in one piece, nothing is left to hide an all-reduce behind. So PyTorch cuts a model
+at the borders of DDP's buckets, and its [note on
+DDP](https://docs.pytorch.org/docs/2.13/notes/ddp.html) says to wrap before compiling. But a model
+is compiled in its first forward, and by then both orders have the wrapper. Count the pieces
+(the backend `aot_eager` only traces them):
 """
 
 
@@ -707,7 +725,9 @@ find(
 r"""
 **Explain.** What was compiled before it was wrapped stays as it is. A bare `nn.Sequential` runs
 only PyTorch's own code, which the compiler around a wrapper leaves alone. The file compiles inside,
-and keeps the bare model to save it: a compiled one's state has `_orig_mod.` before each name.
+and saves the bare model: a compiled one's state has `_orig_mod.` before each name. [PyTorch
+advises](https://docs.pytorch.org/docs/stable/compile/programming_model.where_to_apply_compile.html)
+`bare.compile()`, also inside the wrapper (July 2025), which renames nothing.
 
 ### Batch normalisation
 
@@ -782,7 +802,7 @@ So compute on all ranks, then print on one.
 last bit, while $a + b$ is $b + a$. So what keeps the order keeps the bits: the same run again, or
 resumed with buckets as before. What changes it changes them: another number of ranks; with three or
 more also another algorithm, or buckets that place a value elsewhere; a matrix product in parts for
-other threads. In float64 the difference begins a billion times smaller. One training, with
+other threads. In float64 the difference begins half a billion times smaller. One training, with
 something changed each time:
 """
 
@@ -890,13 +910,12 @@ assert far["one process, float64"] < 1e-12
 
 # %% [markdown]
 r"""
-**Explain.** Two ranks have only one order: $a + b$. Each step multiplies a difference by what
-curvature and rate make of it: below one it dies out, above one it grows until the runs have nothing
-in common. So compare few steps at a moderate rate, or in float64, and not the last losses.
+**Explain.** Two ranks have only one order: $a + b$. Each step multiplies a difference by a factor
+that depends on curvature and rate: below one it dies out, above one it grows. So compare few steps
+at a moderate rate, or in float64, and not the last losses.
 
-The table is of one machine, one backend and one release. PyTorch's [note on
-reproducibility](https://docs.pytorch.org/docs/2.13/notes/randomness.html) (May 2026) promises no
-equal results beyond: not between releases, platforms, or CPU and GPU. These were not run here.
+PyTorch's [note on reproducibility](https://docs.pytorch.org/docs/2.13/notes/randomness.html) (May
+2026) promises no equal results between releases, platforms, or CPU and GPU. None was run here.
 """
 
 # %% [markdown] index=["checkpoint", "resume"]
@@ -905,14 +924,15 @@ r"""
 
 ### Checkpoints
 
-The file below keeps what a run needs to go on: the weights of `model.module`, without the wrapper,
-so that they fit one device as well; the optimizer; the schedule; the epoch. Rank 0 writes, and
-keeps the last two, flushed before they are renamed (chapter 13). It reads, too, and sends to the
+The file below keeps what a run needs to go on: the weights of the bare model, neither wrapped nor
+compiled, which fit one device as well; the optimizer; the schedule; the epoch. Rank 0 writes, and
+keeps the last two, flushed before they are renamed (chapter 13). It reads, too, and sends the
 others what it has read.
 
 **Predict.** The batch is that of all ranks, the order depends on seed and epoch, and this model
 draws no noise. So another number of ranks should go on with the same training, up to rounding. Of
-two processes one is killed after the first epoch; then one goes on. Another run is not disturbed:
+two processes one is killed when the first epoch is printed; then one goes on. Another run is not
+disturbed:
 """
 
 # %% tags=["plumbing"]
@@ -958,15 +978,19 @@ comms.print(f"not disturbed:\n{whole}")
 epochs, whole = (re.findall(r"epoch (\d): loss ([\d.]+)", text) for text in (first + rest, whole))
 assert [epoch for epoch, _ in whole] == ["0", "1", "2"]
 assert {*epochs} >= {*whole[1:]}
+before = first.count("epoch")
+said = f"The killed job printed {before} of 3 epochs; its other process ended with exit code "
+said += f"{ends[0]}. What goes on prints the losses of the run that was not disturbed."
+find(comms, "resumed", fails=(ends[0] != 0, said), ends=(ends[0] == 0, said))
 
 # %% [markdown]
 r"""
-**Explain.** The other of the two fails because its partner has gone. `torchrun --max-restarts=9`
-would start both again, with the old *store*: the small server through which ranks find each other,
-which still holds the addresses of the dead processes. Over gloo the new ones fail at them, or wait
-for good. So in the file each start has a part of the store for itself, a `PrefixStore`. (Several
-torchruns count their restarts apart: there, set `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, and each
-start has a new store, [PyTorch 135712](https://github.com/pytorch/pytorch/issues/135712).)
+**Explain.** `torchrun --max-restarts=9` would start both again, with the old *store*: the small
+server through which ranks find each other, which still holds the addresses of the dead processes.
+Over gloo the new ones fail at them, or wait for good. So in the file each start has a part of the
+store for itself, a `PrefixStore`. (Several torchruns count their restarts apart: there, set
+`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, for a new store each time, [PyTorch
+135712](https://github.com/pytorch/pytorch/issues/135712).)
 
 ## Launch
 
@@ -1006,10 +1030,9 @@ script for Slurm.
 :::{admonition} On GPUs
 The mistakes are the same: tokens, a stream's state, counts, an early clip. What differs: NCCL
 chooses the order of a sum by size, topology and version; `SyncBatchNorm` works; pinned memory and a
-compiled model pay. Measure the noise scale there, on your model. Goyal and others held the linear
-rule with warm-up on ImageNet up to a batch of 8192, on 256 GPUs
-([2017](https://arxiv.org/abs/1706.02677)). With one rank a GPU, run `torchrun --nproc-per-node=8
-chapters/14_your_script.py`.
+compiled model pay. Goyal and others held the linear rule with warm-up on ImageNet up to a batch of
+8192, on 256 GPUs ([2017](https://arxiv.org/abs/1706.02677)). With one rank a GPU, run `torchrun
+--nproc-per-node=8 chapters/14_your_script.py`.
 :::
 """
 
@@ -1046,6 +1069,10 @@ QUESTIONS["It learns worse"] = [
     ("Has each epoch one order, or each rank the same noise?", "set_epoch; seed + rank (14)"),
     ("Is it only the measure?", "add up counts over ranks, not means (14)"),
 ]
+QUESTIONS["It crashes"] = [
+    ("Does a parameter get no gradient?", "find_unused_parameters=True (06)"),
+    ("Does memory run out?", "smaller micro-batches (14); sharded state (16)"),
+]
 figures.questions(QUESTIONS)
 
 # %% [markdown]
@@ -1056,8 +1083,7 @@ The numbers are chapters: [00](00_baseline.py), [03](03_naive_dp.py), [05](05_bu
 
 ## Under other names
 
-What takes the place of this book's parts. The build checks that every name exists in the installed
-PyTorch:
+What takes the place of this book's parts. Each name is looked up in the installed PyTorch:
 """
 
 # %% tags=["plumbing"]
@@ -1066,7 +1092,6 @@ NAMES = """
 02 microddp.Comms.all_reduce              torch.distributed.all_reduce
 02 microddp.Comms.sendrecv                torch.distributed.batch_isend_irecv
 03 microddp.data.ShardedBatches           torch.utils.data.DistributedSampler
-03 microddp.replicas.broadcast_parameters part:of:making:the:wrapper
 04 microddp.hooks.AllReduceHooks          torch.Tensor.register_post_accumulate_grad_hook
 05 microddp.buckets.GradientBucket        torch.distributed.GradBucket
 06 microddp.DDP                           torch.nn.parallel.DistributedDataParallel
@@ -1079,12 +1104,6 @@ NAMES = """
 10 microddp.compression.PowerSGD         torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook
 11 microddp.local_sgd.LocalSteps         torch.distributed.algorithms.model_averaging.averagers
 13 microddp.train.checkpoint             torch.distributed.checkpoint.async_save
-13 microddp.doctor.hang                  the:flight:recorder
-13 microddp.elastic.Members              torchft:(not:part:of:PyTorch)
-"""
-
-# %% tags=["plumbing"]
-NAMES += """
 15 microddp.shared.shared_all_reduce     torch.distributed._symmetric_memory
 16 microddp.sharding.ShardedOptimizer    torch.distributed.optim.ZeroRedundancyOptimizer
 16 microddp.sharding.fully_shard         torch.distributed.fsdp.fully_shard
@@ -1093,10 +1112,8 @@ NAMES += """
 
 # %% tags=["plumbing"]
 rows = [line.split() for line in NAMES.splitlines() if line]
-for _, here, other in rows:
-    for name in {here, other if ":" not in other else here}:
-        pkgutil.resolve_name(name)
-rows = [(chapter, here, other.replace(":", " ")) for chapter, here, other in rows]
+for name in itertools.chain(*(names for _, *names in rows)):
+    pkgutil.resolve_name(name)
 comms.print(table(rows, ["chapter", "here", "in PyTorch"]))
 
 # %% [markdown]
@@ -1118,7 +1135,8 @@ $ torchrun --nproc-per-node=2 train_ddp.py --checkpoint run.pt
   that $n$ ranks train as one does, for ten steps.
 - Equal on all ranks: weights, order, step. Different: shards and noise.
 - Count before you divide: losses by the tokens of the global batch, results by all samples.
-- Scale the learning rate with the batch of all ranks; two norms tell which batch is worth it.
+- Scale the learning rate with the batch of all ranks; gradient norms before and after
+  averaging estimate which batch is worth it.
 - What looks at gradients, such as clipping or a scaler, comes after they are averaged.
 - A stream's or a checkpoint's state without the number of ranks goes on with any.
 
@@ -1137,17 +1155,18 @@ $ python -m microddp.labs start 14
    <details class="solution"><summary>Solution</summary>
 
    The loader takes half the batch. Of each pair of micro-batches the first runs, forward and
-   backward, within `model.no_sync()`. Each loss is halved before `backward`, since gradients add
-   up. Clipping, the optimizer and the schedule run once for each pair, and `zero_grad` before it:
-   an epoch may end with half a pair, which must not be added to the next.
+   backward, within `model.no_sync()`. Each loss is halved, since gradients add up. The rest is done
+   once a pair. An epoch may end with half a pair: leave it out, of the printed loss too.
 
    ```python
-   for i, (x, y) in enumerate(loader):
+   for i, (x, y) in enumerate(islice(loader, len(loader) // 2 * 2)):
        last = i % 2 == 1
        if not last:
            optimizer.zero_grad()
        with nullcontext() if last else model.no_sync():
-           (cross_entropy(model(x), y) / 2).backward()
+           loss = cross_entropy(model(x), y)
+           (loss / 2).backward()
+       total, count = total + loss.detach() * len(x), count + len(x)
        if last:
            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
            optimizer.step()
@@ -1156,16 +1175,15 @@ $ python -m microddp.labs start 14
 
    </details>
 
-2. Leave the extra backward out of `train_ddp.py`, the one before `resume`. On how many ranks does a
-   resumed run still have the bits of a whole one?
+2. Leave the extra backward out of `train_ddp.py`, the one before `resume`. On how many ranks is a
+   resumed run still sure of the bits of a whole one?
 
    <details class="solution"><summary>Solution</summary>
 
    On one and two. The first backward after a start has its gradients in other places of the bucket
    than all later ones, since the wrapper first guesses their order and then takes the one it saw.
-   gloo cuts the bucket into a part for each rank, and adds up each part in an order of its own. So
-   in other places a value may be added up in another order. One or two ranks have only one order,
-   as $a + b = b + a$. On four, the weights of the resumed run differ in the last bits.
+   gloo adds up each part of a bucket in an order of its own. One or two ranks have only one order,
+   as $a + b = b + a$. From three on, nothing keeps the bits.
 
    </details>
 
@@ -1178,8 +1196,7 @@ $ python -m microddp.labs start 14
    The mean of means gives its token $1/(64 \cdot 1000)$, where $1/(1000 + 63 \cdot 2000)$ is right:
    $127/64 = 1.98$ times too much. A common factor cancels in AdamW's step, except beside its
    $\epsilon$. It does not cancel in clipping by norm, which then cuts more or all of the steps, and
-   a factor that differs from step to step, as $T$ does, does not cancel in the moments either. So a
-   loss curve under Adam does not show such a mistake at once; the gradient does.
+   a factor that differs from step to step, as $T$ does, does not cancel in the moments either.
 
    </details>
 """
