@@ -27,7 +27,7 @@ the steps at least (in 30 to 70 % in 3 of 240 runs, which named nobody) and held
 most, and those that worked longer in three quarters held up for 2 %: ranks that share a core work
 longer than one that has its own, and wait for each other. A link at a third of the speed was
 measured at 0.33 to 0.34, one like the others at 0.7 at least. With nothing planted, a hundred
-reports of 8 steps named nobody (`tests/performance/false_alarms.py`, 4 hosts on the same cores).
+reports of 8 steps, of which 7 count, named nobody (`tests/performance/false_alarms.py`, 4 hosts on the same cores).
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class StragglerReport:
             return "Nothing was exchanged."
         waits = f"Once all are there, ranks wait for transfers for {self.waiting:.0%} of the time"
         if self.bytes_per_second:
-            waits += f", at {_speed(self.bytes_per_second)} a rank"
+            waits += f"; during transfers each rank sends {_speed(self.bytes_per_second)}"
         if len(self.links) < 3:
             return f"{waits}; to tell a slow link takes three of them, here are {len(self.links)}."
         slow = slow_links(self.links)
@@ -195,7 +195,7 @@ class StragglerReport:
         rows: list[tuple[object, ...]] = [
             *((f"{name}, ms", *(part[name] * 1e3 for part in parts)) for name in PARTS),
             (
-                "works, by the others",
+                "work / others' median",
                 *(f"{statistics.median(self.slowness(rank)):.2f}" for rank in everyone),
             ),
             (f"{LONGER} or more, % of steps", *(self.longer(rank) * 1e2 for rank in everyone)),

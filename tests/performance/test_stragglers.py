@@ -122,8 +122,8 @@ def test_the_slow_link_is_named():
     assert report.bytes_per_second == pytest.approx(30e6)
     assert (
         "The link of rank 0 is slow: it sends 10 MB/s and receives 30 MB/s, the others 100 MB/s "
-        "and 100 MB/s. Once all are there, ranks wait for transfers for 44% of the time, at 30 "
-        "MB/s a rank."
+        "and 100 MB/s. Once all are there, ranks wait for transfers for 44% of the time; "
+        "during transfers each rank sends 30 MB/s."
     ) in report.verdict
 
 
