@@ -27,7 +27,8 @@ the steps at least (in 30 to 70 % in 3 of 240 runs, which named nobody) and held
 most, and those that worked longer in three quarters held up for 2 %: ranks that share a core work
 longer than one that has its own, and wait for each other. A link at a third of the speed was
 measured at 0.33 to 0.34, one like the others at 0.7 at least. With nothing planted, a hundred
-reports of 8 steps, of which 7 count, named nobody (`tests/performance/false_alarms.py`, 4 hosts on the same cores).
+reports of 8 steps, of which 7 count, named nobody (`tests/performance/false_alarms.py`, 4 hosts on
+the same cores).
 """
 
 from __future__ import annotations
