@@ -696,7 +696,7 @@ for name in ("in turn", "largest first"):
     shares[name] = []
     for ranks in RANKS:
         in_turn = [i % ranks for i in range(len(works))]
-        owner = in_turn if name == "in turn" else owners(works, [0] * ranks)
+        owner = in_turn if name == "in turn" else owners(works, ranks)
         work = torch.zeros(ranks, dtype=torch.float64)
         work.index_add_(0, torch.tensor(owner), torch.tensor(works, dtype=torch.float64))
         shares[name].append((work.max() / work.mean()).item())

@@ -22,7 +22,7 @@ from microddp.sharding.fully_shard import fully_shard, shard_blocks
 from microddp.sharding.gradients import ShardedGradients
 from microddp.sharding.nodes import nodes_of
 from microddp.sharding.optimizer import ShardedOptimizer
-from microddp.sharding.owned import OwnedOptimizer
+from microddp.sharding.owned import OwnedOptimizer, owners
 from microddp.sharding.param_group import FlatParamGroup, ShardedParam
 from microddp.sharding.reducer import ShardedReducer
 from microddp.sharding.sharded_module import ShardedModule

@@ -24,11 +24,10 @@ from microddp.timing import NOT_RECORDED, Recorder
 def owners(sizes: Sequence[int], ranks: int) -> list[int]:
     """Give each parameter to a rank, the one that owns least so far; the largest go first.
 
-    Muon's products take rows x columns x the smaller of the two, which in a transformer is its
-    width for every matrix. So numbers of values balance its work, too.
-
     Args:
-        sizes: numbers of values, of each parameter.
+        sizes: of each parameter, in any unit. Here numbers of values: the groups' chunks are equal
+            then. Muon's products take rows x columns x the smaller of the two; of the matrices of a
+            transformer most have its width for that, so it balances most of this work, too.
         ranks: how many there are.
 
     Returns:
