@@ -42,7 +42,7 @@ class MarkSections(SphinxTransform):
         for section in list(self.document.findall(nodes.section)):
             entries = [
                 ("single", word, section["ids"][0], "main", None)
-                for word in words.pop(section[0].astext(), ())
+                for word in words.pop(section[0].astext().replace("’", "'"), ())  # noqa: RUF001
             ]
             if entries:
                 section.insert(1, addnodes.index(entries=entries))
