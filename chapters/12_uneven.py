@@ -226,8 +226,8 @@ if known:
     gain = compare(slowest["8 slices"], slowest["ring"])
     one = compare(slowest["one slice"], slowest["ring"])
     said = (
-        f"At a tenth of the speed 8 slices are {gain.than('the ring')}; the bounds' ratio is "
-        f"1.33. One slice is {one.than('the ring')}; the bounds' ratio is 0.75."
+        f"At a tenth of the speed 8 slices are {gain.than('the ring')}; in their 9 rounds of an "
+        f"eighth 1.33 is expected. One slice is {one.than('the ring')}; in 2 rounds, 0.75."
     )
     find(comms, "slices", **gain.sides(said))
     curves = bounds | {
@@ -243,7 +243,7 @@ if known:
 
 # %% [markdown] index=["straggler", "slow rank"]
 r"""
-**Explain.** With equal links there is nothing to shift, and slices only add messages. Below
+**Explain.** With equal links there is nothing to shift. Below
 some speed (exercise 2) the slow link carries the tensor once each way, and only fewer bytes or
 meetings (chapters 10 and 11) help. {func}`~microddp.performance.link_speed.probe_links` measures
 the speeds. But is it a link that is slow?

@@ -580,8 +580,10 @@ find(
 # %% [markdown] index=["warm spare"]
 r"""
 **Explain.** In a cluster a start takes minutes, with a queue for a new machine, and terabytes to
-read. The prediction leaves out that torchrun looks every 0.1 s, ends other ranks, starts Python,
-and that the checkpoint is read. A warm restart and elastic do without start and imports. NVIDIA's
+read. For a restart the prediction leaves out that torchrun looks every 0.1 s, ends other ranks and
+starts Python. A warm restart and elastic do without start and imports. The warm ranks meet in a
+new store, which rank 0 starts: one that comes before it tries again after a quarter to three
+quarters of a second (`Backoff.hpp` of PyTorch 2.13). NVIDIA's
 [resiliency extension](https://github.com/NVIDIA/nvidia-resiliency-ext/releases/tag/v0.3.0) has warm
 spares for GPUs (March 2025).
 
@@ -791,8 +793,8 @@ in NVIDIA's resiliency extension), and write to the shared disk less often.
 
 Faults do not wait until a file is complete. microddp writes it under another name, waits until the
 disk has it, and renames it: under its name there is all of it or nothing. (DCP does so with
-`.metadata`, which it writes last.) But a disk may break a file afterwards. **Predict.** Here are
-two checkpoints, and the newer one loses its second half:
+`.metadata`, which it writes last.) But a disk may break a file afterwards. Here are two
+checkpoints, and the newer one loses its second half:
 """
 
 # %%

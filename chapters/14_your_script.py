@@ -57,7 +57,8 @@ comms.print(comms.describe())
 r"""
 ## Start
 
-From here on, `comms` only prints, and collects what ranks have to show. A script is a model, a
+From here on, `comms` prints and collects what ranks have to show, and carries gradients in one
+comparison. A script is a model, a
 loader and a loop; the data are the digits of chapter 00:
 """
 
@@ -1078,8 +1079,8 @@ figures.questions(QUESTIONS)
 # %% [markdown]
 r"""
 The numbers are chapters: [00](00_baseline.py), [03](03_naive_dp.py), [05](05_bucketing.py),
-[08](08_performance.py), [10](10_compression.py), [11](11_local_sgd.py), [12](12_uneven.py),
-[13](13_faults.py), and this one.
+[06](06_ddp.py), [08](08_performance.py), [10](10_compression.py), [11](11_local_sgd.py),
+[12](12_uneven.py), [13](13_faults.py), [16](16_sharding.py), and this one.
 
 ## Under other names
 

@@ -464,9 +464,9 @@ comms.print(table([(i, *part) for i, part in enumerate(parts)], headers))
 **Explain.** Flat shards are equally long, but begin in the middle of a row, and a parameter's own
 dtype, name or freezing is lost. Rows keep all that, and a checkpoint can say which rows it has.
 Where n does not divide the rows, some ranks have fewer, or none. An optimizer that treats each
-value by itself, as SGD and Adam do, is right with either. One that needs whole matrices is right
-with neither: Muon makes a matrix's singular values equal, and those depend on all rows together.
-Chapter 17 gives such matrices an owner.
+value by itself, as SGD and Adam do, is right with either. One that needs whole matrices has to
+gather them first: Muon makes a matrix's singular values equal, and those depend on all rows
+together. Chapter 17 gives such matrices an owner.
 
 ## What else must fit
 
@@ -564,9 +564,10 @@ comms.print(f"left for the loss, buffers and the allocator: {left:.0f} GiB, {cop
 
 # %% [markdown]
 r"""
-ZeRO divides the first line only. So in the next table a star marks what fits 80 GB *with*
-activations of 8192 tokens, all blocks recomputed, and two copies of the logits in fp32. It leaves
-out buffers, and what the allocator cannot use. (Shapes of SmolLM2 1.7B and Llama 3.)
+ZeRO divides the first line only. So in the next table a star marks what fits 80 GB in mixed
+precision (2, 2 and 12 bytes of each parameter), *with* activations of 8192 tokens, all blocks
+recomputed, and two copies of the logits in fp32. It leaves out buffers, and what the allocator
+cannot use. (Shapes of SmolLM2 1.7B and Llama 3.)
 """
 
 # %% tags=["plumbing"]
@@ -580,7 +581,8 @@ SHAPES = {  # parameters, blocks, d, f, vocabulary
 def gigabytes(stage, name, devices):
     parameters, blocks, d, f, vocabulary = SHAPES[name]
     extra = activation_bytes(8192, blocks, 8 * d + 4 * f, entry=d) + 2 * 4 * 8192 * vocabulary
-    kept = (bytes_kept(stage, parameters, devices).total + extra) / 1e9
+    mixed = bytes_kept(stage, parameters, devices, parameter=2, gradient=2, optimizer=12)
+    kept = (mixed.total + extra) / 1e9
     return f"{kept:,.0f}{' *' if kept < 80 else '  '}"
 
 
@@ -596,21 +598,27 @@ comms.print(table(rows, headers))
 r"""
 ## When does it cost time?
 
-Let $C$ be a device's computing in a step and $M$ an all-reduce of all gradients. DDP and stages 1
-and 2 send what takes $M' = M$, stage 3 what takes $M' = 1.5 M$. With nothing hidden behind
-computing, a step takes the sum. With all hidden that can be, it takes the longer of the two. So of
-a step $T$, *the share hidden of what can be hidden* is
+Let $C$ be a device's computing in a step and $M$ an all-reduce of all gradients. A strategy sends
+what takes $f$ during forward, a third of $C$, and $b$ during backward, the other two:
 
-$$h = \frac{C + M' - T}{C + M' - \max(C, M')} = \frac{C + M' - T}{\min(C, M')}$$
+| | DDP | stages 1 and 2 | stage 3 |
+|---|---|---|---|
+| $f$, gathers | $0$ | $M/2$ | $M/2$ |
+| $b$ | $M$ | $M/2$ | $M$ |
 
-**Predict.** DDP can hide messages behind backward only, two thirds of $C$. Stages 1 and 2 send half
-of theirs as gathers, which the next forward can hide: they should beat DDP where messages take as
-long as computing. Stage 3 sends most, but prefetches all except the first block: it should lose
-nothing while $1.5 M$ is below $C$, and fall behind after that.
+With nothing hidden behind computing, a step takes $C + f + b$. With all hidden that can be, it
+takes $T_0 = \max(\frac{1}{3} C, f) + \max(\frac{2}{3} C, b)$. So of a step $T$, *the share hidden
+of what can be hidden* is
+
+$$h = \frac{C + f + b - T}{C + f + b - T_0}$$
+
+**Predict.** Stages 1 and 2 should beat DDP where messages take as long as computing: microddp's
+gather in the next forward. Stage 3 prefetches all blocks except the first: while $f + b$ is below
+$C$ it should lose that gather and the last reduction only, and fall behind after that.
 
 **Measure.** On devices of known speed, which pause as long as they would compute: a scale model of
 four machines with an A100 and 25 Gbit/s each, that train 355 million parameters in bf16, and the
-same with twice and half as many tokens a step. (`relink` sets links to 500 Mbit/s.)
+same with twice and half as many tokens a step, on links of 500 Mbit/s.
 """
 
 # %%
@@ -645,7 +653,7 @@ timed. One stage has PyTorch's `fully_shard`, too:
 
 
 # %%
-SENT = {"ddp": 1, "zero1": 1, "zero2": 1, "zero3": 1.5}  # in all-reduces of all gradients
+SENT = {"ddp": (0, 1), "zero1": (0.5, 0.5), "zero2": (0.5, 0.5), "zero3": (0.5, 1)}  # f, b by M
 
 
 def calls_on(stage, cap_mb, names=tuple(SENT)):
@@ -669,12 +677,18 @@ def torchs_step(stage):
 
 
 # %%
+def bounds(C, M, name):
+    """A step with all hidden that can be, and with nothing hidden."""
+    f, b = (share * M for share in SENT[name])
+    return max(C / 3, f) + max(2 * C / 3, b), C + f + b
+
+
 def hidden(times, name):
     """The share hidden of what can be hidden, round by round."""
-    rounds = zip(*(times[key].seconds for key in ("alone", "M", name)), strict=True)
-    shares = [
-        (C + SENT[name] * M - T) / min(C, SENT[name] * M) if n > 1 else 0.0 for C, M, T in rounds
-    ]
+    shares = []
+    for C, M, T in zip(*(times[key].seconds for key in ("alone", "M", name)), strict=True):
+        least, most = bounds(C, M, name)
+        shares.append((most - T) / (most - least) if n > 1 else 0.0)
     return Timing(tuple(shares))
 
 
@@ -688,12 +702,10 @@ LABELS = {"ddp": "DDP", "zero1": "stage 1", "zero2": "stage 2", "zero3": "stage 
 rows = []
 for key, found in times.items():
     C, M = found["alone"].median, found["M"].median
-    for name, sent in SENT.items():
-        bounds = [human_seconds(t) for t in (max(C, sent * M), C + sent * M)]
+    for name in SENT:
+        least, most = map(human_seconds, bounds(C, M, name))
         measured = human_seconds(found[name].median)
-        rows.append(
-            (key, LABELS[name], bounds[0], measured, bounds[1], f"{shares[key][name].median:.2f}")
-        )
+        rows.append((key, LABELS[name], least, measured, most, f"{shares[key][name].median:.2f}"))
 headers = ["", "step", "least possible", "measured", "nothing hidden", "share hidden"]
 own.print(table(rows if n > 1 else [], headers))
 
@@ -749,9 +761,7 @@ find(
 r"""
 **Explain.** Stage 3 cannot hide the first block's gather, which all computing waits for, and the
 last reduction, which comes after it. In backward, gathers and reductions share the link in the
-order in which they were started, and a gather behind a reduction comes late for its block: the
-busier the link, the more often. (A share below 0: the step took longer than computing and messages
-one after the other.)
+order in which they were started, and a gather behind a reduction comes late for its block.
 
 ## Beside PyTorch's own
 
@@ -906,7 +916,7 @@ NCCL has kernels for both halves, and FSDP2 starts them on streams of their own.
 pausing devices do, while the CPU is ahead with its calls; but NCCL's kernels take some of its
 processors. Matrix products have been seen 30 to 40 % slower beside them ([PyTorch
 179937](https://github.com/pytorch/pytorch/issues/179937), 2026). $M/C$ decides. It is worked out
-below for 8 billion parameters in bf16 and 16,384 tokens a device: stage 3 can hide all while $1.5
+below for 8 billion parameters in bf16 and 16,384 tokens a device: stage 3 can hide most while $1.5
 M/C$ is below 1. To try: `python -m microddp.bench sharded`; or torchtitan, where
 `data_parallel_shard_degree` is the number of ranks that divide, and
 `data_parallel_replicate_degree` the number of replicas.

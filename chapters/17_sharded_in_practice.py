@@ -236,10 +236,10 @@ the second dimension, the sharded one, is a machine's. The other order is the sw
 ## In time
 
 **Predict.** The stage is a scale model of four nodes of two A100, a link of 100 Gbit/s for each
-node, NVLink inside, and messages in fp32. (Nodes of four would need sixteen hosts: too many for two
-cores.) A node's hosts share an uplink of 100 Mbit/s; inside they have 1 Gbit/s, a ratio of 10
-instead of 19. Let $C$ be a step's computing, of which backward is two thirds, and $M$ DDP's
-all-reduce. With perfect overlap the uplink allows
+node, NVLink inside, and messages in fp32. (Four nodes of four would need sixteen hosts: too many
+for two cores.) A node's hosts share an uplink of 100 Mbit/s; inside they have 1 Gbit/s, a ratio of
+10 instead of 19. Let $C$ be a step's computing, of which backward is two thirds, and $M$ DDP's
+all-reduce, as measured. With perfect overlap $M$ allows
 
 $$ T_\text{DDP} = \tfrac13 C + \max(\tfrac23 C, M), \quad T_3 = \max(C, \tfrac32 M), \quad
 T_\text{HSDP} = \tfrac13 C + \max(\tfrac23 C, \tfrac{m-1}{m}\tfrac{n}{n-1} M), $$
@@ -281,9 +281,9 @@ if usual and n > 1:
     times = [1 / 3 + max(2 / 3, r), max(1, 1.5 * r)]
     times.append(1 / 3 + max(2 / 3, r * between[2] / between[0]))
     rows = [(*row, f"{n / t:.1f} times") for row, t in zip(rows, times, strict=True)]
-    headers.append("the uplink allows")
+    headers.append("M allows")
 else:
-    comms.print("Left out: what uplinks allow, since these links have no known speed.")
+    comms.print("Left out: what M allows, since these links have no known speed.")
 comms.print(table(rows, headers))
 
 # %% tags=["plumbing"]
@@ -304,9 +304,8 @@ if usual:
 
 # %% [markdown]
 r"""
-**Explain.** What the uplink allows leaves out the starts of messages. Each ring of stage 3 has
-$n-1$ rounds, and in each some message has to cross an uplink. DDP's ring is gloo's, in C++, and the
-sharded ones are microddp's, in Python.
+**Explain.** $M$ is one all-reduce of everything. The sharded steps send block by block, and each
+ring of stage 3 has $n-1$ rounds, in each of which some message has to cross an uplink.
 
 ## Where it breaks: the norm over all ranks
 
@@ -680,17 +679,19 @@ find(
 
 # %% [markdown]
 r"""
-**Whose work?** A rank that owns more makes the others wait. Muon's products take rows times columns
-times the smaller of the two. **Predict.** The largest matrix first, each to the rank that has least
-so far ({func}`~microddp.sharding.owned.owners`): that is even while each rank has many. It ends
-where ranks outnumber matrices: the busiest has one, and others none. The model is SmolLM2-360M
+**Whose work?** A rank that owns more makes the others wait. With $s$ the smaller side of a matrix
+and $l$ the larger, Muon's three products take $2 s^2 l + s^3$ multiplications. **Predict.** The
+largest matrix first, each to the rank that has least so far
+({func}`~microddp.sharding.owned.owners`): that is even while each rank has many. It ends where the
+mean falls below the largest matrix, which one rank then has alone. The model is SmolLM2-360M
 (chapter 09) without embeddings, 224 matrices:
 """
 
 # %% tags=["plumbing"]
 SHAPES = {"q": (960, 960), "k": (320, 960), "v": (320, 960), "o": (960, 960)}
 SHAPES |= {"gate": (2560, 960), "up": (2560, 960), "down": (960, 2560)}
-works = [rows * columns * min(rows, columns) for rows, columns in SHAPES.values()] * 32
+sides = [sorted(shape) for shape in SHAPES.values()]
+works = [2 * s * s * large + s**3 for s, large in sides] * 32
 RANKS, shares = [8, 16, 32, 64, 128, 256, 512], {}
 for name in ("in turn", "largest first"):
     shares[name] = []
