@@ -105,9 +105,9 @@ launcher = {
         *("docs/_ext/launcher/*.py", "docs/_ext/builds/book_run.py", "microddp/hosts/*.py"),
         *(f"docs/_ext/{name}.py" for name in ("figures/scraper", "lists/chapter_cards")),
         "docs/_ext/pages/markdown.py",
-        "docs/_downloads/*.py",  # which chapters run as jobs of their own
     ],
     "package": "microddp",
+    "programs": "docs/_downloads",  # jobs of their own, which chapters start
     # What ranks import takes seconds of each. Elsewhere a fork of such a process is not safe.
     "imports": imports if sys.platform == "linux" else None,
     "preload": ["pages.markdown.install"],

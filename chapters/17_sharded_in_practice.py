@@ -27,11 +27,11 @@ from torch.nn.utils import get_total_norm, parameters_to_vector
 import microddp
 from microddp import figures
 from microddp.allreduce import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from microddp.bench.memory import bytes_alive
 from microddp.comms import MessageCounter
 from microddp.findings import compare, find
 from microddp.hosts import relink
 from microddp.parts import clip_grad_norm, load_parts, own_parts
+from microddp.performance import bytes_alive
 from microddp.report import human_bytes, table
 from microddp.sharding import OwnedOptimizer, fully_shard, nodes_of, owners, shard_blocks
 from microddp.stage import cluster, set_stage

@@ -19,11 +19,10 @@ from tqdm import tqdm
 
 from microddp.backward import tensors_in
 from microddp.bench.ddp import Batch, models
-from microddp.bench.memory import bytes_alive
 from microddp.bench.rows import quartiles, report
 from microddp.comms import Comms
 from microddp.model import elements, parameter_count
-from microddp.performance import bytes_kept
+from microddp.performance import bytes_alive, bytes_kept
 from microddp.report import MIB
 from microddp.sharding import nodes_of  # and registers the strategies
 from microddp.shared import AUTO, scatter_gather

@@ -1,5 +1,6 @@
 """Where the time of a step goes, how long it should take, and what limits it."""
 
+from microddp.performance.alive import bytes_alive
 from microddp.performance.analyzer import (
     DDPPerformanceAnalyzer,
     Overhead,

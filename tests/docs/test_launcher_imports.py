@@ -50,8 +50,24 @@ def test_what_is_executed(tmp_path, script, expected):
 
 
 def parts_of(script):
-    files = files_of(script, ROOT / "microddp")
-    return {path.relative_to(ROOT / "microddp").parts[0] for path in files}
+    package = ROOT / "microddp"
+    files = files_of(script, package, ROOT / "docs" / "_downloads")
+    return {path.relative_to(package).parts[0] for path in files if path.is_relative_to(package)}
+
+
+def test_a_program_that_is_started_by_its_name_counts_with_what_it_imports(tmp_path):
+    for name, text in PACKAGE.items():
+        (tmp_path / "p" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "p" / f"{name}.py").write_text(text)
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "job.py").write_text("from p import named\n")
+    script = tmp_path / "script.py"
+    script.write_text("run('job.py')\nrun('another.py')\n")
+    found = files_of(script, tmp_path / "p", programs)
+    assert programs / "job.py" in found
+    assert tmp_path / "p" / "named.py" in found
+    assert files_of(script, tmp_path / "p") == []
 
 
 def test_a_word_in_the_hint_of_a_lab_runs_no_chapter():

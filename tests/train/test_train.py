@@ -583,7 +583,7 @@ def test_help_has_a_flag_for_each_option_with_its_text_and_its_default(capsys):
     assert texts[9] == (
         "--channels N [N ...] output channels of each convolution of the cnn (default 32 64 128)"
     )
-    assert texts[21].startswith("--report say which rank or link")
+    assert texts[22].startswith("--report say which rank or link")
 
 
 def test_flags_set_options_of_every_type():

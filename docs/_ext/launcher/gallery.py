@@ -123,7 +123,10 @@ class Launcher:
         """Return a digest of what an example imports from the package."""
         if self.package is None:
             return ""
-        return digest_of_files(files_of(source, self.package), self.package.parent)
+        programs = self.options.programs
+        folder = self.package.parent
+        files = files_of(source, self.package, folder / programs if programs else None)
+        return digest_of_files(files, folder)
 
     def _hosts(self, source: Path, file_conf: dict[str, Any]) -> Hosts | None:
         """Return the hosts of an example, or `None` for this machine.

@@ -7,28 +7,29 @@ from functools import cache
 from pathlib import Path
 
 
-def files_of(script: Path, package: Path) -> list[Path]:
+def files_of(script: Path, package: Path, programs: Path | None = None) -> list[Path]:
     """Return the package's files that a script imports, directly or not, sorted by name.
 
     Imports inside functions count, and so do strings: the name of a module, as `python -m` takes
-    it, and a program that imports. A string that is a statement of its own is text; it does not.
+    it, a program that imports, and the name of one in the folder `programs`, which is among the
+    files then. A string that is a statement of its own is text; it does not.
     """
     found: set[Path] = set()
-    pending = [*_imported(script, package)]
+    pending = [*_imported(script, package, programs)]
     while pending:
         path = pending.pop()
         if path not in found:
             found.add(path)
-            pending += _imported(path, package)
+            pending += _imported(path, package, programs)
     return sorted(found)
 
 
 @cache  # as files do not change while a build starts
-def _imported(path: Path, package: Path) -> tuple[Path, ...]:
-    return tuple(_imports(path.read_text(encoding="utf-8"), package))
+def _imported(path: Path, package: Path, programs: Path | None) -> tuple[Path, ...]:
+    return tuple(_imports(path.read_text(encoding="utf-8"), package, programs))
 
 
-def _imports(source: str, package: Path) -> Iterator[Path]:
+def _imports(source: str, package: Path, programs: Path | None) -> Iterator[Path]:
     tree = ast.parse(source)
     alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -39,19 +40,21 @@ def _imports(source: str, package: Path) -> Iterator[Path]:
             for alias in node.names:
                 yield from _files(alias.name, package)
         elif isinstance(node, ast.Constant) and id(node) not in alone:
-            yield from _named(node.value, package)
+            yield from _named(node.value, package, programs)
 
 
-def _named(value: object, package: Path) -> Iterator[Path]:
-    """Yield the files that a program in a string imports, or the module that a string names."""
+def _named(value: object, package: Path, programs: Path | None) -> Iterator[Path]:
+    """Yield what a program in a string imports, or the module or program that a string names."""
     if not isinstance(value, str):
         return
     if f"import {package.name}" in value or f"from {package.name}" in value:
         with suppress(SyntaxError):  # it is a sentence
-            yield from _imports(value, package)
+            yield from _imports(value, package, programs)
     elif value.startswith(f"{package.name}."):
         yield from _files(value, package)
         yield from _files(f"{value}.__main__", package)
+    elif programs and value.endswith(".py") and (programs / value).is_file():
+        yield programs / value
 
 
 def _files(module: str, package: Path) -> Iterator[Path]:

@@ -31,6 +31,10 @@ class Options:
     # whether they import it themselves or through other files of the package.
     package: str | None = None
 
+    # Folder of programs that examples start. If one changes, or what it imports from the package,
+    # the examples run again that have its name in a string.
+    programs: str | None = None
+
     # Modules that a build imports once, beside PyTorch, to fork all ranks from one process; `[]` is
     # PyTorch alone. `None`: each rank is a program of its own and imports for itself.
     imports: Sequence[str] | None = None
