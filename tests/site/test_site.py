@@ -167,7 +167,7 @@ def test_the_ring_moves(browser, site):
         ("bucket size", "05_bucketing.html#step-time-by-bucket-size"),
         ("deadlock", "07_sync_primitives.html#where-it-breaks-only-rank-0-enters"),
         ("hang", "13_faults.html#reading-a-hang"),
-        ("sampler", "14_your_script.html#what-the-sampler-has-to-be-told"),
+        ("sampler", "14_your_script.html#data"),
         ("mixed precision", "09_case_study.html#bf16"),
         ("FSDP", "09_case_study.html#a-model-that-does-not-fit"),
     ],
