@@ -158,6 +158,7 @@ class Strategy:
         replicas: True if each rank keeps everything, and after each step the same.
         stage: ZeRO's: from 1 on the optimizer's state is kept in parts, from 2 on gradients, and in
             3 parameters; 0: nothing is.
+        slices: True if these parts are cut without regard to where a parameter begins.
         in_nodes: True if these parts are those of a node's ranks, and each node has all of them.
         compression: the gradients kept back, where less than these is sent.
         timeline: records phases, collectives, and the wait for them.
@@ -168,6 +169,7 @@ class Strategy:
     buckets: ClassVar[bool] = False
     replicas: ClassVar[bool] = True
     stage: ClassVar[int] = 0
+    slices: ClassVar[bool] = False
     in_nodes: ClassVar[bool] = False
 
     def __init__(self, model: nn.Module, comms: Comms, bucket_cap_mb: float | None = None) -> None:

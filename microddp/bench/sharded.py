@@ -81,7 +81,7 @@ def _make(
         strategy = STRATEGIES["none"](module, comms)
     else:
         options: dict[str, Any] = {"collectives": collectives} if collectives else {}
-        options |= {"node": node} if kind == "hsdp" else {}
+        options |= {"node": node} if STRATEGIES[kind].in_nodes else {}
         strategy = STRATEGIES[kind](replica, comms, **options)
     optimizer = optimizer or torch.optim.AdamW(strategy.parameters(), lr=1e-4)
     return partial(take_step, strategy, loss_fn, optimizer, batch), replica

@@ -55,10 +55,13 @@ def together(nbytes: Sequence[float], ranks: int, cap: float) -> list[list[int]]
         The numbers of each group's parameters.
     """
     groups: list[list[int]] = [[]]
-    for i in range(len(nbytes)):
-        if len(groups[-1]) >= ranks and sum(nbytes[k] for k in groups[-1]) >= cap:
+    held = 0.0  # by the last group
+    for i, size in enumerate(nbytes):
+        if len(groups[-1]) >= ranks and held >= cap:
             groups.append([])
+            held = 0.0
         groups[-1].append(i)
+        held += size
     if len(groups) > 1 and len(groups[-1]) < ranks:
         last = groups.pop()
         groups[-1] += last
@@ -140,10 +143,10 @@ def owned_groups(
     bucket_cap_mb: float | None = None,
     collectives: str = AUTO,
 ) -> list[OwnedGroup]:
-    """Give each parameter an owner, and group those that travel together. A collective.
+    """Give each parameter an owner, and group those that travel together.
 
     Args:
-        named: the parameters by name; they become those of rank 0, and views of flat tensors.
+        named: the parameters by name, equal on all ranks; they become views of flat tensors.
         comms: the ranks.
         bucket_cap_mb: least size of a group in MiB; ``None``: 25.
         collectives: a key of ``microddp.shared.SCATTER_GATHERS``, or ``"auto"``.
@@ -151,7 +154,6 @@ def owned_groups(
     Returns:
         The groups, those of the last parameters first, as backward has them.
     """
-    broadcast_tensors([p.data for p in named.values()], comms)
     by, cap = scatter_gather(collectives, comms), bucket_caps(bucket_cap_mb)[-1]
     kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
     for name in [*named][::-1]:
@@ -206,6 +208,7 @@ class OwnedOptimizer:
     ) -> None:
         named = {str(i): p for i, p in enumerate(parameters)}
         optimizer_class(named.values(), **options)  # what it refuses, it refuses on every rank
+        broadcast_tensors([p.data for p in named.values()], comms)
         self.groups = owned_groups(named, comms, bucket_cap_mb, collectives)
         mine = [[param.sharded_param for param in group.owned] for group in self.groups]
         self._optimizers = [optimizer_class(each, **options) if each else None for each in mine]
@@ -217,7 +220,7 @@ class OwnedOptimizer:
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
-        """What the optimizers keep of what this rank owns."""
+        """State of the optimizers, by the tensors that this rank owns."""
         return {p: kept for each in self._optimizers if each for p, kept in each.state.items()}
 
     def zero_grad(self) -> None:

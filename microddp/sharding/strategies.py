@@ -43,7 +43,7 @@ class Sharded(Strategy):
         reducer: its flat parameter groups, with the reduce-scatters of their gradients.
     """
 
-    averages = overlaps = buckets = True
+    averages = overlaps = buckets = slices = True
     replicas = False
     inside: Comms
     reducer: ShardedReducer
@@ -179,7 +179,10 @@ class Zero3(Sharded):
     ) -> None:
         del bucket_cap_mb
         super().__init__(model, comms)
-        self.sharded = shard_blocks(model, comms, collectives=collectives)
+        self._shard(model, collectives)
+
+    def _shard(self, model: nn.Module, collectives: str, replicas: Comms | None = None) -> None:
+        self.sharded = shard_blocks(model, self.inside, replicas=replicas, collectives=collectives)
         self.reducer = self.sharded.context
 
     def sent_bytes(self) -> float:
@@ -238,10 +241,7 @@ class Hsdp(Zero3):
         del bucket_cap_mb
         Sharded.__init__(self, model, comms)
         self.inside, self.across = nodes_of(comms, node)
-        self.sharded = shard_blocks(
-            model, self.inside, replicas=self.across, collectives=collectives
-        )
-        self.reducer = self.sharded.context
+        self._shard(model, collectives, self.across)
 
     def sent_bytes(self) -> float:
         shards = sum(group.shard.nbytes for group in self.reducer.groups if group.requires_grad)
@@ -262,7 +262,7 @@ class Owned(Sharded):
     """
 
     stage = 1
-    overlaps = False
+    overlaps = slices = False
 
     def __init__(
         self,

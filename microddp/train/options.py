@@ -129,8 +129,7 @@ class TrainingConfig:
                 "--all-reduce: expected --schedule ddp, no --compress and no --average-every with "
                 f"it, got {self.schedule}, {self.compress} and {self.average_every}"
             )
-        stages = [name for name, kind in STRATEGIES.items() if kind.stage and name != "owned"]
-        if self.optimizer == "muon" and self.schedule in stages:
+        if self.optimizer == "muon" and STRATEGIES[self.schedule].slices:
             raise ValueError(
                 "--optimizer: expected a --schedule that keeps matrices whole with muon, such as "
                 f"ddp or owned, got {self.schedule}"

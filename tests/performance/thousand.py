@@ -38,7 +38,7 @@ found = {}
 # PyTorch's own DDP calls from C++.
 for kind in (name for name, made in STRATEGIES.items() if made.averages and name != "torch"):
     options = {"collectives": "backend"} if STRATEGIES[kind].stage else {}
-    options |= {"node": 8} if kind == "hsdp" else {}
+    options |= {"node": 8} if STRATEGIES[kind].in_nodes else {}
     strategy = STRATEGIES[kind](FullMLP(256, depth=5), comms, 0.4, **options)
     optimizer = torch.optim.SGD(strategy.parameters(), lr=0.1)
     batch = torch.randn(2, 4, 256).unbind()
