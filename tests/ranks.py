@@ -63,6 +63,7 @@ def run(
 
 def _be_a_rank(join: bool, function: Callable[..., Any], *arguments: Any) -> Any:
     warnings.simplefilter("error")
+    torch.manual_seed(0)  # the state that a rank inherits differs from run to run
     body = getattr(function, "body", function)
     if not join:
         return body(*arguments)

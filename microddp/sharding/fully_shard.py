@@ -138,7 +138,8 @@ def shard_blocks(
 ) -> ShardedModule:
     """Shard each large element of a module's lists, then the module, which has the rest.
 
-    Parameters outside of blocks stay whole from forward to backward, as with PyTorch.
+    Parameters outside of blocks stay whole from forward to backward, as with PyTorch, and so does
+    the last block: backward begins with it.
 
     Args:
         module: a model whose blocks are elements of an ``nn.ModuleList`` or ``nn.Sequential``. A
@@ -152,10 +153,13 @@ def shard_blocks(
         The handle of the module, for all blocks.
     """
     inside: set[nn.Module] = set()
+    blocks: list[nn.Module] = []
     for block in elements(module):
         if block not in inside and sum(p.nbytes for p in block.parameters()) >= least_bytes:
-            fully_shard(block, comms, **options)
             inside.update(block.modules())
+            blocks.append(block)
+    for block in blocks:
+        fully_shard(block, comms, reshard_after_forward=block is not blocks[-1], **options)
     return fully_shard(module, comms, reshard_after_forward=False, **options)
 
 

@@ -354,16 +354,18 @@ def _three_stages(program: Program, divided: int, among: str) -> None:
     means: list[int] = []
     for _ in range(program.accumulation):
         for order, phase in ((layers, "forward"), (layers[::-1], "backward")):
+            whole = 1 if phase == "backward" else 0  # the last layer stays so since its forward
             gathers = (
                 program.start(
                     "all_gather", program.padded(bucket, work.parameter_size, divided), among
                 )
-                for _, bucket in order
+                for _, bucket in order[whole:]
             )
-            prefetched = next(gathers)
-            for layer, bucket in order:
-                needed, prefetched = prefetched, next(gathers, prefetched)
-                program.wait(needed)
+            prefetched = next(gathers, None)
+            for i, (layer, bucket) in enumerate(order):
+                if i >= whole and prefetched is not None:
+                    needed, prefetched = prefetched, next(gathers, None)
+                    program.wait(needed)
                 program.compute(getattr(layer, phase))
                 if phase == "backward":
                     program.copy(bucket)

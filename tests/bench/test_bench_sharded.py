@@ -19,7 +19,9 @@ def test_reports_every_way_with_what_it_keeps(tmp_path):
         assert row["kept"] == pytest.approx(row["predicted"], rel=0.05), way
         assert row["peak"] >= row["kept"]
     assert rows["zero3"]["kept"] <= 1.01 * rows["torch zero3"]["kept"]
-    assert rows["zero3"]["sent"] == pytest.approx(1.5 * rows["zero1"]["sent"], rel=0.01)
+    # Three halves instead of two, but the last of 16 layers is gathered once.
+    sent = rows["zero1"]["sent"] * (3 - 1 / 16) / 2
+    assert rows["zero3"]["sent"] == pytest.approx(sent, rel=0.001)
 
 
 def test_on_two_levels(tmp_path):
@@ -32,5 +34,7 @@ def test_on_two_levels(tmp_path):
     for way in ("hsdp", "torch hsdp"):
         assert rows[way]["kept"] == pytest.approx(rows[way]["predicted"], rel=0.05), way
         assert rows[way]["kept"] > 1.9 * rows["zero3"]["kept"]
-    # 3/2 of the parameters inside, and an all-reduce of half of them between two.
-    assert rows["hsdp"]["sent"] == pytest.approx(rows["zero1"]["sent"] * 2 / 1.5, rel=0.01)
+    # 3/2 of the parameters inside, less half of the last layer's, and an all-reduce of half of them
+    # between two; zero1 sends 3/2.
+    sent = rows["zero1"]["sent"] * (2 - 1 / 32) / 1.5
+    assert rows["hsdp"]["sent"] == pytest.approx(sent, rel=0.001)
