@@ -35,11 +35,11 @@ from microddp.comms import MessageCounter
 from microddp.findings import Prediction, compare, find
 from microddp.hosts import relink
 from microddp.model import FullMLP, elements, gradient_bytes, parameter_count
-from microddp.parts import clip_grad_norm, load_parts, own_parts
+from microddp.parts import load_parts, own_parts
 from microddp.performance import bytes_kept
 from microddp.performance.memory import activation_bytes
 from microddp.report import human_bytes, human_seconds, table
-from microddp.sharding import fully_shard, shard_blocks
+from microddp.sharding import shard_blocks
 from microddp.shared import carrier
 from microddp.stage import Stage, cluster, known_clusters, pausing_model, set_stage, work_of
 from microddp.step import take_step
@@ -83,9 +83,8 @@ r"""
 
 **Build.** A `FlatParamGroup` lays the parameters of a module side by side in one flat tensor, as a
 bucket does with gradients. An n-th of that is this rank's `shard`, in the same memory: what an
-optimizer writes there, `unshard` sends to all. (Where n does not divide the number of values, the
-tensor is padded with zeros.) The methods are named as in PyTorch: `unshard`, `post_backward`, and
-later `reshard`:
+optimizer writes there, `unshard` sends to all. (Zeros pad the tensor to a multiple of n.) The
+methods are named as in PyTorch:
 """
 
 
@@ -140,10 +139,10 @@ Adam treats each value by itself, so its one parameter may as well be an n-th of
 **Predict.** Of $S$ bytes of gradients a rank sends $\frac{n-1}{n}S$ in each half, together as much
 as with DDP. And it keeps $8/n$ bytes of each parameter for Adam, instead of 8.
 
-**Measure.** Against microddp's DDP, on the same batches. With three ranks and more the two may add
-in another order, so that the last bits differ. The bytes sent are counted, and those behind
-parameters, gradients and Adam's means whenever a layer begins to compute, or one of its gradients
-is ready:
+**Measure.** Against microddp's DDP, on the same four batches. With three ranks and more the two may
+add in another order, so that the last bits differ. `try_out` asserts that the weights are DDP's but
+for that. It counts the bytes sent, and those behind parameters, gradients and Adam's means whenever
+a layer begins to compute, or one of its gradients is ready:
 """
 
 
@@ -187,15 +186,18 @@ def held(model, groups, adam):
 
 
 # %% tags=["plumbing"]
-def try_out(make):
-    """Train some steps; the weights, and of the last step the bytes sent, and held over time."""
+tried = {}
+
+
+def try_out(name, make):
+    """Train some steps; note weights, and of the last step the bytes sent, and held over time."""
     model, moments, made = build(), {}, []
 
     def look(*moment):
         return lambda *_: moments.update({moment: held(model, *made)})
 
-    for name, p in model.named_parameters():  # before anything is done with it
-        p.register_post_accumulate_grad_hook(look("backward", f"{name} has its gradient"))
+    for of, p in model.named_parameters():  # before anything is done with it
+        p.register_post_accumulate_grad_hook(look("backward", f"{of} has its gradient"))
     step, *made[:] = make(model)
     for i, layer in enumerate(model.layers):
         layer.register_forward_pre_hook(look("forward", f"layer {i} is about to compute"))
@@ -206,18 +208,18 @@ def try_out(make):
     sent = sum(message.nbytes for message in counter.messages)
     for group in made[0]:
         group.unshard()
-    return parameters_to_vector(model.parameters()).detach(), sent, moments
+    tried[name] = parameters_to_vector(model.parameters()).detach(), sent, moments
+    check(name)
 
 
-# %%
-tried = {"DDP": try_out(ddp), "stage 1": try_out(stage_1)}
-
-
+# %% tags=["plumbing"]
 def check(name):
     assert torch.allclose(tried[name][0], tried["DDP"][0], rtol=1e-3, atol=1e-5), name
 
 
-check("stage 1")
+# %%
+try_out("DDP", ddp)
+try_out("stage 1", stage_1)
 
 # %% [markdown]
 """
@@ -262,8 +264,7 @@ def stage_2(model):
     return step, groups, adam
 
 
-tried["stage 2"] = try_out(stage_2)
-check("stage 2")
+try_out("stage 2", stage_2)
 
 # %% [markdown] index=["FSDP", "fully_shard"]
 """
@@ -274,7 +275,7 @@ and at no other time. **Build.** A tensor is a description, of shape and place, 
 memory behind it. `reshard` resizes the flat tensor's storage to nothing. The description stays, and
 so do the views of it: the layer's parameters, and what autograd has saved of them for backward.
 Nobody may read them now. `unshard` resizes the storage again, puts this rank's shard in, and
-gathers the others': all views are valid again. (PyTorch does the same.)
+gathers the others': all views are valid again. (So does PyTorch.)
 """
 
 
@@ -328,8 +329,7 @@ def stage_3(model):
     return step, groups, adam
 
 
-tried["stage 3"] = try_out(stage_3)
-check("stage 3")
+try_out("stage 3", stage_3)
 
 # %% [markdown]
 r"""
@@ -380,7 +380,7 @@ said = (
 )
 find(comms, "sent-and-kept", several=(n > 1, said), alone=(n == 1, "One rank divides nothing."))
 
-# %% [markdown]
+# %% [markdown] index=["DTensor", "FSDP1 and FSDP2"]
 r"""
 **Explain.** (Play the step, or point at a moment.) In DDP and in stage 1 gradients pile up in
 backward, whole. In stages 2 and 3 only one layer's are whole at a time. Not counted: activations,
@@ -391,28 +391,31 @@ the flat copy that `post_backward` makes to send, and DDP's buckets while they h
 The hooks above unshard a layer when it is needed, and wait for it. microddp's
 {func}`~microddp.sharding.fully_shard.fully_shard` *prefetches*: while one block, here a layer,
 computes, it unshards the next one in the order of the step before, and reduce-scatters gradients
-while backward goes on. Two blocks are whole at a time. It is used as PyTorch's `fully_shard` is,
-block by block, then for the rest:
+while backward goes on. Two blocks are whole at a time. `shard_blocks` calls it for each block, then
+for the rest. It leaves the *last* block whole after forward, because backward begins with it.
+
+**Predict.** Of $L$ equal blocks one is gathered once instead of twice: $(3 - \frac{1}{L})
+\frac{n-1}{n}S$ bytes in a step:
 """
 
-
 # %%
-def by_microddp(model):
-    for layer in model.layers:
-        fully_shard(layer, comms)
-    sharded = fully_shard(model, comms)
-    adam = torch.optim.Adam(model.parameters())
-    for batch in batches:
-        adam.zero_grad()
+model = build()
+sharded = shard_blocks(model, comms, collectives="ring")
+adam = torch.optim.Adam(model.parameters())
+for batch in batches:
+    adam.zero_grad()
+    with MessageCounter(comms) as counter:
         backward(model, batch)
-        adam.step()
-    return sharded
+    adam.step()
+sharded.remove()  # whole again
 
-
-sharded_model = build()
-by_microddp(sharded_model).remove()  # whole again
-tried["microddp"] = (parameters_to_vector(sharded_model.parameters()).detach(),)
+# %% tags=["plumbing"]
+tried["microddp"] = (parameters_to_vector(model.parameters()).detach(),)
 check("microddp")
+counted = sum(message.nbytes for message in counter.messages)
+to_send = (3 - 1 / len(model.layers)) * (n - 1) / n * SIZE
+assert n == 1 or abs(counted / to_send - 1) < 0.01
+comms.print(f"to be sent {human_bytes(to_send)}, counted {human_bytes(counted)}")
 
 # %% tags=["plumbing"]
 ours = [name for name in tried if name != "DDP"]
@@ -431,42 +434,15 @@ find(
     rounding=(not equal, f"{said} {', '.join(ours)} are DDP's, up to rounding."),
 )
 
-# %% [markdown] index=["DTensor", "FSDP1 and FSDP2"]
-r"""
-## Flat, or by rows
-
-The groups above lay parameters side by side and cut the whole into n equal pieces, wherever that
-falls. So did PyTorch's first version, FSDP1 (`FullyShardedDataParallel`). FSDP2, today's
-`fully_shard`, cuts *each parameter* into rows, along dimension 0, as `torch.chunk` does. Its
-parameters are `DTensor`s: a tensor that knows its whole shape, and which part of it is here
-([documentation](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html), read in
-November 2026). One small layer, both ways:
-"""
-
-# %%
-mesh = DeviceMesh.from_group(comms.group, comms.device.type)  # the ranks, in PyTorch's words
-layer = nn.Linear(3, 5).to(comms.device)
-shard = len(FlatParamGroup(copy.deepcopy(layer)).shard)
-torch_fully_shard(layer, mesh=mesh)
-
-# %% tags=["plumbing"]
-begin, end = rank * shard, (rank + 1) * shard
-of_weight = max(0, min(15, end) - begin)
-of_bias = max(0, min(20, end) - max(15, begin))
-here = of_weight, of_bias, len(layer.weight.to_local()), len(layer.bias.to_local())
-parts = comms.all_gather_data(here)
-assert [sum(column) for column in zip(*parts, strict=True)] == [15, 5, 5, 5]
-headers = ["rank", "flat: values of the weight", "of the bias", "rows of the weight", "of the bias"]
-comms.print(table([(i, *part) for i, part in enumerate(parts)], headers))
-
 # %% [markdown]
-"""
-**Explain.** Flat shards are equally long, but begin in the middle of a row, and a parameter's own
-dtype, name or freezing is lost. Rows keep all that, and a checkpoint can say which rows it has.
-Where n does not divide the rows, some ranks have fewer, or none. An optimizer that treats each
-value by itself, as SGD and Adam do, is right with either. One that needs whole matrices has to
-gather them first: Muon makes a matrix's singular values equal, and those depend on all rows
-together. Chapter 17 gives such matrices an owner.
+r"""
+PyTorch's `fully_shard` (FSDP2) is used in the same way. It leaves whole what is in no block, and
+the last block if `reshard_after_forward=False` is given for it. It cuts *each parameter* into rows,
+while microddp, and FSDP1 before it, cut a flat tensor wherever an n-th ends. Its parameters are
+`DTensor`s: such a tensor knows its whole shape, and which part of it is here
+([documentation](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html), read in
+November 2026). SGD and Adam are right with either. Chapter 17 has optimizers that need whole
+matrices.
 
 ## What else must fit
 
@@ -477,12 +453,12 @@ output $d$, the sum $d$, normalised $d$, and $4d$ before and after GELU, in all 
 *Recomputation* (activation checkpointing) saves only each block's input. Backward runs a block's
 forward again when it comes to it, so it has one block's activations at a time.
 
-**Measure.** `saved_tensors_hooks` calls us for each tensor that autograd saves. We note the most
-that is alive at a time, without parameters:
+**Measure.** PyTorch's `saved_tensors_hooks` calls us for each tensor that autograd saves.
+`most_saved` notes the most that is alive at a time, without parameters:
 """
 
 
-# %%
+# %% tags=["plumbing"]
 class Saved:
     def __init__(self, tensor):
         self.tensor = tensor
@@ -598,23 +574,26 @@ comms.print(table(rows, headers))
 r"""
 ## When does it cost time?
 
-Let $C$ be a device's computing in a step and $M$ an all-reduce of all gradients. A strategy sends
-what takes $f$ during forward, a third of $C$, and $b$ during backward, the other two:
+Let $C$ be a device's computing in a step, $M$ an all-reduce of all gradients, and $L$ the number of
+equal layers. A strategy sends what takes $f$ during forward, a third of $C$, and $b$ during
+backward, the other two:
 
 | | DDP | stages 1 and 2 | stage 3 |
 |---|---|---|---|
 | $f$, gathers | $0$ | $M/2$ | $M/2$ |
-| $b$ | $M$ | $M/2$ | $M$ |
+| $b$ | $M$ | $M/2$ | $M - M/2L$ |
 
-With nothing hidden behind computing, a step takes $C + f + b$. With all hidden that can be, it
-takes $T_0 = \max(\frac{1}{3} C, f) + \max(\frac{2}{3} C, b)$. So of a step $T$, *the share hidden
-of what can be hidden* is
+(The last layer is whole when backward begins.) With nothing hidden behind computing, a step takes
+$C + f + b$. With all hidden that can be, it takes $T_0 = \max(\frac{1}{3} C, f) + \max(\frac{2}{3}
+C, b)$. So of a step $T$, *the share hidden of what can be hidden* is
 
 $$h = \frac{C + f + b - T}{C + f + b - T_0}$$
 
 **Predict.** Stages 1 and 2 should beat DDP where messages take as long as computing: microddp's
-gather in the next forward. Stage 3 prefetches all blocks except the first: while $f + b$ is below
-$C$ it should lose that gather and the last reduction only, and fall behind after that.
+gather in the next forward. Stage 3 prefetches all blocks except the first. While $M$ is below
+$\frac{2}{3} C$ it should lose only that gather and the last reduction, each $M/2L$: with ten layers
+that is 0.07 of $f + b = 1.45 M$, so 0.93 are hidden. Beyond, messages take longer than computing,
+and DDP sends fewer.
 
 **Measure.** On devices of known speed, which pause as long as they would compute: a scale model of
 four machines with an A100 and 25 Gbit/s each, that train 355 million parameters in bf16, and the
@@ -648,15 +627,12 @@ middle = list(stages)[len(stages) // 2]
 # %% [markdown]
 """
 In each round each strategy takes a step, and a device alone, and an all-reduce of everything is
-timed. One stage has PyTorch's `fully_shard`, too:
+timed. At the middle scale stages 1 and 2 take steps, too, and PyTorch's `fully_shard`:
 """
 
 
 # %%
-SENT = {"ddp": (0, 1), "zero1": (0.5, 0.5), "zero2": (0.5, 0.5), "zero3": (0.5, 1)}  # f, b by M
-
-
-def calls_on(stage, cap_mb, names=tuple(SENT)):
+def calls_on(stage, cap_mb, names):
     values = torch.zeros(gradient_bytes(stage.model) // 4, device=stage.comms.device)
     calls = {"alone": stage.step("none"), "M": partial(stage.comms.all_reduce, values)}
     for name in names:
@@ -666,7 +642,7 @@ def calls_on(stage, cap_mb, names=tuple(SENT)):
     return calls
 
 
-# %%
+# %% tags=["plumbing"]
 def torchs_step(stage):
     model = copy.deepcopy(stage.model)
     over = DeviceMesh.from_group(stage.comms.group, stage.comms.device.type)
@@ -676,36 +652,50 @@ def torchs_step(stage):
     return stage.step(STRATEGIES["none"](model, stage.comms))
 
 
-# %%
-def bounds(C, M, name):
-    """A step with all hidden that can be, and with nothing hidden."""
-    f, b = (share * M for share in SENT[name])
-    return max(C / 3, f) + max(2 * C / 3, b), C + f + b
+# %% tags=["plumbing"]
+def sent_by(model):
+    """Return f and b of each strategy, in all-reduces of all gradients."""
+    *others, _last = elements(model)  # its blocks
+    twice = sum(map(parameter_count, others)) / parameter_count(model)  # gathered twice
+    halves = (0.5, 0.5)
+    return {"ddp": (0, 1), "zero1": halves, "zero2": halves, "zero3": (0.5, 0.5 + twice / 2)}
 
 
-def hidden(times, name):
-    """The share hidden of what can be hidden, round by round."""
+def bounds(C, M, f, b):
+    """Return a step with all hidden that can be, and with nothing hidden."""
+    return max(C / 3, f * M) + max(2 * C / 3, b * M), C + (f + b) * M
+
+
+def hidden(times, name, model):
+    """Return the share hidden of what can be hidden, round by round."""
     shares = []
     for C, M, T in zip(*(times[key].seconds for key in ("alone", "M", name)), strict=True):
-        least, most = bounds(C, M, name)
+        least, most = bounds(C, M, *sent_by(model)[name])
         shares.append((most - T) / (most - least) if n > 1 else 0.0)
     return Timing(tuple(shares))
 
 
-all_calls = {name: calls_on(stage, 0.5 if base.sides else 25) for name, stage in stages.items()}
-all_calls[middle]["PyTorch"] = torchs_step(stages[middle])
-times = {name: measure(calls, own, warmup=1, repeat=4) for name, calls in all_calls.items()}
+# %%
+LABELS = {"ddp": "DDP", "zero1": "stage 1", "zero2": "stage 2", "zero3": "stage 3"}
+ENDS = {"ddp": "DDP", "zero3": "stage 3"}
+times = {}
+for key, stage in stages.items():
+    calls = calls_on(stage, 0.5 if base.sides else 25, LABELS if key == middle else ENDS)
+    if key == middle:
+        calls["PyTorch"] = torchs_step(stage)
+        in_the_middle = calls
+    times[key] = measure(calls, own, warmup=1, repeat=4)
 
 # %% tags=["plumbing"]
-shares = {key: {name: hidden(found, name) for name in SENT} for key, found in times.items()}
-LABELS = {"ddp": "DDP", "zero1": "stage 1", "zero2": "stage 2", "zero3": "stage 3"}
-rows = []
+shares, rows = {}, []
 for key, found in times.items():
     C, M = found["alone"].median, found["M"].median
-    for name in SENT:
-        least, most = map(human_seconds, bounds(C, M, name))
+    model = stages[key].model
+    shares[key] = {name: hidden(found, name, model) for name in LABELS if name in found}
+    for name, share in shares[key].items():
+        least, most = map(human_seconds, bounds(C, M, *sent_by(model)[name]))
         measured = human_seconds(found[name].median)
-        rows.append((key, LABELS[name], least, measured, most, f"{shares[key][name].median:.2f}"))
+        rows.append((key, LABELS[name], least, measured, most, f"{share.median:.2f}"))
 headers = ["", "step", "least possible", "measured", "nothing hidden", "share hidden"]
 own.print(table(rows if n > 1 else [], headers))
 
@@ -713,7 +703,7 @@ own.print(table(rows if n > 1 else [], headers))
 speeds = {
     f"{key}: {LABELS[name]}": base.speed_up(found[name], found["alone"])
     for key, found in times.items()
-    for name in SENT
+    for name in shares[key]
 }
 beside = {key: compare(found["zero3"], found["ddp"]).ratio for key, found in times.items()}
 at_each = [f"{ratio:.2f} times as fast at {key}" for key, ratio in beside.items()]
@@ -760,16 +750,17 @@ find(
 # %% [markdown]
 r"""
 **Explain.** Stage 3 cannot hide the first block's gather, which all computing waits for, and the
-last reduction, which comes after it. In backward, gathers and reductions share the link in the
-order in which they were started, and a gather behind a reduction comes late for its block.
+last reduction, which comes after it. Backward begins at once, with the block that is whole. After
+that a block's gather and reduction, together $M/L$, share the link while a block computes for
+$\frac{2}{3} C/L$: where $M/L$ is longer, computing waits for the link.
 
 ## Beside PyTorch's own
 
 **Predict.** PyTorch's `fully_shard` prefetches on CUDA streams. A CPU has none, so there it starts
 a collective and waits for it. And gloo, PyTorch's backend for CPUs, does a reduce-scatter by
 all-reduces, of twice the bytes ([PyTorch 149869](https://github.com/pytorch/pytorch/pull/149869),
-2025). So it should send two gathers and an all-reduce, $2 M$, and take $C + 2M$. The kernel counts
-what leaves a host in a box:
+2025). So it should send two gathers of each block and an all-reduce, $2 M$, and take $C + 2M$.
+microddp's stage 3 sends $1.45 M$. The kernel counts what leaves a host in a box:
 """
 
 
@@ -784,7 +775,7 @@ on_link = {}
 for name in ("ddp", "zero3", "PyTorch") if comms.box and n > 1 else ():
     own.barrier()
     before = sent_by_host()
-    all_calls[middle][name]()
+    in_the_middle[name]()
     own.barrier()
     all_reduce = 2 * (n - 1) / n * gradient_bytes(stages[middle].model)
     on_link[name] = (sent_by_host() - before) / all_reduce
@@ -831,7 +822,7 @@ r"""
 
 **Predict.** A pausing device leaves its core to the messages, as a GPU leaves them to its network
 card. On a CPU the same cores compute and carry (chapter 05): a prefetched gather takes time from
-computing, and stage 3's third pass over all bytes should show.
+computing, and what stage 3 sends beside DDP's bytes, the second gather, should show.
 
 **Measure.** The same code where ranks really compute, on ranks with a core of their own (the others
 leave here), with few samples and many:
@@ -847,39 +838,39 @@ computed = {}
 for samples in SAMPLES:
     batch = torch.randn(2, samples, WIDTH, device=timed.device).unbind()
     real = Stage(timed, wide, mse_loss, batch, ADAMW)
-    computed[samples] = measure(calls_on(real, 1, ("ddp", "zero3")), timed, warmup=1, repeat=4)
+    computed[samples] = measure(calls_on(real, 1, ENDS), timed, warmup=1, repeat=4)
 
 # %% tags=["plumbing"]
-rows = []
+rows, extra, part = [], [], []
+more = sum(sent_by(wide)["zero3"]) - 1  # all-reduces that stage 3 sends beside DDP's
 for samples, found in computed.items():
     C, M = found["alone"].median, found["M"].median
-    numbers = [f"{1e3 * seconds:.0f}" for seconds in (C, M / 2)]
-    extra = 1e3 * (found["zero3"].median - found["ddp"].median)
-    numbers += [f"{M / C:.2f}", f"{extra:+.0f}", f"{hidden(found, 'zero3').median:.2f}"]
+    longer = found["zero3"].median - found["ddp"].median
+    share = hidden(found, "zero3", wide).median
+    numbers = [f"{1e3 * seconds:.0f}" for seconds in (C, more * M)]
+    numbers += [f"{M / C:.2f}", f"{1e3 * longer:+.0f}", f"{share:.2f}"]
     rows.append((samples, *numbers))
-headers = ["samples a rank", "C, ms", "a gather, ms", "M/C"]
+    gather = f"the second gather alone: {1e3 * more * M:.0f} ms"
+    extra.append(f"{1e3 * longer:+.0f} ms with {samples} samples ({gather})")
+    part.append(longer / (more * M) if n > 1 else 0.0)
+headers = ["samples a rank", "C, ms", "second gather, ms", "M/C"]
 headers += ["stage 3 after DDP, ms", "share hidden by stage 3"]
 timed.print(table(rows if n > 1 else [], headers))
 
 # %% tags=["plumbing"]
-extra, part = [], []
-for samples, found in computed.items():
-    longer, gather = found["zero3"].median - found["ddp"].median, found["M"].median / 2
-    extra.append(f"{1e3 * longer:+.0f} ms with {samples} samples (a gather: {1e3 * gather:.0f} ms)")
-    part.append(longer / gather if n > 1 else 0.0)
 said = f"Where ranks compute, stage 3's step differs from DDP's by {' and '.join(extra)}"
 find(
     timed,
-    "third-pass",
-    shows=(n > 1 and min(part) >= 0.5, f"{said}: the third pass shows, half of it or more."),
-    some=(n > 1 and min(part) < 0.5 <= max(part), f"{said}: the third pass shows in one of them."),
-    hidden=(n > 1 and max(part) < 0.5, f"{said}: more than half of the third pass is hidden."),
+    "second-gather",
+    shows=(n > 1 and min(part) >= 0.5, f"{said}: the second gather shows, half of it or more."),
+    some=(n > 1 and min(part) < 0.5 <= max(part), f"{said}: half of it or more shows in one."),
+    hidden=(n > 1 and max(part) < 0.5, f"{said}: more than half of it is hidden."),
     alone=(n == 1, "One rank passes on nothing."),
 )
 
 # %% tags=["plumbing"]
-on_cores, pausing = hidden(computed[SAMPLES[-1]], "zero3"), shares[first]["zero3"]
-real = computed[SAMPLES[-1]]
+real, pausing = computed[SAMPLES[-1]], shares[first]["zero3"]
+on_cores = hidden(real, "zero3", wide)
 ratio = real["M"].median / real["alone"].median
 said = (
     f"Of what can be hidden stage 3 hid {pausing.median:.2f} on devices that pause, at {first}, "
@@ -905,11 +896,11 @@ find(
 """
 **Explain.** A benchmark of sharding on CPUs tells how CPUs carry messages. On GPUs, published
 comparisons of stage 3 with DDP go both ways. In the paper on FSDP they are alike with 611 million
-and 2.28 billion parameters on A100s, and beyond that DDP is out of memory ([Zhao et al., VLDB
-2023](https://arxiv.org/abs/2304.11277), section 5.2). A user of OLMo with 1 billion parameters got
-8034 tokens a second from each of four GPUs by DDP, and 1747 by FSDP ([allenai/OLMo
-762](https://github.com/allenai/OLMo/issues/762), December 2024), in micro-batches of two sequences.
-DDP was set to average once for all, and FSDP gathers for each: exercise 3 counts that.
+and 2.28 billion parameters on A100s ([Zhao et al., VLDB 2023](https://arxiv.org/abs/2304.11277),
+section 5.2). A user of OLMo with 1 billion parameters got 8034 tokens a second from each of four
+GPUs by DDP, and 1747 by FSDP ([allenai/OLMo 762](https://github.com/allenai/OLMo/issues/762),
+December 2024). DDP averaged once for many micro-batches, and FSDP gathers for each: exercise 3
+counts that.
 
 :::{admonition} On GPUs
 NCCL has kernels for both halves, and FSDP2 starts them on streams of their own. So a GPU hides as
@@ -917,9 +908,7 @@ pausing devices do, while the CPU is ahead with its calls; but NCCL's kernels ta
 processors. Matrix products have been seen 30 to 40 % slower beside them ([PyTorch
 179937](https://github.com/pytorch/pytorch/issues/179937), 2026). $M/C$ decides. It is worked out
 below for 8 billion parameters in bf16 and 16,384 tokens a device: stage 3 can hide most while $1.5
-M/C$ is below 1. To try: `python -m microddp.bench sharded`; or torchtitan, where
-`data_parallel_shard_degree` is the number of ranks that divide, and
-`data_parallel_replicate_degree` the number of replicas.
+M/C$ is below 1. To try: `python -m microddp.bench sharded`.
 :::
 """
 
@@ -934,25 +923,10 @@ timed.print(table(rows, ["worked out, not measured", "M/C", "stage 3: 1.5 M/C"])
 """
 ## Where it breaks
 
-**The norm of a shard.** Clipping scales gradients by the norm of all of them. A rank that takes the
-norm of its n-th finds too small a number, and each rank finds another. microddp's
-{func}`~microddp.parts.clip_grad_norm` adds up squares over the ranks:
-"""
+**The norm of a shard.** A rank that clips by the norm of its n-th finds too small a number, and
+each rank finds another. microddp's {func}`~microddp.parts.clip_grad_norm` adds up squares over the
+ranks (chapter 17).
 
-# %%
-clipped = build()
-sharded = shard_blocks(clipped, timed)
-backward(clipped, batches[0])
-gradients = [p.grad for p in clipped.parameters() if p.grad is not None]
-local = torch.stack([g.norm() for g in gradients]).norm().reshape(1)
-norm = clip_grad_norm(clipped.parameters(), 1.0, timed)
-norms = timed.all_gather(local).flatten()
-timed.print(f"norm of each rank's shards: {', '.join(f'{x:.4f}' for x in norms.tolist())}")
-timed.print(f"of all: {norm:.4f}, the root of the sum of their squares")
-assert torch.allclose(norms.square().sum().sqrt(), norm)
-
-# %% [markdown]
-"""
 **A checkpoint of one rank's shards.** `if rank == 0: save(model.state_dict())` was right with DDP.
 Now it saves an n-th: flat shards, under the names of whole parameters. On every rank,
 `sharded.whole_state_dict()` brings whole tensors to rank 0, which needs memory for all. Or every
@@ -961,6 +935,7 @@ files, for any number of ranks. Here each rank begins alone, with its own file o
 """
 
 # %%
+sharded = shard_blocks(build(), timed)
 mine = own_parts(sharded.context.local_params)
 (alone,) = filter(None, [timed.subgroup([each]) for each in range(n)])
 single = shard_blocks(build(), alone)
@@ -1065,8 +1040,8 @@ r"""
 
 - An all-reduce is a reduce-scatter and an all-gather. Put the optimizer between them, and each rank
   keeps an n-th of its state for the same bytes.
-- Stage 3 keeps an n-th of everything and sends half as much again. $M/C$ and whoever carries the
-  messages decide whether that costs time; each micro-batch gathers anew.
+- Stage 3 keeps an n-th of everything and sends up to half as much again. $M/C$ and whoever carries
+  the messages decide whether that costs time; each micro-batch gathers anew.
 - Sharding divides state, not activations: count both before you say that a model fits.
 - Sum squares over the ranks before you clip, let all ranks save, and count a gradient as complete
   when its parameter says so.
@@ -1091,8 +1066,8 @@ $ python -m microddp.labs start 16
 
    </details>
 
-2. `stage_3` reshards each layer after forward, the last one, too, though backward begins with it.
-   Leave it whole. How many bytes are saved, of what a step sends and of what is kept at most?
+2. `stage_3` reshards each layer after forward, the last one, too. Leave it whole, as microddp does.
+   How many bytes are saved, of what a step sends and of what is kept at most?
 
    <details class="solution"><summary>Solution</summary>
 
@@ -1100,8 +1075,9 @@ $ python -m microddp.labs start 16
    arranges the second unshard. So the layer is all-gathered once and reduced once,
    $2\,\frac{n-1}{n}$ times its bytes instead of 3: a twenty-fourth less for eight equal layers.
    What is kept at most stays the same: it is whole at the end of forward and when backward begins,
-   while no other layer is.
-   PyTorch leaves the outermost module's own parameters whole, for that reason.
+   while no other layer is. In PyTorch: `fully_shard(model.layers[-1],
+   reshard_after_forward=False)`, since by itself it leaves only the outermost module's own
+   parameters whole.
 
    </details>
 

@@ -2,10 +2,10 @@
 r"""
 # 17. Sharded in practice
 
-How is sharded training run? You care because stage 3 over all devices is as fast as the slowest
-link, and what helps (two levels, precision, accumulation, the right optimizer) is easily set the
-wrong way, without an error. This chapter builds each one small, counts what crosses which link, and
-says what PyTorch calls it.
+How is sharded training run? You care because stage 3 over all devices sends everything over the
+slowest links, and what helps (two levels, what to keep whole, precision, accumulation, the right
+optimizer) is easily set the wrong way, without an error. This chapter builds each one small, counts
+what crosses which link, and says what PyTorch calls it.
 """
 
 # %% tags=["imports"]
@@ -30,10 +30,11 @@ from microddp.allreduce import ring_all_gather, ring_all_reduce, ring_reduce_sca
 from microddp.comms import MessageCounter
 from microddp.findings import compare, find
 from microddp.hosts import relink
+from microddp.model import elements
 from microddp.parts import clip_grad_norm, load_parts, own_parts
 from microddp.performance import bytes_alive
 from microddp.report import human_bytes, table
-from microddp.sharding import OwnedOptimizer, fully_shard, nodes_of, owners, shard_blocks
+from microddp.sharding import OwnedOptimizer, fully_shard, nodes_of, owners
 from microddp.stage import cluster, set_stage
 from microddp.strategies import STRATEGIES
 from microddp.timing import measure
@@ -59,7 +60,6 @@ r"""
 GPUs of a node share fast links; nodes share slow ones. *Hybrid sharding* (HSDP) uses both: the $k$
 ranks of a node divide the parameters, as in stage 3, and the $m$ nodes keep replicas, as in DDP. It
 is chapter 07's grid, a *device mesh*: a row is a node, and a column has the ranks with one shard.
-
 Here two ranks are a node; on GPUs, those of a machine if there are several machines:
 """
 
@@ -86,13 +86,6 @@ def reduce_by_levels(flat, shard, replicate):
     return mine
 
 
-def sharded_step(flat, shard, replicate):
-    """Send what a step sends: gather for forward, gather for backward, reduce."""
-    for _ in range(2):
-        ring_all_gather(flat, shard)
-    return reduce_by_levels(flat, shard, replicate)
-
-
 # %%
 mean = torch.arange(24.0 * n, device=comms.device) * own.rank
 mine = reduce_by_levels(mean.clone(), inside, across)
@@ -101,13 +94,13 @@ torch.testing.assert_close(mine, mean.tensor_split(k)[inside.rank])
 
 # %% [markdown]
 r"""
-Two counters see the two levels, and a third one sees a ring of all ranks, in which a message
-crosses nodes if its ranks are of different ones. The sums are of this rank's node, so "between" is
-what the node's uplink carries:
+Counters see the messages of rows, of columns, and of a ring of all ranks, in which a message
+crosses nodes if its two ranks are of different ones. Summed over the ranks of a node, "between" is
+what the node's uplink, its link to other nodes, carries:
 """
 
 
-# %%
+# %% tags=["plumbing"]
 def crossed(call, *arguments):
     """Bytes that this node's ranks send inside the node, and to other nodes."""
     counters = [MessageCounter(ranks) for ranks in (own, inside, across)]
@@ -126,19 +119,21 @@ def crossed(call, *arguments):
 
 # %% [markdown]
 r"""
-**Predict.** Let $S$ be the bytes of all parameters, as many as of all gradients. Bytes that leave a
-node:
+**Predict.** Let $S$ be the bytes of all parameters, as many as of all gradients, in $L$ equal
+blocks. Stage 3 gathers a block for its forward, frees it, and gathers it again for its backward.
+The last block stays whole in between, since backward begins with it (chapter 16). Bytes that leave
+a node:
 
 - DDP, one ring of all: it leaves each node once, so $2\frac{n-1}{n}S$.
-- Stage 3 over all: three halves instead of two, $3\frac{n-1}{n}S$.
+- Stage 3 over all: $2 - \frac1L$ gathers and one reduction, so $(3 - \frac1L)\frac{n-1}{n}S$.
 - HSDP: each of $k$ ranks all-reduces $S/k$ over $m$ nodes: $2\frac{m-1}{m}S$. The gathers stay
   inside.
 - HSDP with its dimensions swapped: shards across nodes, replicas inside. All $k$ ranks of a node
-  gather and reduce the whole between nodes: $3k\frac{m-1}{m}S$.
+  gather and reduce the whole between nodes: $(3 - \frac1L)k\frac{m-1}{m}S$.
 
 **Measure.** With a model of four layers, and microddp's
 {func}`~microddp.sharding.fully_shard.fully_shard`, which takes the column as `replicas`. PyTorch's
-takes a mesh. Its second dimension is sharded, its first replicated:
+takes a mesh, of which the second dimension is sharded and the first replicated:
 """
 
 # %%
@@ -152,11 +147,19 @@ def build():
     return nn.Sequential(*layers).to(comms.device)
 
 
-def by_levels(shard, replicate, **options):
+# %%
+def shard_each(model, shard, replicate, keep=1, **options):
+    """Shard each block; the last so many stay whole from forward to backward."""
+    blocks = elements(model)
+    options |= {"replicas": replicate, "collectives": "ring"}
+    for i, block in enumerate(blocks):
+        fully_shard(block, shard, reshard_after_forward=i < len(blocks) - keep, **options)
+    return fully_shard(model, shard, reshard_after_forward=False, **options)
+
+
+def by_levels(*grid, **options):
     model = build()
-    for module in (*model, model):
-        sharded = fully_shard(module, shard, replicas=replicate, collectives="ring", **options)
-    return model, sharded
+    return model, shard_each(model, *grid, **options)
 
 
 def by_pytorch(*dimensions):
@@ -184,13 +187,10 @@ GRIDS = {
 sent = {"DDP, one ring": crossed(ring_all_reduce, flat, own)}
 for name, grid in GRIDS.items():
     sent[name] = crossed(backward, by_levels(*grid)[0])
-for name in ("HSDP", "HSDP, swapped"):
-    small = crossed(sharded_step, flat, *GRIDS[name])
-    assert all(math.isclose(*pair, rel_tol=0.02) for pair in zip(sent[name], small, strict=True))
 
 # %% tags=["plumbing"]
-once = 2 * (n - 1) / n
-between = [once, 1.5 * once, 2 * (m - 1) / m, 3 * k * (m - 1) / m]  # times S
+once, thrice = 2 * (n - 1) / n, 3 - 1 / LAYERS
+between = [once, thrice / 2 * once, 2 * (m - 1) / m, thrice * k * (m - 1) / m]  # times S
 divided = [1, n, k, m]
 rows = []
 for (name, (near, far)), right, parts in zip(sent.items(), between, divided, strict=True):
@@ -226,34 +226,31 @@ find(
 
 # %% [markdown]
 r"""
-The price is memory: a rank keeps a $k$-th of everything, not an $n$-th. Beside DDP's flat ring,
-which leaves a node only once, HSDP saves few bytes: $\frac{m-1}{m}$ instead of $\frac{n-1}{n}$.
-What it saves is stage 3's gathers, and rounds: $2(n-1)$ of a ring become $k - 1$ and $2(m-1)$.
-
-`torchrun` numbers the ranks of a machine in a row. So the mesh is `(nodes, GPUs of a node)`, and
-the second dimension, the sharded one, is a machine's. The other order is the swapped row above.
+The price is memory: a rank keeps a $k$-th of everything, not an $n$-th. `torchrun` numbers the
+ranks of a machine in a row. So the mesh is `(nodes, GPUs of a node)`, and the second dimension, the
+sharded one, is a machine's. The other order is the swapped row above.
 
 ## In time
 
 **Predict.** The stage is a scale model of four nodes of two A100, a link of 100 Gbit/s for each
-node, NVLink inside, and messages in fp32. (Four nodes of four would need sixteen hosts: too many
-for two cores.) A node's hosts share an uplink of 100 Mbit/s; inside they have 1 Gbit/s, a ratio of
-10 instead of 19. Let $C$ be a step's computing, of which backward is two thirds, and $M$ DDP's
-all-reduce, as measured. With perfect overlap $M$ allows
+node, NVLink inside, and messages in fp32. A node's hosts share an uplink of 100 Mbit/s; inside they
+have 1 Gbit/s, a ratio of 10 instead of 19. Let $C$ be a step's computing, of which backward is two
+thirds, and $M$ an all-reduce of all gradients around one ring, as measured. By chapter 16 a step
+that sends what takes $f$ in forward and $b$ in backward needs, with all hidden that can be,
 
-$$ T_\text{DDP} = \tfrac13 C + \max(\tfrac23 C, M), \quad T_3 = \max(C, \tfrac32 M), \quad
-T_\text{HSDP} = \tfrac13 C + \max(\tfrac23 C, \tfrac{m-1}{m}\tfrac{n}{n-1} M), $$
+$$ T_0 = \max(\tfrac13 C, f) + \max(\tfrac23 C, b) $$
 
-since stage 3 sends a third of its bytes in forward, and HSDP sends between nodes in backward only.
+In proportion to what leaves a node, DDP has $f = 0$ and $b = M$, stage 3 $f = \frac12 M$ and $b =
+(1 - \frac{1}{2L}) M$, and HSDP $f = 0$ and $b = \frac{m-1}{m}\frac{n}{n-1} M$.
 
-**Measure.** Both, DDP, and one device (and two more for a later section, in bf16):
+**Measure.** These three and one device, in the same rounds as what later sections compare:
 """
 
 # %%
 usual = comms.box and len(comms.box.links) == n and comms.box.links[0].option
 for first in range(0, n, k) if usual else ():
     relink(comms, "100mbit", None, list(range(first, first + k)))
-WORK = {"parameters": 1.3e9, "tokens": 16_384, "layers": 6, "value_size": 4}
+WORK = {"parameters": 1.3e9, "tokens": 16_384, "layers": LAYERS, "value_size": 4}
 stage = set_stage(own, cluster("a100", "100gbit", nodes=m, node=k, **WORK))
 comms.print(stage)
 
@@ -261,29 +258,37 @@ comms.print(stage)
 # %%
 def on_stage(shard, replicate=None, **options):
     model = copy.deepcopy(stage.model)
-    shard_blocks(model, shard, replicas=replicate, collectives="ring", **options)
+    shard_each(model, shard, replicate, **options)
     return stage.step(STRATEGIES["none"](model, own))
 
 
+KEEP = {"nothing": 0, "the last block": 1, "all blocks": math.inf}
 calls = {"one device": stage.step("none"), "DDP": stage.step("ddp", 0.5)}
 calls |= {"stage 3": on_stage(own), "HSDP": on_stage(inside, across)}
+calls |= {kept: on_stage(own, keep=KEEP[kept]) for kept in ("nothing", "all blocks")}
 bf16, fp32 = torch.bfloat16, torch.float32
 for sums in (fp32, bf16):
     calls[sums] = on_stage(inside, across, param_dtype=bf16, reduce_dtype=sums)
-steps = measure(calls, own, repeat=3, warmup=1)
+steps = measure(calls, own, repeat=4, warmup=1)
 speeds = {name: stage.speed_up(steps[name], steps["one device"]) for name in [*calls][1:4]}
 
 # %% tags=["plumbing"]
 rows = [(name, str(steps[name]), str(speed)) for name, speed in speeds.items()]
 headers = ["", "a step", f"{n} devices beside one"]
-if usual and n > 1:
+
+
+def allowed(f, b):
+    """Times as fast as one device, in words, with f and b in units of M."""
     r = stage.sides[1].ratio
-    times = [1 / 3 + max(2 / 3, r), max(1, 1.5 * r)]
-    times.append(1 / 3 + max(2 / 3, r * between[2] / between[0]))
-    rows = [(*row, f"{n / t:.1f} times") for row, t in zip(rows, times, strict=True)]
-    headers.append("M allows")
+    return f"{n / (max(1 / 3, f * r) + max(2 / 3, b * r)):.1f} times"
+
+
+if usual and n > 1:
+    ends = [(0, 1), (0.5, 1 - 0.5 / LAYERS), (0, between[2] / between[0])]
+    rows = [(*row, allowed(*each)) for row, each in zip(rows, ends, strict=True)]
+    headers.append("T_0 allows")
 else:
-    comms.print("Left out: what M allows, since these links have no known speed.")
+    comms.print("Left out: what T_0 allows, since these links have no known speed.")
 comms.print(table(rows, headers))
 
 # %% tags=["plumbing"]
@@ -304,15 +309,75 @@ if usual:
 
 # %% [markdown]
 r"""
-**Explain.** $M$ is one all-reduce of everything. The sharded steps send block by block, and each
-ring of stage 3 has $n-1$ rounds, in each of which some message has to cross an uplink.
+**Explain.** $M$ is one all-reduce of everything. The steps send block by block, and each message
+has rounds to wait for: $n-1$ for a gather or a reduction of stage 3, in all of which something
+crosses an uplink, and $2(m-1)$ for HSDP's all-reduce between nodes.
+
+## What to keep whole
+
+**Predict.** With `reshard_after_forward=False` a block stays whole until its backward, and its
+second gather is saved. If $w$ of $L$ blocks stay, $wS/L$ is kept after forward, stage 3 sends $(3 -
+\frac wL) \frac{n-1}{n}S$, and $b = (1 - \frac{w}{2L}) M$.
+
+The last block is the first to keep. No other is whole when forward ends, so at most as much is
+whole at a time as before. And *prefetch* (a block is gathered while the one before it computes)
+cannot hide its second gather: nothing computes between its forward and its backward. Each further
+block takes memory beside the blocks in use, and saves a gather that has computing to hide behind.
+
+**Measure.** Stage 3 over all keeps nothing, the last block (as microddp's strategies do, by
+{func}`~microddp.sharding.fully_shard.shard_blocks`), or all. What is whole after forward, what
+leaves a node, and time on the stage:
+"""
+
+# %%
+x = torch.ones(1, WIDTH, device=comms.device)
+held = {}
+for kept, keep in KEEP.items():
+    model, sharded = by_levels(own, None, keep=keep)
+    far = crossed(backward, model)[1]
+    loss = model(x).sum()
+    groups = sharded.context.groups  # the flat tensors of all blocks
+    held[kept] = sum(group.unsharded.untyped_storage().nbytes() for group in groups), far
+    loss.backward()
+
+# %% tags=["plumbing"]
+steps["the last block"] = steps["stage 3"]
+rows, headers = [], ["stage 3 keeps", "whole after forward", "predicted", "leaves a node"]
+for kept, keep in KEEP.items():
+    part = min(keep, LAYERS) / LAYERS
+    right = (3 - part) * once / 2 * SIZE
+    assert held[kept][0] == part * SIZE
+    assert math.isclose(held[kept][1], right, rel_tol=0.02)
+    bytes_ = map(human_bytes, (held[kept][0], right, held[kept][1]))
+    row = (kept, *bytes_, str(steps[kept]))
+    rows.append((*row, allowed(0.5, 1 - part / 2)) if usual and n > 1 else row)
+headers += ["a step", "T_0 allows"][: len(rows[0]) - len(headers)]
+comms.print(table(rows, headers))
+last, every = (
+    compare(steps[kept], steps[other])
+    for kept, other in (("the last block", "nothing"), ("all blocks", "the last block"))
+)
+said = (
+    f"Stage 3 that keeps the last block whole is {last.than('one that keeps nothing')}; one that "
+    f"keeps all is {every.than('one that keeps the last')}, and has {human_bytes(SIZE)} whole "
+    f"after forward, not {human_bytes(held['the last block'][0])}."
+)
+find(comms, "what-to-keep", **last.sides(said if n > 1 else "One rank gathers nothing."))
+
+# %% [markdown]
+r"""
+PyTorch keeps whole what belongs to the outermost `fully_shard` only; the last block is yours to
+name. [torchtitan](https://github.com/pytorch/torchtitan/blob/018740b7aae7846d24954539244c78215dbd181f/torchtitan/models/llama3/infra/parallelize.py)
+names the output layer. `reshard_after_forward=8` keeps an eighth of each block, so that the second
+gather is among 8 ranks. `set_modules_to_forward_prefetch` gathers further ahead, for blocks too
+quick to hide a gather.
 
 ## Where it breaks: the norm over all ranks
 
 Clipping needs the norm of the whole gradient. **Predict.** In HSDP the shards of a *node* are the
 whole gradient, once. Squares that are summed over all ranks count each value $m$ times: the norm is
-$\sqrt m$ too large, and clips too much. (A rank's own norm is too small: chapter 16.) Of one
-process, of a node's shards, of all ranks, and by PyTorch's own:
+$\sqrt m$ times too large, and clips too much. **Measure.** The norm over all ranks, over a node's
+shards, of one process, and by PyTorch:
 """
 
 # %%
@@ -363,10 +428,10 @@ r"""
 ## Precision: three choices
 
 Three things have a dtype: the shards that the optimizer updates (*masters*), the parameters that
-are gathered, and the gradients that are summed. **Predict.** Of each parameter stage 3 moves two
-gathers and one reduction: $4 + 4 + 4$ bytes in fp32, $2 + 2 + 4$ with `param_dtype=bfloat16` and
-sums in fp32, $2 + 2 + 2$ all in bf16. But HSDP's uplinks carry sums only. So on the stage gathers
-in bf16 should gain nothing; sums in bf16 halve $M$.
+are gathered, and the gradients that are summed. **Predict.** For each parameter outside of the last
+block two gathers and one reduction take $4 + 4 + 4$ bytes in fp32, $2 + 2 + 4$ with
+`param_dtype=bfloat16` and sums in fp32, $2 + 2 + 2$ all in bf16. But HSDP's uplinks carry sums
+only. So on the stage gathers in bf16 should gain nothing; sums in bf16 halve $b$.
 
 **Measure.** Bytes of this chapter's model, and time on the stage; masters stay in fp32:
 """
@@ -379,13 +444,15 @@ for name, (gathered, reduced) in policies.items():
     moved[name] = crossed(backward, model)
     assert {p.dtype for p in model.parameters()} == {fp32}
     assert {p.grad.dtype for p in model.parameters()} == {fp32}
-assert math.isclose(3 * moved["bf16, fp32"][0], 2 * moved["fp32, fp32"][0])
+often = 2 - 1 / LAYERS  # gathers of a parameter, on average
+less = (2 * often + 4) / (4 * often + 4)
+assert math.isclose(moved["bf16, fp32"][0], less * moved["fp32, fp32"][0])
+
+# %% tags=["plumbing"]
 times = [str(steps[name]) for name in ("HSDP", fp32, bf16)]
 rows = [(*row, time) for row, time in zip(moved.items(), times, strict=True)]
 rows = [(name, *map(human_bytes, bytes_), time) for name, bytes_, time in rows]
 comms.print(table(rows, ["gathered, summed in", "sent inside a node", "between", "a step"]))
-
-# %% tags=["plumbing"]
 gain, both = (compare(steps[sums], steps["HSDP"]) for sums in (fp32, bf16))
 said = (
     f"With gathers in bf16 HSDP's step is {gain.than('one in fp32')}. With sums in bf16, too, it "
@@ -395,38 +462,26 @@ find(comms, "precision-in-time", **both.sides(said if n > 1 else "One rank sends
 
 # %% [markdown]
 r"""
-Why masters in fp32? bf16 has 8 significant bits. And why does the dtype of a sum matter more, the
-more ranks there are? {doc}`Chapter 10 <10_compression>` has the noise; here is the extreme, without
-messages. **Predict.** Around a ring of 512 ranks a bf16 sum stops at 256, where 1 more is rounded
-away. By levels a value is added to others 7 times in its node of 8, and 63 times between nodes:
-each sum stays below 256 times what it adds. And 100 updates of 0.001 to a weight of 1, each less
-than half a last bit, do nothing:
+Why sums in fp32? In bf16 they round the more, the more ranks add up ({doc}`chapter 10
+<10_compression>`). Why masters in fp32? **Predict.** bf16 has 8 significant bits. 100 updates of
+0.001 to a weight of 1, each less than half a last bit, do nothing:
 """
 
-
 # %%
-def one_by_one(values):
-    total = values[0].clone()
-    for value in values[1:]:
-        total += value
-    return total
-
-
-ones = torch.ones(512, dtype=bf16)
-in_a_ring = one_by_one(ones).item() / 512
-in_levels = one_by_one(torch.stack([one_by_one(node) for node in ones.view(64, 8)])).item() / 512
-masters = [one_by_one(torch.tensor([1.0] + 100 * [1e-3], dtype=d)).item() for d in (fp32, bf16)]
-assert (in_a_ring, in_levels, masters[1]) == (0.5, 1, 1)
+masters = {dtype: torch.ones((), dtype=dtype) for dtype in (fp32, bf16)}
+for weight in masters.values():
+    for _ in range(100):
+        weight += 1e-3
+assert masters[bf16] == 1
 
 # %% tags=["plumbing"]
 find(
     comms,
     "precision",
     rounds=(
-        masters[1] == 1 and in_levels == 1,
-        f"In bf16 a ring of 512 ranks takes the mean of ones for {in_a_ring:.1f}; by levels it "
-        f"is {in_levels:.0f}. After 100 updates of 0.001 a master in fp32 is {masters[0]:.2f}, and "
-        f"one in bf16 still {masters[1]:.0f}.",
+        masters[bf16].item() == 1,
+        f"After 100 updates of 0.001 a master in fp32 is {masters[fp32].item():.2f}, and one in "
+        "bf16 still 1.",
     ),
 )
 
@@ -441,9 +496,9 @@ With four micro-batches to a step, when are gradients reduced?
 - *Sharded, averaged once* (`no_all_reduce`): a reduce-scatter in the node each time; between nodes
   once.
 
-**Predict.** Inside, each reduction costs a node $(k-1)S$ and the two gathers of each micro-batch
-$2(k-1)S$. Between nodes each costs $2\frac{m-1}{m}S$. Kept between two micro-batches: $S/k$, $S$,
-$S/k$.
+**Predict.** Inside, each reduction costs a node $(k-1)S$ and the gathers of each micro-batch $(2 -
+\frac1L)(k-1)S$. Between nodes each reduction costs $2\frac{m-1}{m}S$. Kept between two
+micro-batches: $S/k$, $S$, $S/k$.
 
 **Measure.** Kept is what tensors have grown by after three micro-batches:
 """
@@ -472,16 +527,21 @@ def accumulate(way):
 
 # %%
 WAYS = {"each time": "", "whole, once": "no_sync", "sharded, averaged once": "no_all_reduce"}
+gc.freeze()  # bytes_alive need not look at what there was before
 found = {name: accumulate(way) for name, way in WAYS.items()}
+gc.unfreeze()
 each, whole_once, averaged_once = found.values()
 for *_, gradients in found.values():
     torch.testing.assert_close(gradients, each[-1], rtol=1e-4, atol=1e-6)
-rows = [(name, *map(human_bytes, numbers)) for name, (*numbers, _) in found.items()]
-comms.print(table(rows, ["reduced", "sent inside a node", "between", "gradients a rank keeps"]))
-assert math.isclose(each[1], MICRO * averaged_once[1], rel_tol=0.02)
-assert math.isclose(whole_once[1], averaged_once[1], rel_tol=0.02)
 
 # %% tags=["plumbing"]
+rows = [(name, *map(human_bytes, numbers)) for name, (*numbers, _) in found.items()]
+comms.print(table(rows, ["reduced", "sent inside a node", "between", "gradients a rank keeps"]))
+gathered = (2 - 1 / LAYERS) * (k - 1) * MICRO * SIZE
+reductions = (MICRO, MICRO), (1, 1), (MICRO, 1)  # inside, between
+for (near, far, *_), (inner, outer) in zip(found.values(), reductions, strict=True):
+    assert math.isclose(near, gathered + inner * (k - 1) * SIZE, rel_tol=0.02)
+    assert math.isclose(far, outer * between[2] * SIZE, rel_tol=0.02)
 find(
     comms,
     "accumulation",
@@ -496,19 +556,19 @@ find(
 
 # %% [markdown]
 r"""
-PyTorch has a switch for each, a method of the outermost module
+PyTorch has switches, methods of the outermost module
 ([documentation](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)):
 
-| before each but the last micro-batch | its effect | ours |
+| before each but the last micro-batch | its effect | microddp |
 |---|---|---|
-| (nothing) | reduce-scatter and all-reduce each time | (nothing) |
-| `set_requires_gradient_sync(False)` | neither: whole gradients are kept | `no_sync()` |
+| `set_requires_gradient_sync(False)` | whole gradients are kept | `no_sync()` |
 | `set_requires_all_reduce(False)` | reduce-scatter only: shards are kept | `no_all_reduce()` |
 | `set_reshard_after_backward(False)` | parameters stay whole for the next forward | none |
 
-Reductions have to be on again *before* the last backward, or replicas part. On two nodes of 8 A100
-with Ethernet, HSDP and four micro-batches, a step took 88.8 s reduced each time and 54.3 s averaged
-once ([cosmos-framework 162](https://github.com/NVIDIA/cosmos-framework/pull/162), August 2026).
+They stay set: switch reductions on again *before* the last backward, or replicas part. On two nodes
+of 8 A100 with Ethernet, HSDP and four micro-batches, a step took 88.8 s reduced each time and 54.3
+s averaged once ([cosmos-framework 162](https://github.com/NVIDIA/cosmos-framework/pull/162), August
+2026).
 """
 
 # %% [markdown] index=["Muon", "ownership"]
@@ -557,9 +617,9 @@ find(
 
 # %% [markdown]
 r"""
-PyTorch's DTensors know that they are slices, and its Muon is right on them. **Predict.** Each of
-five iterations multiplies three times, and each product gathers: 15 all-gathers for one matrix, and
-then all ranks compute the same. **Measure.** With the gradients of the section on norms:
+PyTorch's DTensors know that they are slices, and gather what is multiplied. **Predict.** Each of
+Muon's five iterations has three products: 15 all-gathers for one matrix, and then all ranks compute
+the same. **Measure.** With the gradients of the section on norms:
 """
 
 
@@ -620,14 +680,14 @@ class OwnedMuon:
 
 # %% [markdown]
 r"""
-nanochat works through its groups of matrices phase by phase: it starts all reductions; then, group
-by group, waits, updates, and starts to gather; then waits for the gathers. So a group's messages
-hide behind another's update. microddp's {class}`~microddp.sharding.owned.OwnedOptimizer` does that
-for any shapes. Both, and one process that has all ranks' batches:
+nanochat has several such groups, and starts all reductions; then, group by group, it waits,
+updates, and starts to gather. So a group's messages hide behind another's update. microddp's
+{class}`~microddp.sharding.owned.OwnedOptimizer` does that for any shapes. Both train, and so does
+one process with all ranks' batches:
 """
 
 
-# %%
+# %% tags=["plumbing"]
 def new_matrices():
     torch.manual_seed(1)
     values = torch.randn(2 * n, WIDTH, WIDTH) / WIDTH**0.5
@@ -730,16 +790,6 @@ for the rest). In Megatron-LM on 32 GB300 an owner for each matrix, by the same 
 optimizer's step from 632 ms, where all gather and compute all, to 157 ms ([issue
 6676](https://github.com/NVIDIA/Megatron-LM/issues/6676), August 2026).
 
-## What to keep whole, and when to gather
-
-| choice | kept | sent and hidden |
-|---|---|---|
-| `reshard_after_forward=True` | one block, and the one prefetched | gathered twice |
-| `False` | all parameters, until backward | gathered once: stage 2's bytes |
-| 8, say (PyTorch) | an eighth, until backward | the second gather is among 8 |
-| no prefetch | one block | each gather is waited for |
-| `set_modules_to_forward_prefetch` | those you list | for blocks too quick to hide a gather |
-
 ## Checkpoints
 
 **Predict.** In HSDP each shard exists $m$ times, and should be written once. microddp: only the
@@ -824,43 +874,41 @@ The optimizer's state is saved in the same way: `own_parts(shards, optimizer)`, 
 |---|---|---|
 | `nodes_of(comms, k)` | `init_device_mesh("cuda", (m, k), ...)` | (replicate, shard) |
 | `fully_shard(block, inside, replicas=across)` | `fully_shard(block, mesh=mesh)` | nothing |
-| a flat shard of a block | a `DTensor` for each parameter | cut by rows, not by values |
+| a flat shard of a block | a `DTensor` of each parameter | cut by rows, not by values |
 | `param_dtype=`, `reduce_dtype=` | `MixedPrecisionPolicy` | it sums in `param_dtype`, if not told |
-| `reshard_after_forward=` | the same | may be a number |
-| `no_sync()`, `no_all_reduce()` | the switches above | they stay set |
 | `clip_grad_norm(p, 1.0, inside)` | `clip_grad_norm_(p, 1.0)` | a DTensor knows its mesh |
-| `own_parts`, `load_parts` | DCP | DCP finds replicas itself |
-| `OwnedOptimizer` | none | its Muon gathers |
 
 ## Where other parallelism begins
 
 Sharding divides what is *kept*; each device still computes whole layers on its own samples. That
 ends where one layer, or one sample's activations, do not fit, or where a device's samples are too
 few to hide a gather. *Tensor parallelism* divides each matrix product, and sends activations
-several times a layer, where nothing hides them: it stays inside a node ([PyTorch's
-tutorial](https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html)). *Pipeline parallelism*
-divides the layers into stages and sends activations between neighbours only, which slow links bear,
-but stages idle while it fills and drains ([its
-documentation](https://docs.pytorch.org/docs/stable/distributed.pipelining.html)). They are further
-dimensions of the mesh. Llama 3 405B was trained on 16,384 H100 with 8 ranks for tensors, 16 for the
-pipeline, and 128 for sharded data parallelism ([2024, table 4](https://arxiv.org/abs/2407.21783)).
-Until then `fully_shard`, a mesh of two dimensions and activation checkpoints are enough.
+several times a layer, so it stays inside a node
+([tutorial](https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html)). *Pipeline
+parallelism* divides the layers into stages, which send activations to neighbours only, and idle
+while the pipeline fills and drains
+([documentation](https://docs.pytorch.org/docs/stable/distributed.pipelining.html)). They are
+further dimensions of the mesh: Llama 3 405B was trained on 16,384 H100 with 8 ranks for tensors, 16
+for the pipeline, and 128 for sharded data parallelism ([2024, table
+4](https://arxiv.org/abs/2407.21783)). Until then `fully_shard`, a mesh of two dimensions and
+activation checkpoints are enough.
 
 :::{admonition} On GPUs
 Bytes, kept and sent, stay as they are here. Times change with the ratio of the links. Eight NICs of
-400 Gbit/s together carry what one H100's NVLink carries, a ratio of 1, and the bytes of a step wait
-less than here; with a single link of 100 Gbit/s it is 29, and they wait more. With many nodes HSDP
-gains on good links, too, since each ring of stage 3 pays latency $n-1$ times. On 64 H100 in nodes
-of 8 (with pipeline and expert parallelism), a run of Qwen3-30B-A3B went from 293,000 to 392,000
-tokens a second by HSDP instead of sharding over all, for 5.6 GB more on each device ([PithTrain
-40](https://github.com/mlc-ai/pith-train/pull/40), May 2026). On yours: `python -m microddp.bench
-sharded --ranks-per-node 8`, where the strategies of this chapter stand beside PyTorch's.
+400 Gbit/s together carry what one H100's NVLink carries, a ratio of 1; with a single link of 100
+Gbit/s it is 29. With many nodes HSDP gains on good links, too, since each ring of stage 3 pays
+latency $n-1$ times. On 64 H100 in nodes of 8 (with pipeline and expert parallelism), a run of
+Qwen3-30B-A3B went from 293,000 to 392,000 tokens a second by HSDP instead of sharding over all, for
+5.6 GB more on each device ([PithTrain 40](https://github.com/mlc-ai/pith-train/pull/40), May 2026).
+On yours: `python -m microddp.bench sharded --ranks-per-node 8`, where the strategies of this
+chapter stand beside PyTorch's.
 :::
 
 ## What to take along
 
 - Two levels: reduce-scatter in the node, all-reduce between nodes. Count what leaves a node; it is
   how a swapped mesh is found.
+- Leave the last block whole; more of them where memory is left.
 - Squares are summed where the shards are, and nowhere else.
 - Gather in bf16, sum in fp32, keep masters in fp32.
 - Accumulate sharded, and average between nodes once.
@@ -877,8 +925,8 @@ $ python -m microddp.labs start 17
 
 1. A model of 8 billion parameters in mixed precision (16 bytes a parameter) is trained on 8 nodes
    of 8 GPUs with 80 GB. How much does a rank keep by HSDP, and how much by stage 3 over all, before
-   activations? How many bytes leave a node in a step by each, with gathers in bf16 and sums in
-   fp32?
+   activations? How many bytes leave a node in a step by each, with each block gathered twice in
+   bf16, and sums in fp32?
 
    <details class="solution"><summary>Solution</summary>
 
