@@ -68,9 +68,9 @@ for nbytes in ROW:
 
 # %% [markdown]
 r"""
-However small it is, an all-reduce has $2(n-1)$ rounds around a ring, and each wakes a process up.
-While a large chunk is on the link, much of that is hidden. So the time has a floor $t_0$; above it
-count the bytes, and an $\alpha$ for what the link does not hide:
+However small it is, an all-reduce has $2(n-1)$ rounds around a ring, and each wakes a process up. A
+large chunk on the link hides much of that. So the time has a floor $t_0$; above it count the bytes,
+and an $\alpha$ for what the link does not hide:
 
 $$ t(m) = \max(t_0, \; \alpha + \beta m) . $$
 
@@ -140,7 +140,7 @@ many, one = measure(
     {"many": partial(reduce_all, apart), "one": partial(comms.all_reduce, together)},
     comms,
     warmup=1,
-    repeat=7,
+    repeat=5,
 ).values()
 guesses = sum(message(tensor.nbytes) for tensor in apart), message(S)
 rows = [(P, human_seconds(guesses[0]), many), (1, human_seconds(guesses[1]), one)]
@@ -205,16 +205,15 @@ comms.print(table(rows, ["bucket", "parameters (bytes)"], form="grid"))
 # %% [markdown]
 """
 Reverse order is a guess: that the model uses its parameters in the order in which it names them.
-This one does not: it names all its convolutions before all its normalisations. The result is right
-all the same, but a bucket waits longer for its last gradient. So PyTorch's
-`DistributedDataParallel`, or DDP, plans anew after the first step, in the order in which the
-gradients came.
+This one names all its convolutions before all its normalisations. The result is right all the same,
+but a bucket waits longer for its last gradient. So PyTorch's `DistributedDataParallel`, or DDP,
+plans anew after the first step, in the order in which the gradients came.
 
 ## A published plan
 
-In 2020 somebody traced the all-reduces of ResNet-18 under PyTorch's DDP ([issue
-48880](https://github.com/pytorch/pytorch/issues/48880)), and wondered why some were larger than
-the cap. To plan, shapes are enough:
+In 2020 somebody traced the all-reduces of ResNet-18 under PyTorch's DDP, and wondered why some were
+larger than the cap ([issue 48880](https://github.com/pytorch/pytorch/issues/48880)). To plan,
+shapes are enough:
 """
 
 
@@ -255,10 +254,8 @@ figures.buckets(
 # %% [markdown]
 """
 Each colour is a bucket, each cell a parameter. The first is the classifier at the end of the
-network, which fills a bucket at once.
-
-PyTorch's own planner can be called, too. It should make the same plans for more models and caps,
-and so should microddp's, which also keeps dtypes and devices apart:
+network, which fills a bucket at once. PyTorch's own planner should make the same plans for more
+models and caps, and so should microddp's, which also keeps dtypes and devices apart:
 """
 
 
@@ -309,8 +306,8 @@ class Bucket:
 # %% [markdown]
 """
 A hook on each parameter fills its view and counts. A bucket that misses nothing is sent, but only
-after those before it: all ranks must send the same buckets in the same order. Backward goes on
-while they travel. `finish` waits, and makes the buckets ready for the next step:
+after those before it: all ranks must send the same buckets in the same order. `finish` waits, and
+makes the buckets ready for the next step:
 """
 
 
@@ -344,9 +341,8 @@ class Hooks:
 
 # %% [markdown]
 """
-Do they train as one device does on the whole batch, and exactly as microddp's
-{class}`~microddp.bucketing.BucketedDDPHooks` with the same plan? One epoch on the digits, in
-`float64`:
+Do they train as one device does on the whole batch, and to the bit as microddp's
+{class}`~microddp.bucketing.BucketedDDPHooks`? One epoch on the digits, in `float64`:
 """
 
 # %%
@@ -402,8 +398,8 @@ def predict(sizes, forward, backward):
 
 # %% [markdown]
 """
-**Measure.** The stage is that of chapters 03 and 04. What travels is sent by this chapter's own
-hooks, at caps from a gradient alone to all in one bucket:
+**Measure.** The stage is that of chapters 03 and 04. This chapter's own hooks send, at caps from a
+gradient alone to all in one bucket:
 """
 
 # %%
@@ -413,7 +409,7 @@ comms.print(stage)
 
 
 # %%
-def bucketed_step(plan):
+def bucketed_step(stage, plan):
     replica = copy.deepcopy(stage.model)
     hooks = Hooks(replica, comms, plan)
 
@@ -430,7 +426,7 @@ parameters, total = list(stage.model.parameters()), gradient_bytes(stage.model)
 CAPS = {"alone": 1} | {human_bytes(k * MIB): k * MIB for k in (0.5, 1, 2)}
 CAPS["all in one"] = total
 sent = {name: sizes(parameters, plan(parameters, cap, cap)) for name, cap in CAPS.items()}
-calls = {name: bucketed_step(plan(parameters, cap, cap)) for name, cap in CAPS.items()}
+calls = {name: bucketed_step(stage, plan(parameters, cap, cap)) for name, cap in CAPS.items()}
 calls |= {"one device": stage.step("none"), "naive": stage.step("naive")}
 steps = measure(calls, comms, warmup=1, repeat=5)
 device, naive = steps.pop("one device"), steps.pop("naive")
@@ -505,13 +501,12 @@ figures.speed_ups(
 # %% [markdown]
 r"""
 **Explain.** From left to right, messages are saved, and with each its start-up cost. On the right a
-bucket is full only when backward is almost over, and too little of backward is left to hide it.
-What the model leaves out: messages that are under way at the same time, and ranks that wait for a
-core.
+bucket is full only when too little of backward is left to hide it. What the model leaves out:
+messages that are under way at the same time, and ranks that wait for a core.
 
 Now choose the cap. The all-reduces are predicted with the alpha and beta of above, without the
-floor; the dots are the steps that ran. Move the cap from one end to the other, and see how the
-first all-reduce leaves later, and what becomes of the exposed part:
+floor; the dots are the steps that ran. Move the cap, and see when the first all-reduce leaves, and
+what becomes of the exposed part:
 """
 
 # %% tags=["plumbing"]
@@ -532,51 +527,50 @@ figures.explore_buckets(
 r"""
 ## Does the scale matter?
 
-**Predict.** A scale model can be trusted only if its speed does not matter: stages of another
+**Predict.** A scale model can be trusted only if its speed does not matter: a stage of another
 speed, with the same numbers without units, must give the same speed-ups. Of these, $n$ and $M/C$
-can be kept. Start/C cannot: each stage measures its own. From $C$, $M$ and the starts a naive
-step's speed-up follows, as in chapter 03.
+can be kept. Start/C cannot: each stage measures its own. From all three a naive step's speed-up
+follows, as in chapter 03.
 
-**Measure.** The stage again, and on links of a quarter of the speed:
+**Measure.** The stage again, on links of 500 Mbit/s, beside what the first one gave:
 """
 
 # %%
-WAYS = {"naive": ("naive", None), "buckets of 1 MiB": ("bucketed", 1)}
-found, starts, guessed, usual = {}, {}, {}, comms.box and comms.box.links[0].option
-for speed in ("1gbit", "250mbit") if usual and n > 1 else ():
-    relink(comms, speed)
+usual, slow, cap = comms.box and comms.box.links[0].option, "500mbit", CAPS["1 MiB"]
+stages = {}
+if usual and n > 1:
+    stages[usual] = stage, {"alone": device, "naive": naive, "1 MiB": steps["1 MiB"]}
+    relink(comms, slow)
     other = set_stage(comms, there, layer_bytes=3 << 17)
-    calls = {name: other.step(*way) for name, way in WAYS.items()}
-    got = measure({"alone": other.step("none"), **calls}, comms, warmup=1, repeat=3)
-    found[speed] = {name: other.speed_up(got[name], got["alone"]).ratio for name in WAYS}
-    here = other.sides[1]
-    starts[speed] = here.start / here.compute
-    whole = here.compute + here.messages + here.layers * here.start
-    guessed[speed] = n * here.compute / whole
-if usual:
+    calls = {"alone": other.step("none"), "naive": other.step("naive")}
+    calls["1 MiB"] = bucketed_step(other, plan(parameters, cap, cap))
+    stages[slow] = other, measure(calls, comms, warmup=1, repeat=5)
     relink(comms, usual)
 
 # %% tags=["plumbing"]
-rows = [(speed, starts[speed], guessed[speed], *found[speed].values()) for speed in found]
-headers = ["links", "start/C", "naive, predicted", *WAYS]
+rows = []
+for speed, (of, got) in stages.items():
+    here = of.sides[1]
+    guess = n / (1 + here.ratio + here.layers * here.start / here.compute)
+    gains = [of.speed_up(got[name], got["alone"]).ratio for name in ("naive", "1 MiB")]
+    rows.append((speed, here.start / here.compute, guess, *gains))
+headers = ["links", "start/C", "naive, predicted", "naive", "buckets of 1 MiB"]
 comms.print(table(rows, headers, floats=("", ".3f", *[".2f"] * 3)))
-apart = {name: max(v) / min(v) - 1 for name in WAYS if (v := [f[name] for f in found.values()])}
-worst = max(apart, key=apart.get, default="")
-said = worst and (
-    f"Over a factor of four in speed the speed-ups differ most for {worst}: by {apart[worst]:.0%}. "
-    f"Start/C is {min(starts.values()):.3f} to {max(starts.values()):.3f}, by which n devices are "
-    f"predicted to be {min(guessed.values()):.2f} to {max(guessed.values()):.2f} times as fast as "
-    "one, naively."
+
+# %% tags=["plumbing"]
+differ = [max(gains) / min(gains) - 1 for gains in zip(*(row[2:] for row in rows), strict=True)]
+within = bool(rows) and max(differ[1:]) <= 0.1
+said = rows and (
+    f"The speed-ups of the two stages differ by {differ[1]:.0%} naively, where {differ[0]:.0%} is "
+    f"predicted, and by {differ[2]:.0%} in buckets. A start is {rows[0][1]:.2%} of C on this "
+    f"chapter's stage, and {there.start / there.compute:.2%} on the cluster."
 )
 find(
     comms,
     "similarity",
-    alike=(bool(worst) and apart[worst] <= 0.1, said),
-    apart=(
-        bool(worst) and apart[worst] > 0.1,
-        f"{said} So the quickest stage, this chapter's, overstates what starts cost its cluster.",
-    ),
-    left_out=(not worst, "Left out: it takes links whose speed can be set."),
+    alike=(within, f"To scale within a tenth. {said}"),
+    apart=(bool(rows) and not within, f"Not to scale within a tenth. {said}"),
+    left_out=(not rows, "Left out: it takes links whose speed can be set."),
 )
 
 # %% [markdown]
@@ -638,8 +632,8 @@ assert rows[0][4] == human_bytes(4 * gradient_bytes(model))
 # %% [markdown]
 """
 The gradients are *right* in both: old gradients travel along and are averaged once more, and nobody
-reads them. So no comparison of losses or weights finds it. Only the message grows, and the memory.
-Count the bytes of each step, and you see it. In the hooks above, `finish` does the emptying.
+reads them. So no comparison of losses or weights finds it. Count the bytes of each step, and you
+see it. In the hooks above, `finish` does the emptying.
 
 ## Where it breaks: buckets sent as they fill
 
@@ -684,8 +678,8 @@ for hook in (EagerHooks, Hooks):
 r"""
 With more than one rank, the eager hooks added one branch's gradient to the other's: no error, no
 wait, only a wrong result, because the two buckets have the same size. Had their sizes differed, the
-backend would have ended the job, or waited until the time-out. (With `MICRODDP_DEBUG=1` all ranks
-compare what they are about to send. That finds different sizes, but not this.)
+backend would have ended the job, or waited until the time-out. (`MICRODDP_DEBUG=1` finds different
+sizes, but not this.)
 
 ## What to take along
 
@@ -695,7 +689,7 @@ compare what they are about to send. That finds different sizes, but not this.)
 - The best cap depends on alpha, on beta and on how much of the communication the hardware hides.
   Measure it where you train.
 - Buckets are sent in one order on all ranks, and emptied after every step. A mistake in either may
-  leave no trace but a wrong average or a growing message.
+  be no error, but a wrong average or a growing message.
 """
 
 # %% [markdown] index=["gradient_as_bucket_view"]
@@ -744,9 +738,9 @@ $ python -m microddp.labs start 05
 
    <details class="solution"><summary>Solution</summary>
 
-   The first bucket holds the first layer, whose gradients come last. The other buckets are full
-   long before, and wait for it. So every all-reduce starts in the hook of the very last gradient,
-   with nothing to hide behind, and the step takes what a naive one with as many messages does.
+   The first bucket holds the first layer, whose gradients come last. The others wait for it. So
+   every all-reduce starts in the hook of the very last gradient, with nothing to hide behind, and
+   the step takes what a naive one with as many messages does.
 
    </details>
 
@@ -757,8 +751,8 @@ $ python -m microddp.labs start 05
 
    <details class="solution"><summary>Solution</summary>
 
-   The first bucket is ready after $bm$ seconds of backward. From then on the network is never idle,
-   and sends $S/m$ messages. Together that is
+   The first bucket is ready after $bm$ seconds of backward. Then the network sends $S/m$ messages,
+   and is never idle. Together that is
 
    $$ bm + \frac{S}{m}(\alpha + \beta m) = bm + \frac{\alpha S}{m} + \beta S. $$
 
