@@ -49,7 +49,14 @@ class Work:
 
     @classmethod
     def from_operations(
-        cls, parameters: float, layers: int, tokens: float, rate: float, value_size: float = 2
+        cls,
+        parameters: float,
+        layers: int,
+        tokens: float,
+        rate: float,
+        value_size: float = 2,
+        *,
+        gradient_size: float | None = None,
     ) -> Work:
         """The work of a transformer, from its operations: 6 for each parameter and token.
 
@@ -58,7 +65,8 @@ class Work:
             layers: equal ones.
             tokens: of a device and step.
             rate: operations a second that the device reaches.
-            value_size: bytes of a value that is sent.
+            value_size: bytes of a value of a parameter that is sent.
+            gradient_size: bytes of a value of a gradient that is sent; default: ``value_size``.
 
         Raises:
             ValueError: a number is not above 0.
@@ -71,7 +79,8 @@ class Work:
                 raise ValueError(f"expected {name} above 0, got {number}")
         forward = 2 * parameters * tokens / rate / layers
         layer = Layer(forward, 2 * forward, (round(parameters / layers),))
-        return cls((layer,) * layers, gradient_size=value_size, parameter_size=value_size)
+        sizes = {"gradient_size": gradient_size or value_size, "parameter_size": value_size}
+        return cls((layer,) * layers, **sizes)
 
     @property
     def seconds(self) -> float:

@@ -13,6 +13,7 @@ from functools import cache
 
 import numpy as np
 
+from microddp.performance.nccl import nccl_seconds
 from microddp.performance.rounds import Transfers, rounds
 
 
@@ -124,7 +125,8 @@ class Network:
 
         Args:
             half: ``"all_reduce"``, or one half of it: ``"reduce_scatter"`` or ``"all_gather"``.
-            algorithm: one of ``ALGORITHMS``; for a half, one of ``HALVED``.
+            algorithm: one of ``ALGORITHMS``; for a half, one of ``HALVED``. Or ``"nccl"``: what
+                NCCL would choose, by its own estimate.
             nbytes: size of the whole tensor in bytes.
 
         Raises:
@@ -204,6 +206,8 @@ def _among(network: Network, which: str) -> Network:
 def _seconds(network: Network, half: str, algorithm: str, nbytes: float) -> float:
     if network.devices == 1:
         return 0.0
+    if algorithm == "nccl":
+        return nccl_seconds(network, half, nbytes)[0]
     return math.fsum(
         count * network.round_seconds(transfers)
         for count, transfers in rounds(network, half, algorithm, nbytes)

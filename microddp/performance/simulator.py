@@ -6,12 +6,13 @@ them. A collective starts when the last device has reached it and the collective
 has ended, and lasts for :meth:`microddp.performance.network.Network.seconds`. Devices that are all
 alike share one clock.
 
-Two things are left out: messages that take memory's bandwidth or processors from computing, and a
-device that begins a collective's first rounds while another one is late.
+Computing may be slower while messages are under way, which take memory's bandwidth and processors.
+Left out is a device that begins a collective's first rounds while another one is late.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,12 +30,13 @@ class Way:
 
     Attributes:
         strategy: key of ``microddp.strategies.STRATEGIES``.
-        algorithm: algorithm of collectives, one of ``ALGORITHMS`` of
-            :mod:`microddp.performance.rounds`.
+        algorithm: algorithm of collectives, as for
+            :meth:`microddp.performance.network.Network.seconds`.
         bucket_cap_mb: size of a bucket in MiB, as for a strategy.
         accumulation: number of micro-batches in a step, each with the work of all layers.
         kept: share of a gradient's bytes that is sent; below 1 if it is compressed.
         every: number of steps from one meeting to the next.
+        slowed: share of time that computing takes longer while messages are under way.
 
     Raises:
         ValueError: an unknown strategy, or a number out of its range.
@@ -46,6 +48,7 @@ class Way:
     accumulation: int = 1
     kept: float = 1.0
     every: int = 1
+    slowed: float = 0.0
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -58,6 +61,8 @@ class Way:
                 raise ValueError(f"expected {name} to be a whole number from 1 on, got {count}")
         if not 0 < self.kept <= 1:
             raise ValueError(f"expected kept above 0 and at most 1, got {self.kept}")
+        if not 0 <= self.slowed < math.inf:
+            raise ValueError(f"expected slowed to be 0 or more, got {self.slowed}")
 
 
 def program(work: Work, way: Way, devices: int, step: int = 0, node: int = 1) -> list[Op]:
@@ -186,7 +191,9 @@ def simulate(
                 waited += float(np.maximum(done[op.wait] - clock, 0).mean())
                 np.maximum(clock, done[op.wait], out=clock)
             else:
-                clock += op.seconds * factor
+                alone = op.seconds * factor
+                busy = np.maximum(max(lanes.values(), default=0.0) - clock, 0)
+                clock += alone + way.slowed * np.minimum(alone, busy / (1 + way.slowed))
         events += len(ops) * len(clock)
         ends.append(float(clock.max()))
     return Simulated(np.diff(ends), waited / steps, tuple(calls), events)

@@ -1,6 +1,11 @@
-"""Plan a training on devices that you do not have: simulated, with the simulator's error.
+"""Plan a training on devices that you do not have: simulated, with the planner's error.
 
-python -m microddp.plan --parameters 8.03e9 --layers 32 --tokens 8192
+Measure tokens a second on the devices that you have, and let the planner carry that to more:
+
+python -m microddp.plan --config config.json --tokens 16384 --measured 5762@8 --devices 64 1024
+
+Without a measurement a device reaches what published trainings reached on its kind:
+
 python -m microddp.plan --config config.json --tokens 8192 --devices 64 128 --link 100gbit
 python -m microddp.plan --config config.json --batch 4e6 --in-all 1e12 --price 2.5 --cheapest
 """
@@ -17,8 +22,17 @@ from typing import Any
 
 from microddp.plan.config import count_parameters
 from microddp.plan.library import Device, Link, devices, links, named, read
-from microddp.plan.planning import DAY, Plan, Training, cheapest, sweep
-from microddp.plan.published import compare_published, summary
+from microddp.plan.planning import (
+    DAY,
+    KEPT,
+    Losses,
+    Plan,
+    Training,
+    calibrated,
+    cheapest,
+    sweep,
+)
+from microddp.plan.published import Compared, compare_published, middle, skill, summary
 from microddp.report import human_seconds, table
 from microddp.results import output_file, positive, write_result
 from microddp.strategies import STRATEGIES
@@ -35,23 +49,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     try:
         training, device, link = _asked(options)
-        plans = sweep(training, device, link, options.devices, options.strategies, options.price)
+        losses = Losses(options.failure_hours, options.checkpoint, options.restart)
+        plans = sweep(
+            training, device, link, options.devices, options.strategies, options.price, losses
+        )
     except (ValueError, OSError) as error:
         parser.error(str(error))
     print(
         f"{training.parameters:.3g} parameters in {training.layers} layers on {device.name}, "
         f"{link.name}; simulated, not measured"
     )
-    print(as_table(plans, training))
-    print("GB: parameters, gradients and optimizer. Activations come on top.")
+    rows = like(options.device, bool(options.measured))
+    print(as_table(plans, training, rows))
+    print(fill(ranges(rows), 100))
+    if not training.hidden:
+        print("GB: parameters, gradients and optimizer. Activations come on top: give --config.")
     if options.cheapest:
         print(_advice(cheapest(plans, options.within and options.within * DAY), options))
     sentences = errors()
     for sentence in sentences:
         print(fill(sentence, 100, subsequent_indent="  "))
     if options.json:
-        rows = [{**asdict(each), "limit": each.limit} for each in plans]
-        write_result(options.json, "simulated, not measured", rows=rows, errors=sentences)
+        written = [{**asdict(each), "limit": each.limit} for each in plans]
+        write_result(options.json, "simulated, not measured", rows=written, errors=sentences)
     if options.plot:
         _draw(plans, options.plot)
 
@@ -67,6 +87,15 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--config", type=Path, metavar="FILE", help="config.json of the model")
     model.add_argument("--parameters", type=positive(float), help="of the model, without --config")
     model.add_argument("--layers", type=positive(int), help="of the model, without --config")
+    model.add_argument(
+        "--sequence", type=positive(float), default=8192, help="tokens of a sequence (8192)"
+    )
+    model.add_argument(
+        "--recompute", choices=KEPT, default="none", help="activations computed again (none)"
+    )
+    model.add_argument(
+        "--gradient-bytes", type=int, choices=(2, 4), default=4, help="of a value as sent (4)"
+    )
     model.add_argument(
         "--tokens", type=positive(float), default=8192, help="of a device and micro-batch (8192)"
     )
@@ -89,7 +118,21 @@ def _parser() -> argparse.ArgumentParser:
         "--strategies", nargs="+", default=["ddp", "zero1", "zero3"], metavar="NAME",
         help=f"of {', '.join(STRATEGIES)} (ddp zero1 zero3)",
     )  # fmt: skip
-    where.add_argument("--utilisation", type=positive(float), help="of the device's peak")
+    speed = where.add_mutually_exclusive_group()
+    speed.add_argument(
+        "--measured",
+        type=measurement,
+        metavar="RATE@N",
+        help="tokens a second of each of N devices, measured with the first of --strategies",
+    )
+    speed.add_argument("--utilisation", type=positive(float), help="of the device's peak")
+    usual = Losses.usual()
+    for name, value, text in (
+        ("--failure-hours", usual.hours, "of one device between failures"),
+        ("--checkpoint", usual.checkpoint, "seconds that a checkpoint takes"),
+        ("--restart", usual.restart, "seconds that a restart takes"),
+    ):
+        where.add_argument(name, type=positive(float), default=value, help=f"{text} ({value:g})")
     where.add_argument("--price", type=positive(float), help="of a device's hour")
     parser.add_argument("--cheapest", action="store_true", help="name the cheapest that fits")
     parser.add_argument("--within", type=positive(float), metavar="DAYS", help="of the cheapest")
@@ -99,9 +142,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _asked(options: argparse.Namespace) -> tuple[Training, Device, Link]:
+    hidden, vocabulary = 0, 0
     if options.config:
         parameters: float
-        parameters, layers = count_parameters(json.loads(options.config.read_text()))
+        config = json.loads(options.config.read_text())
+        parameters, layers = count_parameters(config)
+        hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     elif options.parameters and options.layers:
         parameters, layers = options.parameters, options.layers
     else:
@@ -117,6 +163,11 @@ def _asked(options: argparse.Namespace) -> tuple[Training, Device, Link]:
         options.kept,
         options.every,
         options.batch,
+        hidden,
+        vocabulary,
+        options.sequence,
+        options.recompute,
+        options.gradient_bytes,
     )
     device: Device = named("device", options.device, devices())
     if options.utilisation:
@@ -124,36 +175,88 @@ def _asked(options: argparse.Namespace) -> tuple[Training, Device, Link]:
             raise ValueError(f"expected a utilisation of at most 1, got {options.utilisation}")
         device = Device(**{**asdict(device), "utilisation": options.utilisation})
     link: Link = named("link", options.link, links())
+    if options.measured:
+        rate, count = options.measured
+        here = training.on(count)
+        device = calibrated(here, device, link, options.strategies[0], rate, count)
     return training, device, link
 
 
-def as_table(plans: Sequence[Plan], training: Training) -> str:
-    """Write a table with a line for each plan, and the whole training where it has an end."""
+def measurement(text: str) -> tuple[float, int]:
+    """Read tokens a second of each device, and the number of devices, from ``RATE@N``."""
+    rate, at, count = text.partition("@")
+    try:
+        found = float(rate), int(count)
+    except ValueError:
+        found = 0.0, 0
+    if not (at and 0 < found[0] < float("inf") and found[1] > 0):
+        raise argparse.ArgumentTypeError(f"expected tokens a second @ devices, got {text!r}")
+    return found
+
+
+def like(device: str, measured: bool) -> list[Compared]:
+    """Return the published figures whose errors tell how far off a plan's speed may be."""
+    found = compare_published()
+    if measured:
+        return [row for row in found if row.kind == "speed kept"]
+    speeds = [row for row in found if row.kind == "speed"]
+    return [row for row in speeds if row.what.endswith(f" {device}")] or speeds
+
+
+def ranges(rows: Sequence[Compared]) -> str:
+    """Say what the ranges beside speeds are."""
+    what = "shares of speed kept" if rows[0].kind == "speed kept" else "speeds"
+    return (
+        f"Ranges: eight of ten published {what} lie within them, as multiples of what was "
+        f"predicted without their publishers ({len(rows)} figures)."
+    )
+
+
+def as_table(plans: Sequence[Plan], training: Training, beside: Sequence[Compared]) -> str:
+    """Write a table with a line for each plan, and the whole training where it has an end.
+
+    Args:
+        plans: plans.
+        training: training that was planned.
+        beside: published figures, of whose errors ranges are made.
+    """
+    low, high = middle(beside)
     rows: list[list[Any]] = []
     for each in plans:
+        rate = each.tokens_per_second
         row: list[Any] = [
             each.devices,
             each.strategy,
-            each.algorithm,
             f"{1e3 * each.step:,.4g}",
             f"{1e3 * each.exposed:,.3g}",
-            f"{each.tokens_per_second:,.0f}",
+            f"{rate:,.0f} ({low * rate:,.0f} to {high * rate:,.0f})",
             f"{each.efficiency:.1%}",
             f"{each.memory / 1e9:.3g}",
             each.limit,
         ]
         if each.seconds is not None:
-            row += [f"{each.useful:.1%}", human_seconds(each.seconds) if each.fits else ""]
+            hours = each.device_hours or 0.0
+            spread = [_days(each.seconds / share) for share in (1.0, high, low)]
+            row += [
+                f"{each.useful:.1%}",
+                "{} ({} to {})".format(*spread) if each.fits else "",
+                f"{hours:,.0f}" if each.fits else "",
+            ]
         if each.price is not None:
             row.append(f"{each.price:,.0f}" if each.fits else "")
         rows.append(row)
-    headers = ["devices", "strategy", "algorithm", "step ms", "exposed ms", "tokens/s each"]
+    headers = ["devices", "strategy", "step ms", "exposed ms", "tokens/s each"]
     headers += ["efficiency", "GB each", "limit"]
     if training.in_all is not None:
-        headers += ["left", "in all"]
+        headers += ["left", "days", "device-hours"]
     if plans and plans[0].price is not None:
         headers.append("price")
     return table(rows, headers)
+
+
+def _days(seconds: float) -> str:
+    days = seconds / DAY
+    return f"{days:,.0f}" if days >= 100 else f"{days:.3g}"
 
 
 def _advice(best: Plan | None, options: argparse.Namespace) -> str:
@@ -169,7 +272,7 @@ def _advice(best: Plan | None, options: argparse.Namespace) -> str:
 
 
 def errors() -> list[str]:
-    """Report the simulator's errors where it was checked, in sentences."""
+    """Report the planner's errors where it was checked, in sentences."""
     sentences = [
         f"Error where it was checked, {run['what']}: median {run['median']:.1%}, nine of ten "
         f"within {run['ninety']:.1%}, at most {run['most']:.0%} ({run['cases']} cases, "
@@ -177,14 +280,19 @@ def errors() -> list[str]:
         for run in read("checked.toml")["runs"]
     ]
     found = compare_published()
-    for kind, rows in (
-        ("trainings", [row for row in found if row.what.startswith("speed")]),
-        ("all-reduces", [row for row in found if not row.what.startswith("speed")]),
+    for what, guess, rows in (
+        ("shares of speed kept", "all is kept", [r for r in found if r.kind == "speed kept"]),
+        ("shares below 0.95", "all is kept", [r for r in found if r.hard]),
+        ("tokens a second", "as the nearest model's", [r for r in found if r.kind == "speed"]),
+        ("GiB at the peak", "all of the memory", [r for r in found if r.kind == "memory"]),
+        ("all-reduces", "as specified", [r for r in found if r.kind == "all-reduce"]),
     ):
-        median, ninety, most = summary([row.error for row in rows])
+        median, ninety, _ = summary([row.error for row in rows])
+        guessed = summary([row.guess_error for row in rows])[0]
         sentences.append(
-            f"Error against published {kind}: median {median:.1%}, nine of ten within "
-            f"{ninety:.1%}, at most {most:.0%} ({len(rows)} figures)."
+            f"Error against published {what}, without their publishers: median {median:.1%}, nine "
+            f"of ten within {ninety:.0%}; of the guess {guess!r}: {guessed:.1%}; skill "
+            f"{skill(rows):.2f} ({len(rows)} figures of {len({r.publisher for r in rows})})."
         )
     return sentences
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class Link:
         bandwidth: bytes a second in each direction, of each rail.
         rails: number of rails of a node.
         latency: seconds to start a message.
+        transport: ``"rdma"``, ``"tcp"`` or ``"pcie"``, which says how much of it training reaches.
         source: source of the figures.
         date: date of the figures.
     """
@@ -64,8 +66,44 @@ class Link:
     bandwidth: float
     rails: int
     latency: float
+    transport: str
     source: str
     date: str
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """What training loses on a real machine beside waiting for messages.
+
+    Attributes:
+        slowed: share of time that computing takes longer while messages are under way.
+        tcp: share of a link's bandwidth that collectives reach over TCP.
+        pcie: the same over PCIe.
+        jitter: standard deviation of a device's step, as a share of it. All wait for the slowest.
+    """
+
+    slowed: float
+    tcp: float
+    pcie: float
+    jitter: float
+
+    @classmethod
+    def usual(cls) -> Overheads:
+        """Return those of ``library.toml``, which names their sources."""
+        found = read("library.toml")["overheads"]
+        return cls(**{key: found[key] for key in cls.__dataclass_fields__})
+
+    def reached(self, transport: str) -> float:
+        """Return the share of a bandwidth that is reached; 1 over NVLink and RDMA."""
+        return {"tcp": self.tcp, "pcie": self.pcie}.get(transport, 1.0)
+
+    def waiting(self, devices: int) -> float:
+        """Compute the time of the slowest of so many devices, as a multiple of one's.
+
+        The expected largest of n draws of a normal distribution is about sqrt(2 ln n) standard
+        deviations above its mean.
+        """
+        return 1 + self.jitter * math.sqrt(2 * math.log(devices))
 
 
 @cache

@@ -8,16 +8,18 @@ from dataclasses import dataclass, replace
 
 from microddp.performance.failures import Failures
 from microddp.performance.memory import bytes_kept
-from microddp.performance.network import Network
-from microddp.performance.rounds import HALVED
-from microddp.performance.simulator import Simulated, Way, simulate
-from microddp.plan.library import Device, Link, named, network_of, read
-from microddp.program import Work
+from microddp.performance.simulator import Way, simulate
+from microddp.plan.library import Device, Link, Overheads, named, network_of, read
+from microddp.program import Layer, Work
 from microddp.strategies import STRATEGIES
 
-WHOLE = ("ring", "tree", "hierarchical")  # all-reduce algorithms to try
-CHECKPOINT, RESTART = 60.0, 600.0  # seconds
 DAY = 86400.0
+ATTENTION = 12.0  # operations of a layer and token for each value of hidden times sequence
+# Values that backward keeps of each token and layer, as a multiple of the model's width, by what is
+# recomputed. All of them: 8 of that width, and 4 of the one between, which is 3.5 times as large in
+# Llama 3. Selected: about half of it, in torchtitan. The last: what enters the layer.
+KEPT = {"none": 22.0, "selective": 11.0, "full": 1.0}
+LOGIT = 12.0  # bytes of each: in bf16 and in fp32, and its gradient in both
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,15 @@ class Training:
         kept: share of a gradient's bytes that is sent; below 1 if it is compressed.
         every: number of steps between two meetings, where weights are averaged (``"local"``).
         batch: number of tokens in a step, all devices together, instead of ``tokens``.
+        hidden: width of the model. With 0, operations of attention and memory of activations are
+            not counted.
+        vocabulary: number of tokens that the model knows.
+        sequence: length of a sequence in tokens.
+        recompute: ``"none"``, ``"selective"`` or ``"full"``: activations that are computed again.
+        gradient_size: bytes of a value of a gradient that is sent: 4 in fp32, 2 in bf16.
 
     Raises:
-        ValueError: a number is not above 0.
+        ValueError: a number is not above 0, or an unknown recomputation.
     """
 
     parameters: float
@@ -46,18 +54,37 @@ class Training:
     kept: float = 1.0
     every: int = 1
     batch: float | None = None
+    hidden: float = 0.0
+    vocabulary: float = 0.0
+    sequence: float = 0.0
+    recompute: str = "none"
+    gradient_size: int = 4
 
     def __post_init__(self) -> None:
         for name in ("parameters", "layers", "tokens", "accumulation", "in_all", "batch"):
             number = getattr(self, name)
             if number is not None and not 0 < number < math.inf:
                 raise ValueError(f"expected {name} above 0, got {number}")
+        named("recomputation", self.recompute, KEPT)
 
     def on(self, devices: int) -> Training:
         """Return this training with the tokens of one of so many devices."""
         if self.batch is None:
             return self
         return replace(self, tokens=self.batch / devices / self.accumulation)
+
+    @property
+    def operations(self) -> float:
+        """Operations of a token that a device's utilisation counts: without recomputation."""
+        return 6 * self.parameters + ATTENTION * self.layers * self.hidden * self.sequence
+
+    @property
+    def activations(self) -> float:
+        """Bytes that backward needs of a micro-batch: of activations, and of logits."""
+        values = self.layers * KEPT[self.recompute]
+        if self.recompute == "full":  # and all of one layer at a time
+            values += KEPT["none"]
+        return self.tokens * (2 * values * self.hidden + LOGIT * self.vocabulary)
 
 
 @dataclass(frozen=True)
@@ -67,12 +94,12 @@ class Plan:
     Attributes:
         devices: number of devices.
         strategy: key of ``microddp.strategies.STRATEGIES``.
-        algorithm: algorithm of its collectives, the quickest that was tried.
         step: seconds of a step, the mean from one meeting to the next.
         exposed: seconds of a step in which a device waits for messages.
         tokens_per_second: tokens a second of each device.
         efficiency: tokens a second, divided by those of a device that waits for nothing.
-        memory: bytes of parameters, gradients and optimizer on a device; activations come on top.
+        memory: bytes on a device: parameters, gradients, optimizer, and activations if the
+            training says how wide its model is.
         fits: whether the device has more memory than that.
         useful: share of the time that is training which is kept, with checkpoints and failures.
         seconds: seconds of the whole training; ``None`` if it has no end.
@@ -81,7 +108,6 @@ class Plan:
 
     devices: int
     strategy: str
-    algorithm: str
     step: float
     exposed: float
     tokens_per_second: float
@@ -99,12 +125,36 @@ class Plan:
             return "memory"
         return "messages" if self.exposed > self.step / 2 else "computing"
 
+    @property
+    def device_hours(self) -> float | None:
+        """Hours of all devices together; ``None`` if the training has no end."""
+        return None if self.seconds is None else self.devices * self.seconds / 3600
 
-def quickest(work: Work, network: Network, way: Way) -> tuple[str, Simulated]:
-    """Simulate a way with each algorithm; return the quickest algorithm, and its simulation."""
-    tried = HALVED if STRATEGIES[way.strategy].stage else WHOLE
-    found = {a: simulate(work, network, replace(way, algorithm=a), steps=way.every) for a in tried}
-    return min(found.items(), key=lambda each: float(each[1].steps.mean()))
+
+@dataclass(frozen=True)
+class Losses:
+    """What a training loses to failures.
+
+    Attributes:
+        hours: mean hours between two failures of one device.
+        checkpoint: seconds in which a checkpoint is written and nothing else goes on.
+        restart: seconds from a failure until training goes on.
+    """
+
+    hours: float
+    checkpoint: float
+    restart: float
+
+    @classmethod
+    def usual(cls) -> Losses:
+        """Return those of ``library.toml``, which names their sources."""
+        found = read("library.toml")["failures"]
+        return cls(found["hours"], found["checkpoint"], found["restart"])
+
+    def useful(self, devices: int) -> float:
+        """Compute the share of the time of so many devices that is training which is kept."""
+        failures = Failures.of_devices(devices, 3600 * self.hours, self.checkpoint, self.restart)
+        return failures.useful(failures.best_interval)
 
 
 def plan(
@@ -114,12 +164,14 @@ def plan(
     devices: int,
     strategy: str,
     price: float | None = None,
+    losses: Losses | None = None,
 ) -> Plan:
     """Simulate a step of a strategy on so many devices, and plan the training by it.
 
-    Parameters and messages are in bf16, the optimizer is Adam with a copy of the parameters in
-    fp32: 16 bytes of each parameter, divided as the stage says. Devices fail as often as
-    ``library.toml`` says, checkpoints take a minute and restarts ten.
+    Parameters are sent in bf16, gradients as the training says, and the optimizer is Adam with a
+    copy of the parameters in fp32: 16 bytes of each parameter, divided as the stage says.
+    Collectives take what NCCL expects of its best algorithm, and computing is slower while they are
+    under way, as ``library.toml`` says.
 
     Args:
         training: training to plan.
@@ -128,17 +180,21 @@ def plan(
         devices: number of devices.
         strategy: key of ``microddp.strategies.STRATEGIES``.
         price: price of a device's hour.
+        losses: failures; default: the usual ones.
 
     Raises:
         ValueError: devices that do not fill their nodes, or an unknown strategy.
     """
     training, stage = training.on(devices), named("strategy", strategy, STRATEGIES).stage
-    network = network_of(device, link, devices)
-    work = Work.from_operations(training.parameters, training.layers, training.tokens, device.rate)
-    accumulation, kept, every = training.accumulation, training.kept, training.every
-    way = Way(strategy, accumulation=accumulation, kept=kept, every=every)
-    algorithm, found = quickest(work, network, way)
-    step = float(found.steps.mean())
+    overheads = Overheads.usual()
+    carried = replace(link, bandwidth=link.bandwidth * overheads.reached(link.transport))
+    network = network_of(device, carried, devices)
+    # Published utilisations are of whole nodes, whose devices have waited for their slowest.
+    work = work_of(training, device.rate * overheads.waiting(device.node))
+    accumulation = training.accumulation
+    way = Way(strategy, "nccl", None, accumulation, training.kept, training.every, overheads.slowed)
+    found = simulate(work, network, way, steps=training.every)
+    step = float(found.steps.mean()) * overheads.waiting(devices)
     tokens = training.tokens * accumulation
     divided = network.in_node if STRATEGIES[strategy].in_nodes else devices
     memory = bytes_kept(
@@ -146,17 +202,14 @@ def plan(
     ).total
     if stage == 3 and divided > 1:  # two layers are whole at a time, and the gradients of one
         memory += 3 * 2 * training.parameters / training.layers
-    failures = Failures.of_devices(
-        devices, 3600 * read("library.toml")["failures"]["hours"], CHECKPOINT, RESTART
-    )
-    useful = failures.useful(failures.best_interval)
+    memory += training.activations
+    useful = (losses or Losses.usual()).useful(devices)
     seconds = None
     if training.in_all is not None:
         seconds = training.in_all / (tokens * devices) * step / useful
     return Plan(
         devices,
         strategy,
-        algorithm,
         step,
         found.exposed,
         tokens / step,
@@ -169,6 +222,49 @@ def plan(
     )
 
 
+def work_of(training: Training, rate: float) -> Work:
+    """Make the work of a micro-batch, on a device that reaches so many operations a second.
+
+    The rate counts no recomputation: those who publish it choose recomputation where memory is
+    short, and reach as many of the operations that count.
+    """
+    forward = training.operations / 3 / training.layers * training.tokens / rate
+    layer = Layer(forward, 2 * forward, (round(training.parameters / training.layers),))
+    sizes = {"gradient_size": training.gradient_size, "parameter_size": 2}
+    return Work((layer,) * training.layers, **sizes)
+
+
+def calibrated(
+    training: Training, device: Device, link: Link, strategy: str, rate: float, devices: int
+) -> Device:
+    """Return a device that is so fast that a plan on a few has the speed that was measured there.
+
+    Args:
+        training: training that was measured.
+        device: kind of the devices.
+        link: link between nodes.
+        strategy: key of ``microddp.strategies.STRATEGIES``.
+        rate: tokens a second of each device, as measured.
+        devices: number of devices on which that was measured.
+
+    Raises:
+        ValueError: more than the device's peak would be needed for it.
+    """
+    found = replace(device, utilisation=rate * training.operations / device.peak)
+    for _ in range(50):
+        got = plan(training, found, link, devices, strategy).tokens_per_second
+        if abs(got / rate - 1) < 1e-6:
+            return found
+        found = replace(found, utilisation=found.utilisation * rate / got)
+        if found.utilisation > 1:
+            break
+    fastest = plan(training, replace(device, utilisation=1.0), link, devices, strategy)
+    raise ValueError(
+        f"expected a measured speed of at most {fastest.tokens_per_second:,.0f} tokens a second of "
+        f"each of {devices}, that of the device's peak; got {rate:,.0f}"
+    )
+
+
 def sweep(
     training: Training,
     device: Device,
@@ -176,10 +272,11 @@ def sweep(
     counts: Iterable[int],
     strategies: Iterable[str],
     price: float | None = None,
+    losses: Losses | None = None,
 ) -> list[Plan]:
     """Plan every strategy on every number of devices, with arguments and errors of :func:`plan`."""
     names = list(strategies)
-    return [plan(training, device, link, n, name, price) for n in counts for name in names]
+    return [plan(training, device, link, n, name, price, losses) for n in counts for name in names]
 
 
 def cheapest(plans: Sequence[Plan], within: float | None = None) -> Plan | None:

@@ -67,6 +67,22 @@ def test_copying_takes_time_before_what_is_copied_is_sent():
     )
 
 
+def test_computing_is_slower_while_messages_are_under_way():
+    # The last layer's gradients travel from 6 to 14. The 4 s of backward that are left take 6.
+    assert step(Way("hooks", slowed=0.5)).step == step(Way("hooks")).step == 31
+    # In one bucket nothing is sent while something is computed.
+    assert step(Way("ddp", slowed=0.5)).step == step(Way("ddp")).step
+    busy = Work((Layer(0.0, 10.0, (0,)), Layer(0.0, 1.0, (8,))))
+    network = Network(2, Port(8.0, 0.0))
+    alone = simulate(busy, network, Way("hooks")).step
+    half = simulate(busy, network, Way("hooks", slowed=0.5)).step
+    # 32 bytes take 4 s, in which 4 / 1.5 s of work are done.
+    assert alone == pytest.approx(11)
+    assert half == pytest.approx(11 + 4 * 0.5 / 1.5)
+    with pytest.raises(ValueError, match="expected slowed to be 0 or more, got -1"):
+        Way(slowed=-1)
+
+
 @given(st.sampled_from([*STRATEGIES]), st.integers(1, 4), st.floats(0.1, 10), st.floats(1.01, 10))
 def test_a_faster_link_never_makes_a_step_longer(strategy, accumulation, bandwidth, times):
     way = Way(strategy, bucket_cap_mb=1e-6, accumulation=accumulation, every=2)

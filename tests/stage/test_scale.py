@@ -15,7 +15,7 @@ def test_a_cluster_is_what_its_sources_say():
     side = cluster("a100", "25gbit", nodes=8, node=1, **GPT)
     assert side.devices == 8
     assert side.nbytes == 710e6
-    assert side.compute == pytest.approx(6 * 355e6 * 24_576 / (312e12 * 0.51))
+    assert side.compute == pytest.approx(6 * 355e6 * 24_576 / (312e12 * 0.52))
     assert side.messages == pytest.approx(14 * (710e6 / 8 / 3.125e9 + 14e-6))
     assert side.start == pytest.approx(14 * 14e-6)
     assert side.ratio == side.messages / side.compute
