@@ -75,12 +75,12 @@ class Training:
 
     @property
     def operations(self) -> float:
-        """Operations of a token that a device's utilisation counts: without recomputation."""
+        """Operations of a token that a utilisation counts, which are those without recomputation."""
         return 6 * self.parameters + ATTENTION * self.layers * self.hidden * self.sequence
 
     @property
     def activations(self) -> float:
-        """Bytes that backward needs of a micro-batch: of activations, and of logits."""
+        """Bytes that backward needs of a micro-batch, for activations and logits."""
         values = self.layers * KEPT[self.recompute]
         if self.recompute == "full":  # and all of one layer at a time
             values += KEPT["none"]
