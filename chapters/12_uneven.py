@@ -69,8 +69,8 @@ of chapter 02.
 
 **Measure.** A ring of four hosts on three networks, which `relink` makes: all links alike; host 2's
 at a tenth; and hosts 2 and 3 behind an uplink at a fifth, as a second rack. In the order 0 1 2 3
-the ring crosses the uplink once each way, as every link. In the order 0 2 1 3 each message leaves a
-rack or enters it: the uplink carries twice as much. (Ratios are medians of the rounds' ratios.)
+one of the ring's four messages leaves that rack and one enters it, so the uplink carries as much as
+a host's link; in the order 0 2 1 3 twice as much. (Ratios are medians of the rounds' ratios.)
 """
 
 # %%
@@ -137,7 +137,7 @@ a rank whose link is too slow even for $S$ owns nothing. Then the bound is
 
 $$ \max\left(\frac{S}{\min_r B_r},\ \frac{2(n-1)\,S}{\sum_r B_r}\right). $$
 
-At most $2(n-1)/n$ can be gained on the ring: 1.5 for four hosts, 2 for many.
+The bounds' ratio is at most $2(n-1)/n$: 1.5 for four hosts, 2 for many.
 
 **Build.** If first all values are sent, and then all sums, a host that owns nothing first only
 sends and then only receives: $2S/B$, longer than the ring. So cut the tensor into *slices*. While
@@ -188,7 +188,7 @@ r"""
 """
 
 # %%
-MBITS = (1000, 400, 100) if known else ()
+MBITS = (1000, 600, 400, 100) if known else ()
 tensor, by_speed, bounds = torch.zeros_like(given), {}, {"ring, bound": [], "weighted, bound": []}
 for mbit in MBITS:
     relink(comms, "1gbit")
@@ -227,26 +227,24 @@ if known:
     one = compare(slowest["one slice"], slowest["ring"])
     said = (
         f"At a tenth of the speed 8 slices are {gain.than('the ring')}; in their 9 rounds of an "
-        f"eighth 1.33 is expected. One slice is {one.than('the ring')}; in 2 rounds, 0.75."
+        f"eighth the bounds give 1.33. One slice is {one.than('the ring')}; in 2 rounds, 0.75."
     )
     find(comms, "slices", **gain.sides(said))
     curves = bounds | {
         name: [timings[name].median for timings in by_speed.values()] for name in slowest
     }
     figures.lines(
-        {name: ([1, 2.5, 10], [1e3 * t for t in times]) for name, times in curves.items()},
+        {k: ([1000 / mbit for mbit in MBITS], [1e3 * t for t in v]) for k, v in curves.items()},
         title=f"At a tenth of the speed: 8 slices {gain.than('the ring')}",
         xlabel="how many times slower host 2's link is than the others",
         ylabel="an all-reduce of 2 MiB, ms",
-        log="x",
     )
 
 # %% [markdown] index=["straggler", "slow rank"]
 r"""
-**Explain.** With equal links there is nothing to shift. Below
-some speed (exercise 2) the slow link carries the tensor once each way, and only fewer bytes or
-meetings (chapters 10 and 11) help. {func}`~microddp.performance.link_speed.probe_links` measures
-the speeds. But is it a link that is slow?
+**Explain.** With equal links there is nothing to shift. Below some speed (exercise 2) the slow link
+carries the tensor once each way, and only fewer bytes or meetings (chapters 10 and 11) help.
+{func}`~microddp.performance.link_speed.probe_links` measures the speeds.
 
 ## The straggler that DDP hides
 
@@ -259,8 +257,9 @@ of four T4s, the four backwards took 292 to 293 ms: [traceml issue
 252](https://github.com/traceopt-ai/traceml/issues/252), July 2026.)
 
 What differs is what a rank does *before* it waits. In DDP nothing waits before the end of backward
-(unless forward has buffers to broadcast). So the time from the step's begin to the *launch* of each
-collective contains no wait, and a rank needs no clock but its own.
+(unless the model has buffers to broadcast or a SyncBatchNorm; the second forward waits once).
+So the time from the step's begin to the *launch* of each collective contains no wait, and a rank
+needs no clock but its own.
 
 **Build.** A communication hook is called when a bucket is launched (chapter 10). It notes the time,
 and goes on as DDP would. On the slow rank backward takes 30 ms longer. The stage is a scale model
@@ -322,7 +321,7 @@ figures.stacked_bars(
         f"rank {r}": {
             "forward": forward,
             "backward until the last launch": max(0.0, last - forward),
-            "waiting for communication": max(0.0, both - last),
+            "waiting": max(0.0, both - last),
         }
         for r, (forward, _, both, last) in enumerate(everyone)
     },
@@ -333,22 +332,21 @@ figures.stacked_bars(
 
 # %% tags=["plumbing"]
 said = (
-    f"The longest backward of all ranks is {spreads[0]:.2f} times the shortest, with "
-    f"forward {spreads[1]:.2f} times. The longest time to the last launch is rank {found}'s, "
-    f"{spreads[2]:.2f} times the shortest."
+    f"The longest backward is {spreads[0]:.2f} times the shortest, forward and backward "
+    f"{spreads[1]:.2f} times, and to the last launch {spreads[2]:.2f} times, on rank {found}."
 )
 find(
     comms,
     "hidden",
-    told=(n > 1 and found == SLOW, f"{said} It is the slow one."),
+    told=(n > 1 and found == SLOW, f"{said} That is the slow rank."),
     missed=(n > 1 and found != SLOW, f"{said} But rank {SLOW} was made slow."),
     alone=(n == 1, "One rank has nobody to wait for it."),
 )
 
 # %% [markdown] index=["slow link"]
 r"""
-**Explain.** A rank may also be slow in its loader or optimizer. Nobody waits there either: add what
-passes from the end of backward to the next step's begin.
+**Explain.** A rank may also be slow in its loader or optimizer. From the end of backward to the
+next step's begin there is no wait either: add that time.
 
 ## Slow rank or slow link?
 
@@ -379,7 +377,7 @@ def waits(spans, rank):
 # %% [markdown]
 r"""
 **Measure.** Naive averaging, not DDP, in four scenes of eight steps, after one that only warms up:
-nothing planted; rank 1 slow, as above; host 2's link at a quarter; both:
+nothing planted; rank 1 slow; host 2's link at a quarter; both:
 """
 
 
@@ -473,12 +471,12 @@ if reports:
 # %% [markdown]
 r"""
 **Explain.** A rank that leaves one collective late arrives late at the next, so a part of a slow
-link's cost is a wait for ranks. Nor do transfers depend on links alone: processors carry them. So
-{func}`~microddp.performance.stragglers.straggler_report` asks for more. It names a *rank* that
-works 15 % longer than the others in three steps of four, and without which the median step would
-be shorter by 4 %; a *link* if ranks wait for transfers for 4 % of the time, and messages find it,
-alone, at less than half the others' speed. `python -m microddp.train --report` prints it. Of the
-last scene:
+link's cost is a wait for ranks: look at both parts. Nor do transfers depend on links alone:
+processors carry them. So {func}`~microddp.performance.stragglers.straggler_report` asks for more.
+It names a *rank* that works 15 % longer than the others in three steps of four, and without which
+the median step would be shorter by 4 %; a *link* if ranks wait for transfers for 4 % of the time,
+and messages find it, alone, at less than half the others' speed.
+`python -m microddp.train --report` prints it. Of the last scene:
 """
 
 # %%
@@ -489,7 +487,8 @@ r"""
 ## How often is it wrong?
 
 **Predict.** With nothing planted no rank should meet either condition: these devices pause, and
-leave the cores free. (Ranks that *compute* on a shared core work longer: hence the second.)
+leave the cores free. (Ranks that *compute* on a shared core work longer, so the report also asks
+who holds the others up.)
 
 **Measure.** A hundred reports on ranks, of eight short steps each, cut from one long record:
 """
@@ -534,8 +533,6 @@ find(
 
 # %% [markdown] index=["clock offset"]
 r"""
-To probe links takes seconds: `tests/performance/false_alarms.py` counts reports with links.
-
 ## Whose clock?
 
 The split at the last arrival compares clocks of different ranks. Those of two machines differ by an
@@ -590,12 +587,13 @@ if rows:
 # %% tags=["plumbing"]
 bound = max((bound for _, bound in estimates), default=0.0)
 missed = max((abs(offset - 0.25 * r) for r, (offset, _) in enumerate(estimates, 1)), default=0.0)
-sought = 0.04 * whole[0]
+shortest = min((report.step for report in reports.values()), default=0.0)
 
 # %% tags=["plumbing"]
 said = (
     f"The widest bound is {human_seconds(bound)}. The delay for which a rank is named is "
-    f"{human_seconds(sought)}, 4% of a step of {human_seconds(whole[0])}."
+    f"{human_seconds(0.04 * shortest)}, 4% of a step of {human_seconds(shortest)}, the shortest of "
+    "the scenes'."
 )
 within = all(abs(offset - 0.25 * r) <= bound for r, (offset, bound) in enumerate(estimates, 1))
 find(
@@ -654,7 +652,7 @@ rows = [
     (name, str(sizes), str(Prediction(computing[name] + M, steps[name])))
     for name, sizes in (("equal", equal), ("by speed", uneven))
 ]
-headers = ["shards", "samples", "a step, and the slowest rank's computing and M"]
+headers = ["shards", "samples", "a step; predicted: the slowest computing + M"]
 comms.print(table(rows, headers))
 gain = compare(steps["by speed"], steps["equal"])
 predicted = (computing["equal"] + M) / (computing["by speed"] + M)
@@ -699,8 +697,8 @@ assert with_share < 1e-5
 # %% tags=["plumbing"]
 counts = [BATCH / (n * size) for size in uneven]
 said = (
-    f"By a mean of means the gradient is {without:.0%} off, without any exception: a sample of "
-    f"rank {SLOW} counts {counts[SLOW]:.1f} times, one of another rank {min(counts):.1f} times. "
+    f"By a mean of means the gradient is {without:.0%} off, and nothing raises an error: a sample "
+    f"of rank {SLOW} counts {counts[SLOW]:.1f} times, one of another rank {min(counts):.1f} times. "
     f"Weighted, it is off by {with_share:.0e}."
 )
 find(comms, "mean-of-means", several=(n > 1, said), alone=(n == 1, "One rank has one mean."))
@@ -708,12 +706,10 @@ find(comms, "mean-of-means", several=(n > 1, said), alone=(n == 1, "One rank has
 # %% [markdown]
 r"""
 If samples are dealt at random, that only adds noise. If rank 1 has what others do not, the model
-gets a preference that nobody asked for. Batches counted in *tokens* are uneven, too: see chapter
+gets a preference that nobody asked for. Batches counted in *tokens* are uneven: see chapter
 14.
 
 :::{admonition} On GPUs
-What changes:
-
 - *A launch is not an arrival.* The CPU launches kernels ahead of the GPU. Record [CUDA
   events](https://docs.pytorch.org/docs/stable/generated/torch.cuda.Event.html) on the stream, at
   the step's begin and in the hook. With
@@ -723,8 +719,7 @@ What changes:
 - *The order of machines.* NCCL finds the links inside a machine. Between machines it does not look:
   its rings take them in the order of the ranks (issues
   [1340](https://github.com/NVIDIA/nccl/issues/1340) and
-  [1545](https://github.com/NVIDIA/nccl/issues/1545), 2024, and
-  [1933](https://github.com/NVIDIA/nccl/issues/1933), December 2025). Slurm's [topology
+  [1545](https://github.com/NVIDIA/nccl/issues/1545), 2024). Slurm's [topology
   plugin](https://slurm.schedmd.com/topology.html) places a job on few switches; `--switches=1` asks
   for one.
 - *What to run.* `nvidia-smi -q -d PERFORMANCE,ECC`, or DCGM, for low clocks and memory errors;

@@ -38,7 +38,7 @@ from microddp.timing import Timing
 from microddp.train.checkpoint import Checkpoints
 
 # %%
-# sphinx_gallery_builds = "training that outlives its ranks, and a reader for hangs"
+# sphinx_gallery_builds = "training that outlives its ranks, and read hangs"
 # sphinx_gallery_ranks = 3
 run = os.environ.get("TORCHELASTIC_RUN_ID", str(os.getpid()))  # the same on all ranks
 RECORDS = Path(tempfile.gettempdir(), f"microddp-records-{run}")
@@ -71,14 +71,14 @@ comms.print(table(rows, ["devices", *(f"interrupted every, by {name}" for name i
 # %% [markdown] index=["hang", "deadlock", "stuck", "flight recorder"]
 r"""
 It depends on the machines, and on what is counted. (For 16 384 GPUs Kokolis and others project
-1.8 hours, by another model.) By either count one device runs for many months, and sixteen
-thousand for hours at best. So somebody or something has to notice, to find the cause, and to go on.
+1.8 hours, by another model.) So somebody or something has to notice, to find the cause, and to go
+on.
 
 ## Reading a hang
 
 If a process dies, the kernel closes its connections, and with gloo its neighbours get an error. A
-rank that does not come to a collective gives no sign: the others wait until a time-out. That is the
-usual case: over 60 % of Meta's time-outs came from the CPU side, mostly from ranks that part ways
+rank that does not come to a collective gives no sign: the others wait until a time-out. That is
+common: over 60 % of Meta's time-outs came from the CPU side, as when ranks part ways
 ([PyTorch's blog][blog], March 2026).
 
 So each rank has to say where it *is*. It notes each call before it makes it: what it is, its number
@@ -141,7 +141,8 @@ def show(*mistakes):
         said = re.sub(r"Among ranks [\d, -]+: | among ranks \d[\d, -]*\d", "", said)  # all are
         verdict, _, places = with_texts(said).partition("\n\n")
         lines = [f"{mistake.__name__}", f"  verdict: {verdict}"]
-        lines += [f"  {place[2:]}" for place in places.splitlines() if place]
+        if "time-out" in CAME[mistake.__name__]:
+            lines += [f"  {place[2:]}" for place in places.splitlines() if place]
         comms.print("\n".join(fill(line, 94, subsequent_indent=" " * 6) for line in lines) + "\n")
         assert rank or "not come" in verdict or "different calls" in verdict, said
 
@@ -185,9 +186,9 @@ show(only_rank_0_averages, save_then_barrier, early_continue, uneven_batches)
 # %% [markdown]
 r"""
 How to read it: `all_reduce 4 (float32 (4,), op=sum)` is the fourth all-reduce or other collective
-of this group, of four 32-bit numbers, added up. "Through its last" names the last call that a rank
-has completed. For a rank that never came to the group's collectives that is `subgroup`, the call
-that made the group.
+of this group, of four 32-bit numbers, added up. A rank "in no call; through its last" has completed
+that one, and is in none. `subgroup`, the call that made this group, is numbered in the group of all
+ranks.
 
 A rank that waits may be right to wait. In the first two the line that waits is the bug, as not all
 ranks come to it. In the others it is right, and the bug is above it: what lets rank 1 leave it out.
@@ -195,8 +196,8 @@ ranks come to it. In the others it is right, and the bug is above it: what lets 
 
 An early `continue` and a batch less are the same to a collective: rank 1 has made one call less. In
 `early_continue` rank 1's batch 3 was added to the others' batch 2. In training that is a wrong
-gradient without an error, and the hang comes at the end. If two paired calls come from different
-lines, the doctor sees it; in a loop of one line it cannot. Next, calls that differ:
+gradient without an error, and the hang comes at the end. Next, calls that differ. Of mistakes that
+do not hang, only the verdict is printed:
 """
 
 
@@ -259,8 +260,8 @@ find(
 # %% [markdown]
 r"""
 **Explain.** gloo adds up bytes as each rank sees them: the bits of the float 2.0 are those of the
-integer 1 073 741 824. With *more* bytes on one rank it ends a process, and with NCCL such a mistake
-hangs or gives garbage. `MICRODDP_DEBUG=1` compares calls before they are made, and raises on all
+integer 1 073 741 824, and those of the integer 1, read as a float, are $10^{-45}$, which vanishes
+beside 1.0. `MICRODDP_DEBUG=1` compares calls before they are made, and raises on all
 ranks (chapter 07). It costs a round of messages each time, and the record does not.
 
 Last, an exception on one rank, in a job of its own: {download}`raise_on_one_rank.py
@@ -312,9 +313,9 @@ comms.print("\n".join(fill(line, 94, subsequent_indent="    ") for line in said.
 
 # %% [markdown] index=["elastic"]
 r"""
-The ranks that fail first are named first. The others fail when rank 1's connections close, and
-torchrun ends whoever is still there. The records remain. (The numbers count all collectives of a
-group, and `init` makes one.)
+The ranks that fail first are named first. The others fail when rank 1's connections close (after an
+exception, when Python has ended), and torchrun ends whoever is still there. The records remain.
+(The numbers count all collectives of a group, and `init` makes one.)
 
 Where a job hangs and no folder was named, each process that has called `microddp.init()` prints its
 stack and its last collectives when it gets SIGUSR1 (`kill -USR1`). For any other process there is
@@ -342,8 +343,9 @@ comms.print("it counts", first.add("come", 1), first.add("come", 1), second.add(
 r"""
 The ranks that train together from one change to the next are a *generation*.
 
-**Build.** Three processes add up ones, and the third kills itself at step 30. This is
-{download}`meet_again.py <../_downloads/meet_again.py>`, without its imports:
+**Build.** Three processes add up ones, and the third kills itself at step 30. Two functions of
+{download}`meet_again.py <../_downloads/meet_again.py>` (its main program starts them, and holds the
+store):
 
 ```{literalinclude} ../_downloads/meet_again.py
 :language: python
@@ -387,7 +389,7 @@ rest is what can go wrong:
 
 - The process with the store dies? `microddp.elastic` has a small server that knows the members.
   If it dies, a survivor starts another one, and all tell it what they saw last.
-- A rank hangs, and does not come? The others wait two seconds for it, and go on.
+- A rank hangs? The others notice at the time-out (10 s by default), wait two seconds, and go on.
 - One rank has finished a step, and another has not? After the gradients, and before any weight
   changes, the losses are averaged in one more message. A rank that gets it takes the step, with all
   its samples. One that does not gets the other's state when they meet.
@@ -408,16 +410,16 @@ A rank dies after $k$ steps, and the last checkpoint is of step $j$. Four ways t
 
 The last two pay for what stands by: on a cluster, a spare machine.
 
-**Predict.** $R$ is the time from a process's first line to its first step, $B$ that part of it
-which comes after the imports, $s$ a step's. Then nothing costs $R + ks$, a restart $R + (k - j)s$,
-and a warm one $B + (k - j)s$. Elastic repeats only the lost step; its cost is:
+**Predict.** $R$ is the time of imports and $B$, and $B$ that to meet, read and take a first step;
+$s$ is a step's. Then nothing costs $R + ks$, a restart $R + (k - j)s$, a warm one $B + (k - j)s$.
+Elastic repeats only the lost step; its cost is (an "at most" counts in full):
 
-- the survivors' error, and a search for objects that still refer to the old group: some steps' time
-  at most, as only what training has made is searched;
+- the survivors' error, and a search, in what training has made, for objects that still refer to the
+  old group: a step's time at most;
 - 50 ms for the old group's threads to end;
 - if the dead process had the server: a new one, $P$, the time to start Python with `asyncio` (and,
   if not on Linux, a second for members that may yet come);
-- until all have come: up to 20 ms, as often as the server looks;
+- until all have come: 20 ms at most, as often as the server looks;
 - $B$: a group, a training, and a first step. The newcomer's state is one message.
 
 **Measure.** The same training in each way, with a checkpoint after each epoch of 14 steps. Process
@@ -498,7 +500,7 @@ def recovery(told):
     marks = {"started": died, "imported": died}
     marks |= {what: at for at, what, *_ in told if what in marks and died < at < first}
     ends = itertools.pairwise([died, *marks.values(), first, new])
-    names = "processes start", "imports", "meet, and read", "steps again"
+    names = "processes start", "imports", "recover", "steps again"
     return dict(zip(names, (end - start for start, end in ends), strict=True))
 
 
@@ -512,12 +514,13 @@ figures.stacked_bars(
 
 # %% tags=["plumbing"]
 ahead, plain = cost["warm"] / cost["elastic"], cost["restart"] / cost["elastic"]
+plain = float(f"{plain:.1g}")
 by_way = (
     f"Measured once each, a fault costs {cost['nothing']:.1f} s with nothing, "
     f"{cost['restart']:.1f} s with a restart, {cost['warm']:.2f} s with a warm one, and "
     f"{cost['elastic']:.2f} s elastic. "
     f"Of the warm one's, {parts_of['warm']['steps again']:.2f} s are the 12 steps that it repeats: "
-    f"after a fresh checkpoint it has none. Elastic is {plain:.1f} times as fast as a restart"
+    f"after a fresh checkpoint it has none. Elastic is about {plain:g} times as fast as a restart"
 )
 
 # %% tags=["plumbing"]
@@ -531,25 +534,27 @@ find(
 
 # %% tags=["plumbing"]
 off = ", ".join(f"{way} {cost[way] / predicted[way] - 1:+.0%}" for way in WAYS)
-restart = parts_of["restart"]
-longest = max(restart, key=restart.get)
+more, of_imports = cost["restart"] - cost["nothing"], parts_of["restart"]["imports"]
 said = (
-    f"Measured against predicted: {off}. Of the restart's {cost['restart']:.1f} s the longest "
-    f"part, {restart[longest]:.1f} s, is '{longest}'"
+    f"Measured against predicted: {off}. The restart is "
+    f"{cost['restart'] - predicted['restart']:+.2f} s off, its imports {of_imports - R + B:+.2f}. "
+    f"With 14 steps fewer it should cost {14 * s:.2f} s less than nothing saved. Measured is "
+    f"{more:+.2f} s; the imports differ by {of_imports - parts_of['nothing']['imports']:+.2f}"
 )
-spared = longest in ("processes start", "imports")
 find(
     comms,
     "restart-parts",
-    spared=(spared, f"{said}: what a warm spare has done before."),
-    not_spared=(not spared, f"{said}, which a warm spare has to do, too."),
+    gain=(more < 0, f"{said}."),
+    no_gain=(more >= 0, f"{said}: the checkpoint's gain does not show."),
 )
 
 # %% tags=["plumbing"]
 slowest = max(parts, key=lambda part: parts[part][1])
+apart = [measured / expected - 1 for expected, measured in parts.values() if expected]
 said = (
     f"Of elastic's {cost['elastic']:.2f} s the longest part is '{slowest}': "
-    f"{parts[slowest][0]:.2f} s predicted, {parts[slowest][1]:.2f} s measured."
+    f"{parts[slowest][0]:.2f} s predicted, {parts[slowest][1]:.2f} s measured. "
+    f"Single parts are off by {min(apart):+.0%} to {max(apart):+.0%}."
 )
 find(
     comms,
@@ -580,8 +585,7 @@ find(
 # %% [markdown] index=["warm spare"]
 r"""
 **Explain.** In a cluster a start takes minutes, with a queue for a new machine, and terabytes to
-read. For a restart the prediction leaves out that torchrun looks every 0.1 s, ends other ranks and
-starts Python. A warm restart and elastic do without start and imports. The warm ranks meet in a
+read. A warm restart and elastic do without start and imports. The warm ranks meet in a
 new store, which rank 0 starts: one that comes before it tries again after a quarter to three
 quarters of a second (`Backoff.hpp` of PyTorch 2.13). NVIDIA's
 [resiliency extension](https://github.com/NVIDIA/nvidia-resiliency-ext/releases/tag/v0.3.0) has warm
@@ -612,8 +616,6 @@ costs a quarter more of the first two terms. `Failures`, below, has Daly's formu
 also counts faults during checkpoints and restarts:
 
 $$ \text{kept} = \frac{\tau}{M e^{r/M} (e^{(\tau + c)/M} - 1)}. $$
-
-The planner of {doc}`chapter 18 <18_thousand>` uses it with $c$ of a minute and $r$ of ten.
 
 **Measure.** Months of 1024 GPUs with a fault every 7.9 hours are simulated: 40 for each interval,
 with faults drawn at random:
@@ -705,10 +707,10 @@ find(
 
 # %% [markdown] index=["distributed checkpoint", "DCP", "async_save", "sharded checkpoint"]
 r"""
-**Explain.** A minute is the wrong $c$ for that job. Its storage takes 2 TB/s (section 3.3.1), and
-405 billion parameters are 14 bytes each, 2 in bf16 and 12 of Adam's (a 32-bit copy and two
-moments): the last row. What the model leaves out makes it too high: a hang is noticed after
-minutes, a new machine may have to be waited for, and faults come in series.
+**Explain.** The last row has another $c$: its storage takes 2 TB/s (section 3.3.1), and 405 billion
+parameters are 14 bytes each, 2 in bf16 and 12 of Adam's (a 32-bit copy and two moments). What the
+model leaves out makes it too high: a hang is noticed after minutes, a new machine may have to be
+waited for, and faults come in series.
 
 ## Checkpoints as practised
 
@@ -827,17 +829,17 @@ place in the data, and each rank's random numbers.
 Restarts and new groups help against what goes away. A program that is wrong at step 1000 is wrong
 again after a restart. So restarts are counted, by `--max-restarts`. In microddp any error other
 than a lost connection ends that process at once, and a step that the same members have lost five
-times counts as the program's failure. A broken machine, too, is there again after a restart, unless
-somebody tests it first.
+times counts as the program's failure.
 
 A GPU that computes wrong numbers raises nothing at all. That ranks agree on a loss proves no more
 than that they agree.
 
 :::{admonition} On GPUs
 The mistakes stay. But an NCCL call returns at once, so the host stands at a later line, where it
-needs a result. If a plain DDP job hangs at night, the watchdog ends it, and its message names the
-collective ({doc}`chapter 07 <07_sync_primitives>` reads one). Each rank dumps its flight recorder
-(PyTorch 2.13: on by default, 2000 entries): have `TORCH_FR_DUMP_TEMP_FILE` name a disk that stays.
+needs a result. If a plain DDP job hangs at night, the watchdog ends it after the `timeout` of
+`init_process_group` (10 minutes, unless set), and its message names the collective
+({doc}`chapter 07 <07_sync_primitives>` reads one). Each rank dumps its flight recorder (PyTorch
+2.13: on by default, 2000 entries): have `TORCH_FR_DUMP_TEMP_FILE` name a disk that stays.
 `torchfrtrace` compares the files. A start grows: a queue, a container, CUDA, NCCL's connections,
 compiling. `async_save` copies from the GPU to the host first. Published: Llama 3's over 90 % of the
 time on 16 384 H100 ([section 3.3.4](https://arxiv.org/abs/2407.21783), 2024).
@@ -846,7 +848,7 @@ time on 16 384 H100 ([section 3.3.4](https://arxiv.org/abs/2407.21783), 2024).
 ## What to take along
 
 - A rank that waits may be innocent. Ask all ranks for their last call, and look for the rank that
-  has not come, or came to another one.
+  has not come, or came to another one. Then ask which of the two is right.
 - Have each rank write down its calls before it makes them, where others can read them.
 - A restart costs a start and half an interval. Spares that have imported take the start away, with
   a checkpoint or elastic, and cost a machine.

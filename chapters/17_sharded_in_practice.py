@@ -2,10 +2,10 @@
 r"""
 # 17. Sharded in practice
 
-How is sharded training run? You care because stage 3 over all devices sends everything over the
-slowest links, and what helps (two levels, what to keep whole, precision, accumulation, the right
-optimizer) is easily set the wrong way, without an error. This chapter builds each one small, counts
-what crosses which link, and says what PyTorch calls it.
+How is sharded training run? You care because stage 3 over all devices sends all parameters and
+gradients over the slowest links, too, and what helps (two levels, what to keep whole, precision,
+accumulation, the right optimizer) is easily set the wrong way, without an error. This chapter
+builds each one small, counts what crosses which link, and says what PyTorch calls it.
 """
 
 # %% tags=["imports"]
@@ -59,7 +59,7 @@ r"""
 
 GPUs of a node share fast links; nodes share slow ones. *Hybrid sharding* (HSDP) uses both: the $k$
 ranks of a node divide the parameters, as in stage 3, and the $m$ nodes keep replicas, as in DDP. It
-is chapter 07's grid, a *device mesh*: a row is a node, and a column has the ranks with one shard.
+is chapter 07's grid, a *device mesh*: a row is a node; ranks of a column hold the same shard.
 Here two ranks are a node; on GPUs, those of a machine if there are several machines:
 """
 
@@ -228,7 +228,7 @@ find(
 r"""
 The price is memory: a rank keeps a $k$-th of everything, not an $n$-th. `torchrun` numbers the
 ranks of a machine in a row. So the mesh is `(nodes, GPUs of a node)`, and the second dimension, the
-sharded one, is a machine's. The other order is the swapped row above.
+sharded one, is a machine's.
 
 ## In time
 
@@ -236,7 +236,7 @@ sharded one, is a machine's. The other order is the swapped row above.
 node, NVLink inside, and messages in fp32. A node's hosts share an uplink of 100 Mbit/s; inside they
 have 1 Gbit/s, a ratio of 10 instead of 19. Let $C$ be a step's computing, of which backward is two
 thirds, and $M$ an all-reduce of all gradients around one ring, as measured. By chapter 16 a step
-that sends what takes $f$ in forward and $b$ in backward needs, with all hidden that can be,
+that sends for $f$ seconds in forward and $b$ in backward needs, with all hidden that can be,
 
 $$ T_0 = \max(\tfrac13 C, f) + \max(\tfrac23 C, b) $$
 
@@ -269,7 +269,7 @@ calls |= {kept: on_stage(own, keep=KEEP[kept]) for kept in ("nothing", "all bloc
 bf16, fp32 = torch.bfloat16, torch.float32
 for sums in (fp32, bf16):
     calls[sums] = on_stage(inside, across, param_dtype=bf16, reduce_dtype=sums)
-steps = measure(calls, own, repeat=4, warmup=1)
+steps = measure(calls, own, repeat=5, warmup=1)
 speeds = {name: stage.speed_up(steps[name], steps["one device"]) for name in [*calls][1:4]}
 
 # %% tags=["plumbing"]
@@ -289,7 +289,8 @@ if usual and n > 1:
     headers.append("T_0 allows")
 else:
     comms.print("Left out: what T_0 allows, since these links have no known speed.")
-comms.print(table(rows, headers))
+alone = ("one device", str(steps["one device"]), *[None] * (len(headers) - 2))
+comms.print(table([alone, *rows], headers))
 
 # %% tags=["plumbing"]
 gain, beside = (compare(steps["HSDP"], steps[name]) for name in ("stage 3", "DDP"))
@@ -309,9 +310,8 @@ if usual:
 
 # %% [markdown]
 r"""
-**Explain.** $M$ is one all-reduce of everything. The steps send block by block, and each message
-has rounds to wait for: $n-1$ for a gather or a reduction of stage 3, in all of which something
-crosses an uplink, and $2(m-1)$ for HSDP's all-reduce between nodes.
+**Explain.** $T_0$ leaves out that nothing hides the first block's gather, and that no reduction
+begins before the last block's gradients are ready, $\frac{2}{3L} C$ after backward begins.
 
 ## What to keep whole
 
@@ -322,7 +322,8 @@ second gather is saved. If $w$ of $L$ blocks stay, $wS/L$ is kept after forward,
 The last block is the first to keep. No other is whole when forward ends, so at most as much is
 whole at a time as before. And *prefetch* (a block is gathered while the one before it computes)
 cannot hide its second gather: nothing computes between its forward and its backward. Each further
-block takes memory beside the blocks in use, and saves a gather that has computing to hide behind.
+block takes memory beside the blocks in use, and saves a gather that backward can hide while $b <
+\frac23 C$.
 
 **Measure.** Stage 3 over all keeps nothing, the last block (as microddp's strategies do, by
 {func}`~microddp.sharding.fully_shard.shard_blocks`), or all. What is whole after forward, what
@@ -366,11 +367,10 @@ find(comms, "what-to-keep", **last.sides(said if n > 1 else "One rank gathers no
 
 # %% [markdown]
 r"""
-PyTorch keeps whole what belongs to the outermost `fully_shard` only; the last block is yours to
-name. [torchtitan](https://github.com/pytorch/torchtitan/blob/018740b7aae7846d24954539244c78215dbd181f/torchtitan/models/llama3/infra/parallelize.py)
+By default PyTorch keeps only the outermost module's own parameters whole. For the last block set
+`reshard_after_forward=False`. [torchtitan](https://github.com/pytorch/torchtitan/blob/018740b7aae7846d24954539244c78215dbd181f/torchtitan/models/llama3/infra/parallelize.py)
 names the output layer. `reshard_after_forward=8` keeps an eighth of each block, so that the second
-gather is among 8 ranks. `set_modules_to_forward_prefetch` gathers further ahead, for blocks too
-quick to hide a gather.
+gather is among 8 ranks.
 
 ## Where it breaks: the norm over all ranks
 
@@ -419,8 +419,8 @@ find(
 
 # %% [markdown]
 r"""
-PyTorch's gradients are DTensors, which know the mesh, so its `get_total_norm` and `clip_grad_norm_`
-are right as they are. Code of your own that calls `all_reduce` on a norm is not.
+PyTorch's gradients are DTensors, which know the mesh: its `get_total_norm` and `clip_grad_norm_`
+are right. Your own `all_reduce` of a norm is not.
 """
 
 # %% [markdown] index=["mixed precision", "master weights", "MixedPrecisionPolicy"]
@@ -455,8 +455,9 @@ rows = [(name, *map(human_bytes, bytes_), time) for name, bytes_, time in rows]
 comms.print(table(rows, ["gathered, summed in", "sent inside a node", "between", "a step"]))
 gain, both = (compare(steps[sums], steps["HSDP"]) for sums in (fp32, bf16))
 said = (
-    f"With gathers in bf16 HSDP's step is {gain.than('one in fp32')}. With sums in bf16, too, it "
-    f"is {both.than('one in fp32')}."
+    f"The prediction that gathers in bf16 gain nothing {'held' if gain.alike else 'failed'}: with "
+    f"them HSDP's step is {gain.than('one in fp32')}. With sums in bf16, too, it is "
+    f"{both.than('one in fp32')}."
 )
 find(comms, "precision-in-time", **both.sides(said if n > 1 else "One rank sends nothing."))
 
@@ -565,10 +566,10 @@ PyTorch has switches, methods of the outermost module
 | `set_requires_all_reduce(False)` | reduce-scatter only: shards are kept | `no_all_reduce()` |
 | `set_reshard_after_backward(False)` | parameters stay whole for the next forward | none |
 
-They stay set: switch reductions on again *before* the last backward, or replicas part. On two nodes
-of 8 A100 with Ethernet, HSDP and four micro-batches, a step took 88.8 s reduced each time and 54.3
-s averaged once ([cosmos-framework 162](https://github.com/NVIDIA/cosmos-framework/pull/162), August
-2026).
+They stay set: switch reductions on again *before* the last backward, or replicas get different
+weights. On two nodes of 8 A100 with Ethernet and HSDP, a step of one micro-batch took 22.2 s; one
+of four, averaged once, 54.3 s instead of four times 22.2
+([cosmos-framework 162](https://github.com/NVIDIA/cosmos-framework/pull/162), August 2026).
 """
 
 # %% [markdown] index=["Muon", "ownership"]
@@ -624,7 +625,7 @@ the same. **Measure.** With the gradients of the section on norms:
 
 
 # %%
-gathers = 0
+gathers = apart = 0
 if PYTORCH:
     muon(whole.parameters(), lr=0.02).step()
     with warnings.catch_warnings(action="ignore"), CommDebugMode() as counter:
@@ -633,7 +634,8 @@ if PYTORCH:
     gathers = sum(count for call, count in counts if "all_gather" in str(call)) / LAYERS
     begin, right = (parameters_to_vector(each.parameters()).detach() for each in (build(), whole))
     found = torch.cat([p.full_tensor().detach().flatten() for p in on_mesh.parameters()])
-    assert off_by(found - begin, right - begin) < 0.1
+    apart = off_by(found - begin, right - begin)
+    assert apart < 0.1
 
 # %% tags=["plumbing"]
 gathers = own.all_gather_data(gathers)[0]
@@ -642,8 +644,8 @@ find(
     "muon-on-shards",
     gathers=(
         gathers > 0,
-        f"PyTorch's Muon on HSDP's DTensors updates as on whole matrices, with {gathers:g} "
-        "all-gathers for each matrix.",
+        f"PyTorch's Muon on HSDP's DTensors updates as on whole matrices, within {apart:.1%}, with "
+        f"{gathers:g} all-gathers for each matrix.",
     ),
     whole=(PYTORCH and gathers == 0, "With one rank in a node there is nothing to gather."),
     untried=(not PYTORCH, "PyTorch's own was not tried here."),
@@ -742,9 +744,9 @@ r"""
 **Whose work?** A rank that owns more makes the others wait. With $s$ the smaller side of a matrix
 and $l$ the larger, Muon's three products take $2 s^2 l + s^3$ multiplications. **Predict.** The
 largest matrix first, each to the rank that has least so far
-({func}`~microddp.sharding.owned.owners`): that is even while each rank has many. It ends where the
-mean falls below the largest matrix, which one rank then has alone. The model is SmolLM2-360M
-(chapter 09) without embeddings, 224 matrices:
+({func}`~microddp.sharding.owned.owners`): that is even until the mean falls below the largest
+matrix, which one rank then has alone. The model is SmolLM2-360M (chapter 09) without embeddings,
+224 matrices:
 """
 
 # %% tags=["plumbing"]
@@ -795,7 +797,7 @@ optimizer's step from 632 ms, where all gather and compute all, to 157 ms ([issu
 **Predict.** In HSDP each shard exists $m$ times, and should be written once. microddp: only the
 ranks of one node save their parts. PyTorch's `torch.distributed.checkpoint` (DCP) is called on all
 ranks; it sees in the DTensors which ranks hold the same values, and one of them writes. Both must
-load into another grid, here stage 3 over all. First the same small script in both:
+load into another grid, here stage 3 over all. The same training in both, microddp's first:
 """
 
 
@@ -850,7 +852,7 @@ find(
         0 < dcp_written < 1.5 * SIZE and ours_written < 1.5 * SIZE,
         f"{human_bytes(SIZE)} of parameters, replicas: {m}. microddp writes "
         f"{human_bytes(ours_written)}, DCP {human_bytes(dcp_written)}. After 4 steps both have the "
-        "same weights, also when loaded as stage 3 over all.",
+        "same weights, up to rounding, also when loaded as stage 3 over all.",
     ),
     more=(
         dcp_written >= 1.5 * SIZE or ours_written >= 1.5 * SIZE,
@@ -870,13 +872,26 @@ The optimizer's state is saved in the same way: `own_parts(shards, optimizer)`, 
 
 ## In PyTorch's words
 
-| microddp | PyTorch | what differs |
-|---|---|---|
-| `nodes_of(comms, k)` | `init_device_mesh("cuda", (m, k), ...)` | (replicate, shard) |
-| `fully_shard(block, inside, replicas=across)` | `fully_shard(block, mesh=mesh)` | nothing |
-| a flat shard of a block | a `DTensor` of each parameter | cut by rows, not by values |
-| `param_dtype=`, `reduce_dtype=` | `MixedPrecisionPolicy` | it sums in `param_dtype`, if not told |
-| `clip_grad_norm(p, 1.0, inside)` | `clip_grad_norm_(p, 1.0)` | a DTensor knows its mesh |
+The mesh is microddp's `nodes_of`. Each parameter becomes a DTensor, cut by rows; microddp cuts a
+block's flat values. Without `reduce_dtype` sums are in `param_dtype`:
+
+```python
+mesh = init_device_mesh("cuda", (m, k), mesh_dim_names=("replicate", "shard"))
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+for block in model.blocks:
+    last = block is model.blocks[-1]
+    fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not last)
+fully_shard(model, mesh=mesh, mp_policy=policy)
+optimizer = torch.optim.AdamW(model.parameters())  # after sharding
+for micro_batches in steps:
+    for i, (x, y) in enumerate(micro_batches, 1):
+        model.set_requires_all_reduce(i == len(micro_batches))
+        (loss_fn(model(x), y) / len(micro_batches)).backward()
+    norm = clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    loggable = norm.full_tensor()  # of a DTensor: on every rank
+```
 
 ## Where other parallelism begins
 
@@ -890,25 +905,24 @@ while the pipeline fills and drains
 ([documentation](https://docs.pytorch.org/docs/stable/distributed.pipelining.html)). They are
 further dimensions of the mesh: Llama 3 405B was trained on 16,384 H100 with 8 ranks for tensors, 16
 for the pipeline, and 128 for sharded data parallelism ([2024, table
-4](https://arxiv.org/abs/2407.21783)). Until then `fully_shard`, a mesh of two dimensions and
-activation checkpoints are enough.
+4](https://arxiv.org/abs/2407.21783)).
 
 :::{admonition} On GPUs
-Bytes, kept and sent, stay as they are here. Times change with the ratio of the links. Eight NICs of
-400 Gbit/s together carry what one H100's NVLink carries, a ratio of 1; with a single link of 100
-Gbit/s it is 29. With many nodes HSDP gains on good links, too, since each ring of stage 3 pays
-latency $n-1$ times. On 64 H100 in nodes of 8 (with pipeline and expert parallelism), a run of
-Qwen3-30B-A3B went from 293,000 to 392,000 tokens a second by HSDP instead of sharding over all, for
-5.6 GB more on each device ([PithTrain 40](https://github.com/mlc-ai/pith-train/pull/40), May 2026).
-On yours: `python -m microddp.bench sharded --ranks-per-node 8`, where the strategies of this
-chapter stand beside PyTorch's.
+For rings, bytes, kept and sent, stay as they are here. Times change with the ratio of the links.
+Eight NICs of 400 Gbit/s together carry what a ring over H100's NVLink does (368 GB/s, measured on
+H200), a ratio of 1; with a single link of 100 Gbit/s it is 29. With many nodes HSDP gains on good
+links, too, since each ring of stage 3 pays latency $n-1$ times. On 64 H100 in nodes of 8 (with
+pipeline and expert parallelism), a run of Qwen3-30B-A3B went from 293,000 to 392,000 tokens a
+second by HSDP instead of sharding over all, for 5.6 GB more on each device ([PithTrain
+40](https://github.com/mlc-ai/pith-train/pull/40), May 2026). On yours: `python -m microddp.bench
+sharded --ranks-per-node 8`, beside PyTorch's.
 :::
 
 ## What to take along
 
 - Two levels: reduce-scatter in the node, all-reduce between nodes. Count what leaves a node; it is
   how a swapped mesh is found.
-- Leave the last block whole; more of them where memory is left.
+- Keep the last block whole: less is sent, and no more is whole at a time.
 - Squares are summed where the shards are, and nowhere else.
 - Gather in bf16, sum in fp32, keep masters in fp32.
 - Accumulate sharded, and average between nodes once.
@@ -943,7 +957,7 @@ $ python -m microddp.labs start 17
    <details class="solution"><summary>Solution</summary>
 
    The same sums, but each of $k$ ranks would all-reduce $S$ instead of $S/k$: $k$ times as much out
-   of the node. The lab counts it.
+   of the node.
 
    </details>
 

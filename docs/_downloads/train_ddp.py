@@ -3,8 +3,8 @@
 python train_ddp.py --epochs 20
 torchrun --nproc-per-node=4 train_ddp.py --epochs 20 --checkpoint run.pt
 
-The same command goes on from its newest checkpoint, also on another number of devices. SIGTERM
-ends it after the epoch, with a checkpoint.
+The same command goes on from its newest checkpoint, also on another number of devices that divides
+--batch. SIGTERM ends it after the epoch, with a checkpoint.
 """
 
 import argparse

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from microddp.performance.network import Network, Port
@@ -80,12 +80,15 @@ class Overheads:
         tcp: share of a link's bandwidth that collectives reach over TCP.
         pcie: the same over PCIe.
         jitter: standard deviation of a device's step, as a share of it. All wait for the slowest.
+        alone: speed of a device that waits for nothing, as a multiple of the published one of
+            those that do.
     """
 
     slowed: float
     tcp: float
     pcie: float
     jitter: float
+    alone: float
 
     @classmethod
     def usual(cls) -> Overheads:
@@ -100,10 +103,10 @@ class Overheads:
     def waiting(self, devices: int) -> float:
         """Compute the time of the slowest of so many devices, as a multiple of one's.
 
-        The expected largest of n draws of a normal distribution is about sqrt(2 ln n) standard
-        deviations above its mean.
+        Source: Blom, "Statistical Estimates and Transformed Beta-Variables", 1958, for the expected
+        largest of n draws of a normal distribution.
         """
-        return 1 + self.jitter * math.sqrt(2 * math.log(devices))
+        return 1 + self.jitter * NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
 
 
 @cache

@@ -75,7 +75,7 @@ class Training:
 
     @property
     def operations(self) -> float:
-        """Operations of a token that a utilisation counts, which are those without recomputation."""
+        """Operations of a token, without recomputation, which utilisations leave out."""
         return 6 * self.parameters + ATTENTION * self.layers * self.hidden * self.sequence
 
     @property
@@ -189,8 +189,7 @@ def plan(
     overheads = Overheads.usual()
     carried = replace(link, bandwidth=link.bandwidth * overheads.reached(link.transport))
     network = network_of(device, carried, devices)
-    # Published utilisations are of whole nodes, whose devices have waited for their slowest.
-    work = work_of(training, device.rate * overheads.waiting(device.node))
+    work = work_of(training, device.rate * overheads.alone)
     accumulation = training.accumulation
     way = Way(strategy, "nccl", None, accumulation, training.kept, training.every, overheads.slowed)
     found = simulate(work, network, way, steps=training.every)

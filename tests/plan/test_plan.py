@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from microddp.performance.simulator import Way, simulate
@@ -72,12 +73,10 @@ def test_what_follows_from_a_step():
     training = Training(8e9, 32, 8192, accumulation=2, in_all=1e12)
     found = plan(training, H100, NETWORK, 64, "zero3", price=2.0)
     usual = Overheads.usual()
-    work = Work.from_operations(
-        8e9, 32, 8192, H100.rate * (1 + usual.jitter * math.sqrt(2 * math.log(8))), gradient_size=4
-    )
+    work = Work.from_operations(8e9, 32, 8192, H100.rate * usual.alone, gradient_size=4)
     network = network_of(H100, NETWORK, 64)
     way = Way("zero3", "nccl", accumulation=2, slowed=usual.slowed)
-    step = simulate(work, network, way).step * (1 + usual.jitter * math.sqrt(2 * math.log(64)))
+    step = simulate(work, network, way).step * usual.waiting(64)
     assert found.step == pytest.approx(step)
     assert found.tokens_per_second == pytest.approx(2 * 8192 / step)
     assert found.efficiency == pytest.approx(2 * work.seconds / step)
@@ -105,7 +104,7 @@ def test_less_is_sent_where_it_is_compressed_or_seldom():
         strategy = "ddp" if name in ("ddp", "half") else "local"
         steps[name] = plan(Training(1e9, 16, 1024, **more), H100, link, 16, strategy)
     assert steps["half"].step < 0.6 * steps["ddp"].step
-    waiting = Overheads.usual().waiting(16) / Overheads.usual().waiting(8)
+    waiting = Overheads.usual().waiting(16) / Overheads.usual().alone
     computing = Work.from_operations(1e9, 16, 1024, H100.rate).seconds * waiting
     meeting = steps["local"].step - computing
     assert steps["seldom"].step == pytest.approx(computing + meeting / 10)
@@ -221,6 +220,14 @@ def test_memory_beside_what_torchtitan_published_of_llama_8b(recompute, tokens, 
     training = Training(8.03e9, 32, tokens, recompute=recompute, **shape)
     found = plan(training, H100, NETWORK, devices, "zero3").memory / 2**30
     assert found == pytest.approx(published, rel=0.1)
+
+
+def test_waiting_is_for_the_slowest_of_so_many():
+    usual = replace(Overheads.usual(), jitter=0.1)
+    assert usual.waiting(1) == 1
+    drawn = np.random.default_rng(0).normal(1, 0.1, (2000, 64)).max(axis=1)
+    assert usual.waiting(64) == pytest.approx(drawn.mean(), rel=0.005)
+    assert usual.reached("nvlink") == usual.reached("rdma") == 1 > usual.reached("tcp")
 
 
 def test_activations_by_hand():
