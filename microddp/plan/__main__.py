@@ -62,6 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = like(options.device, bool(options.measured))
     print(as_table(plans, training, rows))
     print(fill(ranges(rows), 100))
+    if options.measured:
+        rate, count = options.measured
+        print(f"{rate:,.0f} on {count} with {options.strategies[0]} are measured: no range there.")
     if not training.hidden:
         print("GB: parameters, gradients and optimizer. Activations come on top: give --config.")
     if options.cheapest:

@@ -274,6 +274,16 @@ def test_the_command_line_says_its_error_with_every_number(capsys, tmp_path):
     assert picture.stat().st_size > 10_000
 
 
+def test_a_measured_speed_is_carried_to_more_devices(capsys, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA_8B))
+    said = run(capsys, "--config", config, "--tokens", 16384, "--recompute", "selective",
+               "--strategies", "zero3", "--devices", 8, 128, "--measured", "5762@8")  # fmt: skip
+    assert "5,762 on 8 with zero3 are measured: no range there." in said
+    assert "5,762 (" in said
+    assert "published shares of speed kept lie within them" in " ".join(said.split())
+
+
 def test_the_library_is_listed(capsys):
     said = run(capsys, "--library")
     for each in (*devices().values(), *links().values()):
