@@ -37,6 +37,7 @@ from microddp.report import human_seconds, table
 from microddp.results import output_file, positive, write_result
 from microddp.strategies import STRATEGIES
 
+LEAST = 20  # figures that make a range
 COUNTS = tuple(8 << k for k in range(8))  # to 1024
 
 
@@ -211,8 +212,15 @@ def ranges(rows: Sequence[Compared]) -> str:
     what = "shares of speed kept" if rows[0].kind == "speed kept" else "speeds"
     return (
         f"Ranges: eight of ten published {what} lie within them, as multiples of what was "
-        f"predicted without their publishers ({len(rows)} figures)."
+        f"predicted without their publishers: of {len(rows)} figures those on at least an eighth "
+        f"as many devices, and {LEAST} at least."
     )
+
+
+def on_as_many(rows: Sequence[Compared], devices: int) -> Sequence[Compared]:
+    """Choose the rows of at least an eighth as many devices, or those of the most devices."""
+    most = sorted(rows, key=lambda row: -row.devices)
+    return most[: max(LEAST, sum(8 * row.devices >= devices for row in rows))]
 
 
 def as_table(plans: Sequence[Plan], training: Training, beside: Sequence[Compared]) -> str:
@@ -223,10 +231,10 @@ def as_table(plans: Sequence[Plan], training: Training, beside: Sequence[Compare
         training: training that was planned.
         beside: published figures, of whose errors ranges are made.
     """
-    low, high = middle(beside)
     rows: list[list[Any]] = []
     for each in plans:
         rate = each.tokens_per_second
+        low, high = middle(on_as_many(beside, each.devices))
         row: list[Any] = [
             each.devices,
             each.strategy,

@@ -20,7 +20,7 @@ from microddp.plan import (
     plan,
     sweep,
 )
-from microddp.plan.__main__ import errors, main
+from microddp.plan.__main__ import errors, main, on_as_many
 from microddp.plan.library import Overheads, read
 from microddp.plan.planning import Losses, calibrated
 from microddp.plan.published import fit, fitted_without, middle, skill, summary, usual_utilisation
@@ -282,6 +282,12 @@ def test_a_measured_speed_is_carried_to_more_devices(capsys, tmp_path):
     assert "5,762 on 8 with zero3 are measured: no range there." in said
     assert "5,762 (" in said
     assert "published shares of speed kept lie within them" in " ".join(said.split())
+    rows = [row for row in compare_published() if row.kind == "speed kept"]
+    assert on_as_many(rows, 8) == sorted(rows, key=lambda row: -row.devices)
+    many = on_as_many(rows, 512)
+    assert min(row.devices for row in many) >= 64
+    assert len(many) == sum(row.devices >= 64 for row in rows) > 20
+    assert len(on_as_many(rows, 1 << 20)) == 20
 
 
 def test_the_library_is_listed(capsys):

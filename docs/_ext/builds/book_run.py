@@ -154,7 +154,7 @@ def timed_ranks(namespace: dict[str, Any]) -> str:
     said = []
     if isinstance(stage, Stage) and stage.sides:
         said.append(f"{n} of {n} ranks as devices of known speed")
-    if isinstance(timed, Comms):
+    if isinstance(timed, Comms) and not (said and timed.world_size == n):
         said.append(f"{timed.world_size} of {n} {'where cores compute' if said else 'ranks'}")
     return ", ".join(said)
 
