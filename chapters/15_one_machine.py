@@ -51,8 +51,9 @@ timed = comms.timed(computing=False)
 ## Who shares memory?
 
 Two containers may have one host name and no memory in common. So the ranks try. On Linux each makes
-a file in memory (`memfd_create`) with a random name. Ranks that find each other's by name share
-memory, and *map* it: its pages appear among the addresses of both.
+a file in memory (`memfd_create`), tells the others its random name, and looks for theirs in
+`/proc`. Ranks that find them share memory, and *map* it: its pages appear among the addresses of
+both.
 
 Hosts in a box count as machines; the website has two, of two ranks each. What happens inside one is
 timed on the first, a core each, while the others sleep:
@@ -77,12 +78,12 @@ if ALONE:
 
 
 def on_first(call):
-    """What a call returns on the first machine, while the others sleep."""
+    """What a call returns on the first machine."""
     return timed.all_gather_data(call() if FIRST else None)[machines[0][0]]
 
 
 def in_a_row(calls, count, repeat=9):
-    """Timings of a call on the first machine, when so many are made in a row."""
+    """Timings of so many calls in a row, on the first machine."""
     rows = {name: lambda call=call: [call() for _ in range(count)] for name, call in calls.items()}
 
     def seconds():
@@ -104,7 +105,7 @@ in ($2S$ bytes), copies the first rank's part ($2S/n$), adds the others' parts, 
 writing one each time ($3S\,(n-1)/n$), and copies the result out ($2S$). That is
 $(7 - 1/n)\,S$, or $\frac{7 - 1/n}{2}$ copies: 3.25 for two ranks. And twice the ranks wait for each
 other, at a *barrier*: nobody adds up before all have written, nobody reads before all have added
-up. Let a barrier take $b$, and the calls $p$, measured with $n$ numbers and no barrier. Then
+up. Let a barrier take $b$, and the calls $p$: a sum of $n$ numbers, without barriers. Then
 
 $$ t(S) = 2b + p + \frac{7 - 1/n}{2}\,c(S) . $$
 
@@ -163,8 +164,8 @@ assert (results == results[0]).all()
 """
 How does a rank know that the others have come? Not by a plain flag: a processor such as ARM's may
 show two writes in another order. Each rank has a *semaphore* of each other one, a counter in shared
-memory that the kernel knows: to *post* adds one, to *wait* takes one away, and sleeps while there
-is none. After it a rank sees all that was written before the post ([POSIX,
+memory: to *post* adds one, to *wait* takes one away, and sleeps while there is none. After it a
+rank sees all that was written before the post ([POSIX,
 4.15](https://pubs.opengroup.org/onlinepubs/9799919799/basedefs/V1_chap04.html)). A barrier posts to
 all others, and then waits for each.
 
@@ -189,10 +190,10 @@ barriers = Timing(tuple(on_first(each_barrier)))
 b = in_a_row({"barrier": region.barrier}, 50)["barrier"].median
 
 # %% tags=["plumbing"]
-low, high = (human_seconds(barriers.percentile(percent)) for percent in (10, 90))
+quick, slow = (barriers.percentile(percent) for percent in (10, 90))
 said = (
-    f"One barrier in ten takes {low} or less, and one in ten {high} or more. In a row each takes "
-    f"b, {human_seconds(b)}."
+    f"One barrier in ten takes {human_seconds(quick)} or less, and one in ten "
+    f"{human_seconds(slow)} or more. In a row each takes b, {human_seconds(b)}."
 )
 if not ALONE:
     find(timed, "barrier", timed=(True, said))
@@ -214,7 +215,7 @@ CALLS = 25
 
 
 def wrong_sums(written, summed, late):
-    """How many sums are wrong, of all ranks of this machine."""
+    """How many sums are wrong, of all ranks."""
     nap = partial(time.sleep, late if me == n - 1 else 0)
     wrong = 0
     for i in range(CALLS):
@@ -255,15 +256,15 @@ if not ALONE:
 # %% [markdown]
 r"""
 **Explain.** As the ranks come, luck decides: arrange for a late rank in your test. (Without the
-second barrier, the late rank may be right in the last call: no later one overwrites its numbers.)
-Two are enough: before the second all have read `inputs`, and before the next call's first the sums.
+second barrier, the late rank may be right in the last call: none overwrites its numbers.) Two are
+enough: before the second all have read `inputs`, and before the next call's first the sums.
 
-## One barrier, and none of the copies
+## One barrier, or none of the copies
 
 **Predict.** A small tensor's time is barriers and calls. So write the tensor, wait once, and let
-each rank add up everything. That should save $b$. But a fast rank could begin the next call while a
-slow one still adds up. So there are *two buffers in turn*: when a rank comes to the first again,
-all have been at a barrier since they read it.
+each rank add up everything. That should save $b$ (and calls: left out). But a fast rank could begin
+the next call while a slow one still adds up. So there are *two buffers in turn*: the first is
+written again after the second's barrier, which all reach after reading the first.
 
 **Build.**
 """
@@ -291,8 +292,8 @@ r"""
 A large tensor's copies can be spared if it is in shared memory already, as DDP's buckets can be.
 Added up *in place*, a rank reads the $n$ parts of its sum, and writes the sum into all $n$ tensors:
 $S$ and $S$, as much as one copy, if what is half added up stays in the cache. microddp's
-{func}`~microddp.shared.collectives.shared_all_reduce` does so; small tensors get `one_barrier`. It
-also checks that all ranks make the same call.
+{func}`~microddp.shared.collectives.shared_all_reduce` does so; up to 1 MiB, all ranks' together, it
+does as `one_barrier`, and checks that all ranks make the same call.
 
 **Measure.** Small tensors are added up many times in a row. "No barrier" is `shared_sum` that waits
 for nobody, predicted without $2b$. "Copy" copies on all ranks at once:
@@ -340,15 +341,18 @@ miss = Prediction(guess, timings[s]["two barriers"])
 said = (
     f"Farthest from its prediction is a sum of {human_bytes(s)}: it takes {miss}. The work alone "
     f"takes {bare / work:.2g} times the predicted time, and barriers add "
-    f"{human_seconds(max(0.0, two - bare))} instead of {human_seconds(2 * b)}."
+    f"{human_seconds(max(0.0, two - bare))} instead of {human_seconds(2 * b)} (two long ones: "
+    f"{human_seconds(2 * slow)})."
 )
 find(timed, "model", **miss.sides(said))
 
 # %% tags=["plumbing"]
 gains = [compare(times["microddp"], times["backend"]) for times in timings.values()]
 ratios = [times["backend"].median / times["microddp"].median for times in timings.values()]
-low, high = min(ratios), max(ratios)
-said = f"By medians, microddp in memory is {low:.2g} to {high:.2g} times as fast as the backend"
+said = (
+    f"By medians, microddp in memory is {min(ratios):.2g} to {max(ratios):.2g} times as fast as "
+    "the backend"
+)
 figures.times_by_size(
     {
         name: {s: times[name] for s, times in timings.items() if name in times}
@@ -379,17 +383,18 @@ if not ALONE:
 
 # %% [markdown] index=["hierarchical all-reduce", "topology"]
 r"""
-**Explain.** The model adds up what was measured apart: barriers one right after the other, and
-copies of what no other core has touched. In a sum there is work between the barriers, and what was
-written or read last comes from *caches*, the cores' small and fast memories.
+**Explain.** The model leaves out that a late rank lets others sleep, a long barrier; that what
+another core has just written comes from *caches*, the cores' small and fast memories; and that a
+copy is a call too, which $p$ and $c$ both count.
 
 ## Several machines: each sum once
 
 **Predict.** Let $K$ machines have $n$ ranks each, $N = Kn$, and one link. A ring through all ranks
 brings $2\,\frac{N-1}{N}\,S$ bytes onto each link. But all that a machine has to say is its sum. So
-let its ranks add up first, in memory, each its part; sum each part over the machines; and hand the
-results round, in memory. The link carries $n$ all-reduces of $S/n$ among $K$ machines, together
-$2\,\frac{K-1}{K}\,S$: for two machines of two ranks $S$ instead of $1.5\,S$.
+let its ranks add up first, in memory, each its part; let ranks with the same part all-reduce it;
+and hand the results round, in memory. The link carries $n$ all-reduces of $S/n$ among $K$ machines,
+together $2\,\frac{K-1}{K}\,S$: for two machines of two ranks $S$ instead of $1.5\,S$. That leaves
+out the time in memory.
 
 **Build**, and measure with 16 MiB:
 """
@@ -398,7 +403,7 @@ $2\,\frac{K-1}{K}\,S$: for two machines of two ranks $S$ instead of $1.5\,S$.
 K = len(machines)
 even = K > 1 and n > 1 and len({len(ranks) for ranks in machines}) == 1
 across = None
-if even and comms.device.type == "cpu":  # the ranks that have this rank's part
+if even and comms.device.type == "cpu":
     groups = [timed.subgroup(ranks) for ranks in zip(*machines, strict=True)]
     (across,) = filter(None, groups)
 
@@ -428,11 +433,10 @@ if across:
 # %% [markdown]
 r"""
 And a step? **Predict.** The stage (chapter 03) is a scale model of machines with as many A100 each
-and a link of 25 Gbit/s. Computing alone takes $C$, and two thirds of that can hide messages. If all
-messages, the backend's $M$, take longer, a step takes $\frac{1}{3}C + M$, if the first bucket
-leaves at once. By machine $M$ shrinks as the bytes do. The hook calls
-{func}`~microddp.shared.hierarchical.hierarchical_all_reduce`: while a piece travels, the machine
-adds up the next.
+and a link of 25 Gbit/s. Computing alone takes $C$, two thirds of it backward. Of three buckets the
+first leaves after a third of that. If all messages, the backend's $M$, take longer than backward's
+rest, a step takes $\frac{5}{9}C + M$. By machine $M$ shrinks as the bytes do. The hook calls
+{func}`~microddp.shared.hierarchical.hierarchical_all_reduce`.
 """
 
 # %%
@@ -440,16 +444,14 @@ WORK = {"parameters": 355e6, "tokens": 24_576, "layers": 24}
 
 
 def step_with(all_reduce):
-    strategy = stage.strategy("ddp", 4.0)
+    strategy = stage.strategy("ddp", stage.sides[1].nbytes / 3 / 2**20)
     strategy.module.register_comm_hook((timed, all_reduce), all_reduce_hook)
     return stage.step(strategy)
 
 
 # %% tags=["plumbing"]
-steps, said = (
-    {},
-    "Left out: it takes several machines of equally many ranks, and links of known speed.",
-)
+steps = {}
+said = "Left out: it takes machines of equally many ranks, and links of known speed."
 if across and timed.box:
     stage = set_stage(timed, cluster("a100", "25gbit", nodes=K, node=n, value_size=4, **WORK))
     timed.print(stage)
@@ -457,7 +459,7 @@ if across and timed.box:
     steps = measure(calls, timed, warmup=1, repeat=5)
     gain = compare(steps["sums"], steps["ring"])
     C, M = stage.sides[1].compute, stage.sides[1].messages
-    long, short = (max(C, C / 3 + messages) for messages in (M, M * once / flat))
+    long, short = (max(C, C * 5 / 9 + messages) for messages in (M, M * once / flat))
     said = (
         f"A step in a ring takes {Prediction(long, steps['ring'])}. By machine it is "
         f"{gain.than('that')}; by bytes it would be {long / short:.2f} times as fast."
@@ -477,11 +479,10 @@ neither is possible, NCCL goes through the host's memory
 each other's memory past the kernel, with *GPUDirect* straight from GPU to GPU. Servers often have a
 card for each GPU; cards of one number in all machines may share a switch, a *rail*.
 
-**Which algorithm?** NCCL chooses for each size; with `NCCL_DEBUG_SUBSYS=TUNING` it prints that.
-Four nodes of 8 B200, a card of 400 Gbit/s for each GPU, took trees up to 16 MiB, which send each
-machine's sum, and from 512 MiB rings, which use all cards at once ([Stas
-Bekman](https://github.com/stas00/ml-engineering/tree/master/network), NCCL 2.30.7, AWS's tuner,
-October 2026).
+**Which algorithm?** NCCL chooses for each size; with `NCCL_DEBUG_SUBSYS=TUNING` too it prints that.
+Four nodes of 8 B200, with 400 Gbit/s a GPU, took trees up to 16 MiB, which send each machine's sum,
+and from 512 MiB rings ([Stas Bekman](https://github.com/stas00/ml-engineering/tree/master/network),
+NCCL 2.30.7, AWS's tuner, October 2026).
 
 **The switch adds.** With *NVLS* (NVLink with SHARP) a GPU reads the sum of its part from the
 switch, which asks all GPUs, and writes it to the switch, which gives it to all. It sends
@@ -492,8 +493,8 @@ sends $\frac{14}{8}\,S$, here $\frac{9}{8}\,S$: the switch could be 1.56 times a
 Bekman](https://github.com/stas00/ml-engineering/tree/master/network), August 2026).
 
 **Explain.** NVLink carries 450 GB/s by specification, and 480 is no error. It is *bus bandwidth*,
-$\frac{S}{t} \cdot \frac{2(n-1)}{n}$: what leaves a GPU in a *ring* that takes as long. With NVLS
-only $\frac{9}{14}$ of that leaves it: 309 GB/s.
+$\frac{S}{t} \cdot \frac{2(n-1)}{n}$: the rate at which a GPU would send if a *ring* took that time.
+With NVLS it sends only $\frac{9}{14}$ of that: 309 GB/s.
 
 ## DDP twice
 
@@ -547,14 +548,14 @@ else:
 r"""
 :::{admonition} On GPUs
 Barriers and bytes stay. This chapter's memory is *symmetric memory* there: buffers that all GPUs
-joined by NVLink can address. NCCL has kernels for it since 2.27. On 8 H200 they raise the bus
-bandwidth of 1 MiB from 75 to 145 GB/s, of 1 GiB from 466 to 480 ([Stas
+joined by NVLink can address. On 8 H200 NCCL's kernels for it raise the bus bandwidth
+of 1 MiB from 75 to 145 GB/s, of 1 GiB from 466 to 480 ([Stas
 Bekman](https://github.com/stas00/ml-engineering/tree/master/network), NCCL 2.30.7, October 2026).
 Try `nccl-tests` with `-R 2`. PyTorch's `torch.distributed._symmetric_memory` ([alpha in
 2.13](https://docs.pytorch.org/docs/2.13/symmetric_memory.html)) has `empty` for this chapter's
 `zeros`, and what `rendezvous` returns has `get_buffer` for `at`. In `torch.ops.symm_mem`,
-`one_shot_all_reduce` is like `one_barrier`, `two_shot_all_reduce_` like `shared_sum`, and in
-`multimem_all_reduce_` the switch adds.
+`one_shot_all_reduce` lets each rank add up everything, but has a second barrier instead of buffers
+in turn; `two_shot_all_reduce_` is the sum in place; in `multimem_all_reduce_` the switch adds.
 :::
 
 ## What to take along
@@ -573,7 +574,7 @@ $ python -m microddp.labs start 15
 ```
 
 1. Four machines have eight ranks each, and gradients of 1 GiB. How many bytes cross a machine's
-   link in a ring through all 32 ranks, and how many by machine?
+   link in a ring through all ranks, and by machine?
 
    <details class="solution"><summary>Solution</summary>
 

@@ -4,9 +4,9 @@ r"""
 
 What will a training do on 8, on 64, on 1024 devices, and how far can the answer be trusted? You
 care because a thousand GPUs are paid for before anybody can try them. This chapter builds a
-simulator in fifteen lines. It holds microddp's against hosts in a box and against what others have
-published, and beside each prediction it puts a guess that needs no simulator. Trust its answers for
-1024 devices no more than its record here.
+simulator in fifteen lines. It holds microddp's against hosts in a box and, beside a guess that
+needs no simulator, against hundreds of published figures. Trust its answers for 1024 devices no
+more than its record here.
 """
 
 # %% tags=["imports"]
@@ -15,7 +15,6 @@ import copy
 import io
 import json
 import tempfile
-import time
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -124,28 +123,21 @@ def pausing(name):
 
 
 def step_of(way, model, timed):
-    """A step, which notes the processor time that it takes on this rank."""
-    model, options, spent = copy.deepcopy(model), {}, []
+    model, options = copy.deepcopy(model), {}
     if way == "ddp":
         model = microddp.DDP(model, timed, bucket_cap_mb=CAP, all_reduce=carrier("ring", timed))
     elif way.startswith("zero"):
         options = {"collectives": "ring"}
     strategy = STRATEGIES[way](model, timed, CAP, **options)
-    sgd = SGD(strategy.parameters())
-
-    def step():
-        before = time.process_time()
-        take_step(strategy, pausing_loss, sgd, BATCH)
-        spent.append(time.process_time() - before)
-
-    return step, spent
+    return partial(take_step, strategy, pausing_loss, SGD(strategy.parameters()), BATCH)
 
 
 # %% [markdown]
 """
 **Measure.** *Fit* on two hosts: a link's latency, its bandwidth being known; the processor time of
 a message and of a byte, since this machine's few cores carry the messages of all hosts; and the
-times of layers, optimizer and copying. The last two are multiplied by ranks per core:
+times of layers, optimizer and copying. Those of optimizer and copying are multiplied by ranks per
+core:
 """
 
 # %%
@@ -160,7 +152,7 @@ if two:
         works[name] = partial(measured_work, compute, counts)
     two.print(f"a message takes {human_seconds(port.latency)} to start")
     if processor:
-        two.print(f"and keeps all cores busy for {human_seconds(processor.message)}")
+        two.print(f"and costs what all cores do in {human_seconds(processor.message)}")
 
 # %% [markdown]
 """
@@ -181,11 +173,9 @@ def ask(n, name):
     if timed:
         model = pausing(name)
         steps = {way: step_of(way, model, timed) for way in WAYS}
-        times = measure({way: step for way, (step, _) in steps.items()}, timed, warmup=1, repeat=3)
-        for way, timing in times.items():
-            busy = sum(timed.all_gather_data(median(steps[way][1]))) / timing.median / comms.cores
+        for way, timing in measure(steps, timed, warmup=1, repeat=3).items():
             guess = predicted(name, way, n) if port else 0.0
-            rows.append((n, name, way, timing.median, guess, busy))
+            rows.append((n, name, way, timing.median, guess))
     comms.barrier()
     return rows
 
@@ -196,20 +186,20 @@ for n in (4, 8):
     for name in MODELS if n <= comms.world_size else ():
         checked += ask(n, name)
 checked = comms.all_gather_data(checked)[0]
-errors = [measured / guess - 1 for *_, measured, guess, _ in checked]
+errors = [measured / guess - 1 for *_, measured, guess in checked]
 
 # %% [markdown]
 r"""
-In the whole chapter an error above zero is a *speed* that was promised and not reached. "Cores
-busy" is the processor time of all ranks in a step, divided by what the cores had to give:
+"Measured" is the median of three rounds. In the whole chapter errors of times and speeds are above
+zero where *more speed was promised than came*:
 """
 
 # %% tags=["plumbing"]
 rows = [
-    (n, name, way, *map(human_seconds, times), f"{error:+.0%}", f"{min(busy, 1):.0%}")
-    for (n, name, way, *times, busy), error in zip(checked, errors, strict=True)
+    (n, name, way, *map(human_seconds, times), f"{error:+.0%}")
+    for (n, name, way, *times), error in zip(checked, errors, strict=True)
 ]
-headers = ["ranks", "layers", "strategy", "measured", "simulated", "error", "cores busy"]
+headers = ["ranks", "layers", "strategy", "measured", "simulated", "error"]
 comms.print(table(rows, headers) if rows else "fewer than four ranks: nothing to ask")
 
 
@@ -234,10 +224,6 @@ if 8 in asked:
 # %% tags=["plumbing"]
 by_n = f"Half of the steps on 4 ranks are off by {four[0]:.0%} or less (signed {four[1]:+.0%})"
 both = f"{by_n}, on 8 by {eight[0]:.0%} (signed {eight[1]:+.0%})"
-busier, idler = (
-    off(lambda case, side=side: (case[5] > median(each[5] for each in checked)) == side)[0]
-    for side in (True, False)
-)
 find(
     comms,
     "errors-by-n",
@@ -248,17 +234,15 @@ find(
 )
 
 # %% tags=["plumbing"]
-pairs = list(zip(checked, errors, strict=True))
-(n, name, way, *_, busy), miss = max(pairs, key=lambda p: abs(p[1]), default=([0, "", "", 0], 0))
-said = (
-    f"The largest miss is {way} with layers of {name} on {n} ranks, {miss:+.0%}. The half of the "
-    f"steps with busier cores is off by {busier:.0%}, the other by {idler:.0%} (medians)"
-)
+pairs = sorted(zip(checked, errors, strict=True), key=lambda pair: -abs(pair[1]))[:3]
+said = "; ".join(f"{way}, {name}, {n} ranks ({miss:+.0%})" for (n, name, way, *_), miss in pairs)
+said = f"The three largest misses are {said}"
+single = all(name[:2] == "16" and way not in ("ddp", "zero1") for (_, name, way, *_), _ in pairs)
 find(
     comms,
-    "largest-miss",
-    cores=(busier > idler, f"{said}: misses go with the processors' work."),
-    other=(bool(asked) and busier <= idler, f"{said}: busy cores do not explain them."),
+    "largest-misses",
+    single=(bool(asked) and single, f"{said}: all without buckets, on 16 layers."),
+    other=(not single, f"{said}."),
     none=(not asked, "Nothing was asked, so nothing was missed."),
 )
 
@@ -266,15 +250,15 @@ find(
 r"""
 ## Is it right, where others measured?
 
-Of the simulator that was just checked, only the clocks remain here. On GPUs no host's processor
-carries messages, and NCCL chooses how they go.
+Of the simulator that was just checked, only the clocks remain here. What CPUs do for messages is
+left out, and NCCL chooses how they go.
 
-- *Collectives* take what NCCL itself expects before each call: the best of ring and tree with one
-  of three protocols (LL and LL128 for small messages, Simple for large ones), by the latencies in
-  its [tuning.cc](https://github.com/NVIDIA/nccl/blob/v2.18.5-1/src/graph/tuning.cc). A ring's chunk
-  crosses the network once a *node*, not once a device. NCCL's own estimate of trees was tried, too,
-  and gave bus bandwidths up to 2.7 times too high for 16 MiB on 32 B200. So a measured share
-  replaced it.
+- *Collectives* take the best of ring and tree with one of three protocols (LL and LL128 for small
+  messages, Simple for large ones), by the latencies in NCCL's
+  [tuning.cc](https://github.com/NVIDIA/nccl/blob/v2.18.5-1/src/graph/tuning.cc). NVLS (chapter 15)
+  is left out of trainings. A ring's chunk crosses the network once a *node*, not once a device.
+  NCCL's own estimate of trees gave bus bandwidths up to 2.7 times too high for 16 MiB on 32 B200,
+  so a measured share replaced it.
 - *Computing* is slower while messages are under way, since they share memory and processors: by
   18.9 % on average, for GPT and LLaMA on A100, H100, MI210 and MI250
   ([2025](https://arxiv.org/abs/2507.03114)).
@@ -395,7 +379,8 @@ parameter and token, and attention's, and takes the share of the peak that other
 such devices. The guess: as fast as the model nearest in size that another one trained there. For
 *memory* it adds what layers keep for backward, and the logits; the guess: all is taken. For
 *all-reduces* alone the guess is the specified bandwidth. (Left out are rows that set a constant:
-torchtitan's memory, for what selective recomputation keeps, and Bekman's all-reduces, for trees.)
+torchtitan's memory, for what selective recomputation keeps, and Bekman's all-reduces, for trees and
+NVLS.)
 """
 
 # %% tags=["plumbing"]
@@ -409,23 +394,24 @@ said = [
     f"(guess: {sizes(rows)[1]:.0%}), skill {skill(rows):.2f}"
     for name, rows in kinds.items()
 ]
-better = all(skill(rows) > 0 for rows in kinds.values())
+least = min(map(skill, kinds.values()))
 said = "; of ".join(said)
 find(
     comms,
     "absolute",
-    better=(better, f"Of {said}."),
-    worse=(not better, f"Of {said}. A skill of 0 or less is no better than the guess."),
+    some=(least >= 0.25, f"Of {said}."),
+    little=(0 < least < 0.25, f"Of {said}. Less than 0.25 is little."),
+    none=(least <= 0, f"Of {said}. A skill of 0 or less is no better than the guess."),
 )
 
 # %% [markdown]
 r"""
-**Llama 3 8B on H100.** Three figures are published. 15 trillion tokens took [1.3 million
+**Llama 3 8B on H100.** 15 trillion tokens took [1.3 million
 GPU-hours](https://github.com/meta-llama/llama3/blob/main/MODEL_CARD.md) (Meta, April 2024).
 torchtitan reached [5762 tokens a
 second](https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md)
-on each of 8 H100 of 500 W and 96 GB, with 16,384 tokens each, and took 82.4 GiB (December 2024).
-**Predict** them, speeds by what others than torchtitan's publisher reach:
+(6667 with torch.compile) on each of 8 H100 of 500 W and 96 GB, with 16,384 tokens each, and took
+82.4 GiB (December 2024). **Predict** them, speeds by what others than torchtitan's publisher reach:
 """
 
 # %%
@@ -463,8 +449,8 @@ said = (
     f"published 1.3 are {HOURS / hours:.1f} times that"
 )
 why = (
-    f"They mean {reached:.0%} of the peak, where others publish {usual_utilisation('h100'):.0%}; "
-    "the card counts everything that was run, and a reason is not published."
+    f"They mean {reached:.0%} of the peak, where others publish {usual_utilisation('h100'):.0%}. "
+    "A reason is not published."
 )
 find(
     comms,
@@ -476,13 +462,15 @@ find(
 
 # %% tags=["plumbing"]
 rate, memory = plans[8].tokens_per_second / 5762 - 1, plans[8].memory / 2**30 / 82.4 - 1
-said = f"Beside torchtitan's on 8 H100 the predicted speed is {rate:+.0%}, and memory {memory:+.0%}"
-close = abs(rate) <= 0.1
+compiled = plans[8].tokens_per_second / 6667 - 1
+said = f"Beside torchtitan's on 8 H100 the predicted speed is {rate:+.0%} ({compiled:+.0%} if "
+said += f"compiled), and memory {memory:+.0%} (no test: it set a constant)"
+close = max(abs(rate), abs(compiled)) <= 0.1
 find(
     comms,
     "llama-on-8",
-    close=(close, f"{said} (which is no test)."),
-    off=(not close, f"{said} (which is no test): the speed is not close."),
+    close=(close, f"{said}."),
+    off=(not close, f"{said}. The speed is not within 10 % of both."),
 )
 
 # %% [markdown] index=["scaling to many devices", "weak scaling", "tokens per device"]
@@ -493,7 +481,7 @@ r"""
 gathers bf16 parameters and reduces fp32 gradients: 6 bytes a parameter through a node's link,
 hardly more for many nodes than for a few. It computes 4 operations a parameter and token. So the
 number of parameters cancels. With $F$ operations a second of a device, and $B$ bytes a second of a
-node's link, backward can hide its messages from
+node's links together (or of NVLink, if that is less), backward can hide its messages from
 
 $$ t^* = \frac{6}{4} \cdot \frac{F}{B} $$
 
@@ -515,7 +503,6 @@ for key in NODES:
 
 # %% tags=["plumbing"]
 ends = [values[-1] for _, values in curves.values()]
-lost = [values[1] - values[-1] for _, values in curves.values()]
 figures.lines(
     curves,
     title=f"1024 H100 keep {min(ends):.0%} to {max(ends):.0%}, by tokens and links",
@@ -524,17 +511,26 @@ figures.lines(
     log="x",
     simulated=True,
 )
+
+# %% tags=["plumbing"]
+few_1, many_1 = ends[2:]  # tokens, with one link
+gains = {
+    "8 times the tokens": (ends[1] / ends[0], many_1 / few_1),
+    "8 times the links": (ends[0] / few_1, ends[1] / many_1),
+    "16 devices instead": [values[1] / values[-1] for _, values in curves.values()],
+}
 said = "; ".join(f"{end:.0%} ({name})" for name, end in zip(curves, ends, strict=True))
+by = [f"{what} {min(x):.1f} to {max(x):.1f} times" for what, x in gains.items()]
 said = (
-    f"Simulated efficiency of 1024 devices: {said}. From 16 devices on, {min(lost):.0%} to "
-    f"{max(lost):.0%} of the full speed are lost"
+    f"Simulated efficiency of 1024 devices: {said}. It becomes, with {', with '.join(by)} as high"
 )
-wide = max(ends) - min(ends) > max(lost)
+tokens, rails, devices_ = gains.values()
+wide = min(*tokens, *rails) > max(devices_)
 find(
     comms,
     "tokens",
-    tokens=(wide, f"{said}: tokens and link decide more than the number of devices."),
-    devices=(not wide, f"{said}: the number of devices decides as much as tokens and link."),
+    always=(wide, f"{said}: tokens and links always decide more than devices."),
+    mixed=(not wide, f"{said}: tokens and links do not always decide more than devices."),
 )
 
 # %% [markdown]
@@ -547,8 +543,8 @@ messages, which do not shrink, set the step.
 ## The slowest of a thousand
 
 A step is as long as its slowest device's. If a device's steps vary with a standard deviation
-$\sigma$, the slowest of $n$ is about $\sqrt{2 \ln n}\,\sigma$ late, if draws are normal and
-independent:
+$\sigma$, the slowest of $n$ is in the mean at most $\sqrt{2 \ln n}\,\sigma$ late, if draws are
+normal and independent. (microddp takes Blom's closer estimate, of 1958.)
 """
 
 # %% tags=["plumbing"]
@@ -567,7 +563,7 @@ find(
 
 # %% [markdown] index=["mean time between failures", "checkpoint interval"]
 r"""
-Real devices are worse than draws: slow ones stay slow. In a log of nanotron's benchmarks three of
+Real steps are no such draws. In a log of nanotron's benchmarks three of
 eleven steps of 16 H100 took 22 % longer ([read in November
 2026](https://huggingface.co/nanotron/old_bench)). On a cluster of over 10,000 GPUs, devices and
 links that were slow for a while made large jobs take 1.34 times as long, on average ([Wu and
@@ -605,7 +601,7 @@ said += f"Llama 3 kept over 90 % on 16,384, where the model leaves {theirs:.0%} 
 find(
     comms,
     "failures",
-    less=(theirs < 0.9, f"{said}: so its checkpoints or restarts took less (chapter 13)."),
+    less=(theirs < 0.9, f"{said}: it lost less than modelled."),
     enough=(theirs >= 0.9, f"{said}."),
 )
 
@@ -618,8 +614,8 @@ So the rate, the checkpoint and the restart are options: `--failure-hours`, `--c
 
 Measure on the devices that you have, and ask for more of them. `python -m microddp.plan` takes a
 model's `config.json`, and tokens a second of each of a few devices. Here torchtitan's 5762 on 8
-stands for your measurement. *Exposed* is what a device waits for messages, *left* the share of the
-time that failures leave:
+stands for your measurement. *Exposed* is what a device waits for messages (waiting for the slowest
+comes on top), *left* the share of the time that failures leave:
 """
 
 # %%
@@ -636,7 +632,7 @@ comms.print(answer.getvalue().partition("Error ")[0].strip())
 # %% [markdown]
 r"""
 The command goes on with its errors where it was checked. (torchtitan also published 5605, on 128;
-its H100 have 96 GB, and `memory` is said of 80.) `--price` adds a price, `--cheapest` searches,
+its H100 have 96 GB, the limit `memory` here 80.) `--price` adds a price, `--cheapest` searches,
 `--library` lists devices and links with sources.
 
 Ask it how things compare, on one class of machine, with a measurement of yours: which link, stage,
@@ -666,7 +662,7 @@ An error at the fitted point says nothing. Check a model where it was *not* fitt
 guess that needs no model.
 
 :::{admonition} On GPUs
-Programs, clocks and $t^*$ stay. The processor that carries all messages goes, and NCCL's choices
+Programs, clocks and $t^*$ stay. The CPUs' work for messages is left out, and NCCL's choices
 come. Before you trust a plan, train for some minutes on one node and on two, give the first as
 `--measured`, and hold the plan for two against what you got. Networks may fall short of their
 specification: in the [Ultra-Scale
@@ -680,8 +676,8 @@ Measure yours with `all_reduce_perf` of nccl-tests.
 - A step is a program for each device, and a collective waits for the last. With latency and
   bandwidth that says what messages demand, not what else slows devices down.
 - Hold a model against a guess that needs none, where it was not fitted.
-- Tokens a device and the node's link decide first: $t^* = \frac64 \frac FB$. Then come the slowest
-  device, and failures.
+- From $t^* = \frac64 \frac FB$ tokens a device on, messages can be hidden. The slowest device and
+  failures cost more with more devices.
 - Give the planner your own measurement, and ask how things compare.
 
 ## Exercises
