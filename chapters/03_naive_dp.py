@@ -296,11 +296,11 @@ as such a device would compute. Its parameters, gradients and messages are real,
 speed is known as well.
 
 For how long should it sleep? What a step gains depends on a few numbers without units: how many
-devices there are; the time $M$ of all messages alone, divided by the time $C$ of all computing
-alone; the start of a message, divided by $C$; and the share of backward, here two thirds. A stage
-on which these are equal is a cluster *to scale*: of another speed, with the same ratios. So $M$ is
-measured, and $C$ is chosen so that $M/C$ is the cluster's. One number cannot be chosen, the start
-of a message: the table's last row says what it weighs in both.
+devices and messages there are; the time $M$ of all messages alone, divided by the time $C$ of all
+computing alone; the start of a message, divided by $C$; and the share of backward, here two thirds.
+A stage on which these are equal is a cluster *to scale*: of another speed, with the same ratios. So
+$M$ is measured, and $C$ is chosen so that $M/C$ is the cluster's. One number cannot be chosen, the
+start of a message: the table's last row says what it weighs in both.
 
 The cluster is one of machines with an A100 each, and 25 Gbit/s between them. They train a
 transformer of 355 million parameters in 24 layers (GPT-2's second size) on 24,576 tokens a device
@@ -354,7 +354,8 @@ for r in range(n):
 # %% [markdown]
 """
 Now the times, of a device alone with its shard and of the naive step, in turns. One device that
-does all work takes n shards, one after the other:
+does all work takes n shards, one after the other, each as long as measured here: that is $C$ and
+what a step of Python adds.
 """
 
 # %%
@@ -366,7 +367,8 @@ figures.speed_ups({"naive": speed.times}, n, title=f"{n} devices, naively: {spee
 # %% tags=["plumbing"]
 more = 1 - steps["alone"].ratio(steps["naive"]).median
 said = speed.say(f"Averaging naively on {n} devices", "one device with all of their work")
-said = f"{said}. {more:.0%} of a naive step comes on top of computing."
+alone = 1e3 * steps["alone"].median
+said = f"{said}. {more:.0%} of a naive step comes on top of the {alone:.0f} ms of a device alone."
 find(comms, "naive", **speed.sides(said))
 
 # %% tags=["plumbing"]

@@ -124,7 +124,7 @@ if few:
 
 # %% [markdown]
 """
-A dot's area is the gradient's size. All hidden layers cost the same, so in a backward that nothing
+A larger dot is a larger gradient. All hidden layers cost the same, so in a backward that nothing
 disturbs their dots lie on a straight line.
 
 A parameter that is used twice, as an embedding that is the output layer, too, is ready when both
@@ -455,8 +455,8 @@ only in parts. The rule: between `backward()` and `finish()` nobody touches a gr
 
 ## Where it breaks: no finish() at all
 
-Then the optimizer takes a step with whatever is there, and the next backward adds to tensors that
-are still being sent. microddp's hooks notice the second backward, and say so:
+Then the optimizer takes a step with whatever is there, and where gradients stay, the next backward
+adds to tensors that are still being sent. microddp's hooks notice the second backward, and say so:
 """
 
 # %%
@@ -588,7 +588,8 @@ $ python -m microddp.labs start 04
    rank's gradient for `b`.
 
    All three find it. `check_replicas` does so after the first step, `demonstrate_hook_order` before
-   training, with both orders. With `MICRODDP_DEBUG=1`, backward itself raises on every rank:
+   training, with both orders. With `MICRODDP_DEBUG=1`, backward itself raises on every rank, of
+   layers without bias:
    `rank 1 calls all-reduce of the gradient of a.weight; expected all-reduce of the gradient of
    b.weight`.
 
