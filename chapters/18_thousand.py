@@ -431,7 +431,7 @@ llama = Training(tokens=16384, in_all=15e12, **model)
 plans = {n: plan(llama, H100, LINK, n, "zero3") for n in (8, 128, 1024)}
 
 # %% tags=["plumbing"]
-low, high = middle([row for row in kinds["speed"] if row.what.endswith(" h100")])
+low, high = middle([row for row in kinds["speed"] if row.device == "h100"])
 rows = []
 for n, each in plans.items():
     rate, hours = each.tokens_per_second, each.device_hours / 1e6

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from microddp.performance.network import Network
 
-NVLINK, NETWORK = 3.4e-6, 14e-6  # seconds of a step of a ring with Simple, in tuning.cc
+NVLINK, PCIE, NETWORK = 3.4e-6, 5.7e-6, 14e-6  # seconds of a ring's step with Simple, in tuning.cc
 PIPELINED = 64  # bytes of a channel and device, from which chunks of a ring queue up
 # Where the switches of NVLink add (NVLS): seconds of a call, and the bus bandwidth as a multiple of
 # the specified one, both measured on 8 H200 (stas00/ml-engineering, network/benchmarks).
@@ -32,7 +32,8 @@ class Protocol:
     """An algorithm of NCCL's with one of its protocols.
 
     Attributes:
-        name: both.
+        algorithm: ``"ring"`` or ``"tree"``.
+        protocol: ``"Simple"``, ``"LL128"`` or ``"LL"``.
         start: seconds of each call.
         inside: seconds of a step inside a node, over NVLink.
         between: seconds of a step from node to node.
@@ -40,7 +41,8 @@ class Protocol:
         most: bus bandwidth in bytes a second that no more than 1, 2, or more nodes can reach.
     """
 
-    name: str
+    algorithm: str
+    protocol: str
     start: float
     inside: float
     between: float
@@ -50,12 +52,12 @@ class Protocol:
 
 LL = (87.7e9, 22.5e9, 19.0e9)
 PROTOCOLS = (
-    Protocol("ring, Simple", 8.4e-6, NVLINK, NETWORK, 1.0),
-    Protocol("ring, LL128", 14e-6, 1.9e-6, 4.0e-6, 0.92),
-    Protocol("ring, LL", 6.6e-6, 0.6e-6, 2.7e-6, 0.5, LL),
-    Protocol("tree, Simple", 0.0, 28e-6, 28e-6, 0.2),
-    Protocol("tree, LL128", 14e-6, 1.25e-6, 8.5e-6, 0.2),
-    Protocol("tree, LL", 6.8e-6, 0.6e-6, 5.0e-6, 0.2, LL),
+    Protocol("ring", "Simple", 8.4e-6, NVLINK, NETWORK, 1.0),
+    Protocol("ring", "LL128", 14e-6, 1.9e-6, 4.0e-6, 0.92),
+    Protocol("ring", "LL", 6.6e-6, 0.6e-6, 2.7e-6, 0.5, LL),
+    Protocol("tree", "Simple", 0.0, 28e-6, 28e-6, 0.2),
+    Protocol("tree", "LL128", 14e-6, 1.25e-6, 8.5e-6, 0.2),
+    Protocol("tree", "LL", 6.8e-6, 0.6e-6, 5.0e-6, 0.2, LL),
 )
 
 
@@ -80,31 +82,33 @@ def nccl_seconds(network: Network, half: str, nbytes: float) -> tuple[float, str
     inside = network.inside.bandwidth * slowest if network.inside and each > 1 else math.inf
     rails = network.between.bandwidth * network.rails * slowest
     bandwidth = inside if nodes == 1 else min(inside, rails)
-    for members, uplink in network.uplinks if nodes > 1 else ():
-        bandwidth = min(bandwidth, uplink if len(members) < nodes else bandwidth)
+    for members, uplink in network.uplinks:
+        if len(members) < nodes:
+            bandwidth = min(bandwidth, uplink)
     to_nvlink = network.inside.latency / NVLINK if network.inside else 1.0
     to_network = network.between.latency / NETWORK
     options = []
-    for each_way in PROTOCOLS:
-        ring = each_way.name.startswith("ring")
+    for way in PROTOCOLS:
+        ring = way.algorithm == "ring"
         if not ring and times == 1:
             continue
-        if "LL128" in each_way.name and each > 1 and to_nvlink > 1.2:  # PCIe
+        if way.protocol == "LL128" and each > 1 and to_nvlink > 1.2:  # PCIe
             continue
-        hop, far = each_way.inside * to_nvlink, each_way.between * to_network
-        if nodes > 1 and each_way.name.endswith(" LL"):
+        hop, far = way.inside * to_nvlink, way.between * to_network
+        if nodes > 1 and way.protocol == "LL":
             hop *= 1.8
         if ring:  # a chunk leaves a node once a node, however many devices it has
             crossing = times * (nodes - 1)
             latency = (times * (n - 1) - crossing) * hop + crossing * far
             queue = nbytes / n / network.rails >= PIPELINED
-            if each_way.share == 1.0 and nodes > 1 and times == 2 and queue:
+            if way.protocol == "Simple" and nodes > 1 and times == 2 and queue:
                 latency *= 1.9
         else:
             latency = 2 * ((each - 1) * hop + math.floor(math.log2(nodes)) * far)
-        reached = min(bandwidth * each_way.share, each_way.most[min(nodes, 3) - 1])
+        reached = min(bandwidth * way.share, way.most[min(nodes, 3) - 1])
         moved = times * (n - 1) / n if ring else 2.0
-        options.append((each_way.start + latency + nbytes * moved / reached, each_way.name))
+        name = f"{way.algorithm}, {way.protocol}"
+        options.append((way.start + latency + nbytes * moved / reached, name))
     if network.adds and nodes == 1:
         moved = nbytes * times * (n - 1) / n
         options.append((SWITCH + moved / (ADDED * bandwidth), "switch"))

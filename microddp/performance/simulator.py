@@ -192,8 +192,10 @@ def simulate(
                 np.maximum(clock, done[op.wait], out=clock)
             else:
                 alone = op.seconds * factor
-                busy = np.maximum(max(lanes.values(), default=0.0) - clock, 0)
-                clock += alone + way.slowed * np.minimum(alone, busy / (1 + way.slowed))
+                if way.slowed:
+                    busy = np.maximum(max(lanes.values(), default=0.0) - clock, 0)
+                    alone = alone + way.slowed * np.minimum(alone, busy / (1 + way.slowed))
+                clock += alone
         events += len(ops) * len(clock)
         ends.append(float(clock.max()))
     return Simulated(np.diff(ends), waited / steps, tuple(calls), events)

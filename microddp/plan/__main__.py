@@ -204,7 +204,7 @@ def like(device: str, measured: bool) -> list[Compared]:
     if measured:
         return [row for row in found if row.kind == "speed kept"]
     speeds = [row for row in found if row.kind == "speed"]
-    return [row for row in speeds if row.what.endswith(f" {device}")] or speeds
+    return [row for row in speeds if row.device == device] or speeds
 
 
 def ranges(rows: Sequence[Compared]) -> str:

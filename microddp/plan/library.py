@@ -73,7 +73,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Overheads:
-    """What training loses on a real machine beside waiting for messages.
+    """Losses of training on a real machine, beside waiting for messages.
 
     Attributes:
         slowed: share of time that computing takes longer while messages are under way.

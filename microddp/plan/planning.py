@@ -133,7 +133,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Losses:
-    """What a training loses to failures.
+    """Failures of devices, and the costs of a checkpoint and of a restart.
 
     Attributes:
         hours: mean hours between two failures of one device.

@@ -10,15 +10,16 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
 from microddp.allreduce import bus_bandwidth
+from microddp.performance.nccl import NETWORK, NVLINK, PCIE
 from microddp.performance.network import Network, Port
 from microddp.performance.simulator import Way, simulate
 from microddp.plan.library import Overheads, devices, links, read
-from microddp.plan.planning import Training, plan
+from microddp.plan.planning import Plan, Training, plan
 from microddp.program import Work
 
 Kind = Literal["speed kept", "speed", "memory", "all-reduce"]
@@ -50,6 +51,7 @@ class Compared:
         source: source of the published figure, and of the inputs.
         assumed: inputs that are not the source's, in words; empty where there are none.
         devices: number of devices.
+        device: key of their kind in ``library.toml``; empty where it makes no difference.
     """
 
     kind: Kind
@@ -62,6 +64,7 @@ class Compared:
     source: str
     assumed: str
     devices: int
+    device: str = ""
 
     @property
     def error(self) -> float:
@@ -75,7 +78,7 @@ class Compared:
 
     @property
     def hard(self) -> bool:
-        """Whether much of the speed was lost."""
+        """True if much of the speed was lost."""
         return self.kind == "speed kept" and self.published < HARD
 
 
@@ -170,23 +173,13 @@ def _step(curve: dict[str, Any], i: int, rate: float, overheads: Overheads) -> f
     count, tokens, accumulation = (curve[key][i] for key in ("devices", "tokens", "accumulation"))
     between = curve["between"]  # one, or as it was measured on so many devices
     bandwidth = between[i] if isinstance(between, list) else between
-    latency = curve.get("latency")  # otherwise NCCL's
-    pcie = curve["bus"] == "pcie"
-    node = min(curve["node"], count)
-    inside = Port(
-        curve["inside"] * overheads.reached(curve["bus"]),
-        latency if latency is not None else 5.7e-6 if pcie else 3.4e-6,
-    )
-    network = Network(
-        count,
-        Port(
-            bandwidth * overheads.reached(curve["transport"]),
-            14e-6 if latency is None else latency,
-        ),
-        node,
-        inside,
-        min(curve["rails"], node),
-    )
+    bus, transport, node = curve["bus"], curve["transport"], min(curve["node"], count)
+    latencies = {"nvlink": NVLINK, "pcie": PCIE, "between": NETWORK}
+    if "latency" in curve:
+        latencies = dict.fromkeys(latencies, curve["latency"])
+    inside = Port(curve["inside"] * overheads.reached(bus), latencies[bus])
+    link = Port(bandwidth * overheads.reached(transport), latencies["between"])
+    network = Network(count, link, node, inside, min(curve["rails"], node))
     work = Work.from_operations(
         curve["parameters"],
         curve["layers"],
@@ -229,7 +222,7 @@ def _training(row: dict[str, Any]) -> Training:
     return Training(
         row["parameters"],
         row["layers"],
-        max(row.get("tokens", 0), 1),
+        row.get("tokens", TOKENS),
         hidden=row["hidden"],
         vocabulary=row.get("vocabulary", 0),
         sequence=row["sequence"],
@@ -278,19 +271,19 @@ def _speeds(entry: dict[str, Any]) -> Iterator[Compared]:
             entry["name"],
             f"tokens/s, {case['model']}, {case['devices']} {case['device']}",
             case["rate"],
-            _planned(case, share),
+            _plan(case, share).tokens_per_second,
             nearest["rate"],
             entry["source"],
             entry.get("assumed", ""),
             case["devices"],
+            case["device"],
         )
 
 
-def _planned(case: dict[str, Any], utilisation: float) -> float:
+def _plan(case: dict[str, Any], utilisation: float) -> Plan:
     device = replace(devices()[case["device"]], utilisation=utilisation)
     link = links()["8x200gbit" if case["device"] == "a100" else "8x400gbit"]
-    training = replace(_training(case), tokens=case.get("tokens", TOKENS))
-    return plan(training, device, link, case["devices"], "zero3").tokens_per_second
+    return plan(_training(case), device, link, case["devices"], "zero3")
 
 
 # ---- memory, and all-reduces alone
@@ -298,19 +291,19 @@ def _planned(case: dict[str, Any], utilisation: float) -> float:
 
 def _memory(entry: dict[str, Any]) -> Iterator[Compared]:
     for case in entry["cases"]:
-        training, count = _training(case), case["devices"]
-        states = 16 * case["parameters"] / count + 6 * case["parameters"] / case["layers"]
+        kind = devices()[case["device"]]
         yield Compared(
             "memory",
             entry["publisher"],
             entry["name"],
-            f"GiB, {case['model']}, {count} {case['device']}",
+            f"GiB, {case['model']}, {case['devices']} {case['device']}",
             case["gib"],
-            (states + training.activations) / 2**30,
-            read("library.toml")["devices"][case["device"]]["memory"] / 2**30,
+            _plan(case, kind.utilisation).memory / 2**30,
+            kind.memory / 2**30,
             entry["source"],
             entry.get("assumed", ""),
-            count,
+            case["devices"],
+            case["device"],
         )
 
 
@@ -356,15 +349,3 @@ def middle(rows: Sequence[Compared]) -> tuple[float, float]:
     ratios = sorted(row.published / row.simulated for row in rows)
     last = len(ratios) - 1
     return ratios[round(0.1 * last)], ratios[round(0.9 * last)]
-
-
-def as_toml(fits: dict[str, Overheads]) -> str:
-    """Write fitted overheads as ``published.toml`` keeps them."""
-    usual = asdict(Overheads.usual())
-    lines = []
-    for publisher, found in fits.items():
-        changed = {key: value for key, value in asdict(found).items() if value != usual[key]}
-        if publisher and changed:
-            inside = ", ".join(f"{key} = {value}" for key, value in changed.items())
-            lines.append(f'"{publisher}" = {{ {inside} }}')
-    return "\n".join(lines)
