@@ -369,7 +369,7 @@ more = 1 - steps["alone"].ratio(steps["naive"]).median
 said = speed.say(f"Averaging naively on {n} devices", "one device with all of their work")
 alone = 1e3 * steps["alone"].median
 said = f"{said}. {more:.0%} of a naive step comes on top of the {alone:.0f} ms of a device alone."
-find(comms, "naive", **speed.sides(said))
+find(comms, "naive", **speed.sides(said if n > 1 else "One rank has nothing to average."))
 
 # %% tags=["plumbing"]
 if stage.sides and n > 1:

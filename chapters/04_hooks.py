@@ -101,7 +101,6 @@ model, a stack of eight linear layers, computes for real, so two ranks run it, a
 torch.manual_seed(0)
 half = FullMLP(512, depth=8, inputs=64, outputs=10).to(comms.device)
 if few := comms.subgroup(range(min(2, n))):
-    half(torch.randn(32, 64, device=few.device)).sum().backward()  # a process's first one is slow
     rows = demonstrate_hook_order(half, few)
 comms.barrier()
 
@@ -304,7 +303,8 @@ naive, hooks = (times[name] for name in kinds)
 # %% tags=["plumbing"]
 gain, best = compare(hooks, naive), speeds["one by one, by hooks"]
 said = gain.say("A step with hooks", "the naive one")
-find(comms, "hooks", **gain.sides(f"{said}. {n} devices with hooks are {best} as one."))
+said = f"{said}. {n} devices with hooks are {best} as one."
+find(comms, "hooks", **gain.sides(said if n > 1 else "One rank has nothing to average."))
 figures.speed_ups(
     {name: speed.times for name, speed in speeds.items()},
     n,

@@ -204,7 +204,7 @@ def ddp_step(K=1, scale=1.0, hook=None, cap=CAP):
     """A step in DDP of K micro-batches, each `scale` times as long to compute; and its DDP."""
     model, batch = copy.deepcopy(stage.model), stage.batch
     if stage.sides:
-        model = pausing_model(scaled(scale))
+        model = pausing_model(scaled(scale), comms.device)
     elif scale > 1:
         batch = [torch.cat([tensor] * int(scale)) for tensor in batch]
     ddp = DDP(model, comms, bucket_cap_mb=cap)
@@ -445,7 +445,7 @@ more devices, the more of a step is messages.
 # %%
 def make_steps(group, share):
     """A step in DDP of so many eighths of a batch, and the same without communication."""
-    over = replace(stage, comms=group, model=pausing_model(scaled(share / 8)))
+    over = replace(stage, comms=group, model=pausing_model(scaled(share / 8), comms.device))
     return over.step("ddp", CAP), over.step("none")
 
 

@@ -66,17 +66,17 @@ timed.print(f"published: two GPUs are {ONE_GPU / TWO_GPUS:.2f} times as fast as 
 """
 Weights and pairs come from the hub. Where it cannot be reached, weights are random, and the
 sentences are from NumPy's and PyTorch's documentation: what both say of the same function is a
-*paraphrase*. On a CPU, and on GPUs without room, the model is a small one of the same kind:
+*paraphrase*. On a CPU, and on GPUs that ranks share or that have no room, the model is a small one
+of the same kind:
 """
 
 # %%
-ON_GPUS, SIZE = timed.device.type == "cuda", "small"
+ON_GPUS, SIZE = timed.device.type == "cuda" and not timed.crowded, "small"
 with torch.device("meta"):  # shapes without memory
     full = new_model("full", pad=0)
 if ON_GPUS:
     needed = 40 * gradient_bytes(full)  # seven models with AdamW's moments, and activations
-    share = torch.cuda.device_count() / timed.local_world_size
-    free = min(timed.all_gather_data(torch.cuda.mem_get_info()[0] * min(1, share)))
+    free = min(timed.all_gather_data(torch.cuda.mem_get_info()[0]))
     SIZE = "full" if needed <= free else "small"  # all choose alike
 case = load_case(SIZE, timed)
 total = gradient_bytes(case.model)
@@ -189,7 +189,7 @@ if timed.box:
 # %% tags=["plumbing"]
 one, split, small_buckets = times.values()
 gain, finer = compare(split, one), compare(small_buckets, split)
-said = gain.say(f"A batch on {n} of this machine's cores", "the whole on one of them")
+said = gain.say(f"A batch on {n} ranks of this machine", "the whole on one of them")
 if n > 1:
     find(timed, "cores", **gain.sides(f"{said}."))
     said = finer.say("A split with `bucket_cap_mb=1`", "one with the default buckets")
@@ -420,7 +420,7 @@ class ToScale(nn.Module):
             values = sum(p.numel() for p in block.parameters()) / smaller
             tensors = (max(1, round(values / 4)),) * 4 if seconds else (math.ceil(values),)
             work.append(Layer(seconds / 3, seconds * 2 / 3, tensors))
-        self.layers = pausing_model(Work(tuple(work)))
+        self.layers = pausing_model(Work(tuple(work)), comms.device)
 
     def forward(self, x):
         return SimpleNamespace(loss=self.layers(x).sum())

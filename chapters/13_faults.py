@@ -212,13 +212,14 @@ def another_order(group):
 
 
 def another_shape(group):
-    sums = torch.ones(2, 2) if rank == 1 else torch.ones(4)
+    sums = torch.ones((2, 2) if rank == 1 else 4, device=comms.device)
     group.all_reduce(sums)
     return bool(sums.eq(n).all())
 
 
 def another_dtype(group):
-    sums = torch.ones(4, dtype=torch.int32 if rank == 1 else torch.float32)
+    dtype = torch.int32 if rank == 1 else torch.float32
+    sums = torch.ones(4, dtype=dtype, device=comms.device)
     group.all_reduce(sums)
     return sums[0].item()
 

@@ -619,7 +619,7 @@ comms.print(base)
 def with_tokens(times):
     """The stage with so many times the tokens, and the computing."""
     sides = tuple(replace(side, compute=times * side.compute) for side in base.sides)
-    return replace(base, model=pausing_model(work_of(sides[1])), sides=sides)
+    return replace(base, model=pausing_model(work_of(sides[1]), own.device), sides=sides)
 
 
 stages = {1: base}

@@ -175,7 +175,7 @@ def by_pytorch(*dimensions):
 def backward(model, step=0):
     generator = torch.Generator().manual_seed(100 * step + own.rank)
     x, y = torch.randn(2, 128, WIDTH, generator=generator).to(comms.device)
-    mse_loss(model(x), y).backward()
+    mse_loss(model(x).float(), y).backward()
 
 
 flat = torch.zeros(SIZE // 4, device=comms.device)

@@ -203,7 +203,8 @@ def demonstrate_hook_order(
 ) -> list[GradientReady]:
     """Print, on rank 0, when each gradient is ready in one backward pass.
 
-    It runs on a copy: the model, its gradients and its buffers stay as they are.
+    It runs on a copy: the model, its gradients and its buffers stay as they are. A first pass warms
+    up, and is not shown.
 
     Args:
         model: on this rank's device.
@@ -228,6 +229,8 @@ def demonstrate_hook_order(
             )
         weight = first.weight
         inputs = torch.randn(32, first.in_features, device=weight.device, dtype=weight.dtype)
+    loss_fn(model(inputs)).backward()  # type: ignore[no-untyped-call]
+    model.zero_grad()
     with HookTracker(model) as tracker:
         tracker.start(loss_fn(model(inputs))).backward()  # type: ignore[no-untyped-call]
     rows = tracker.rows

@@ -86,8 +86,9 @@ class Stage:
 def set_stage(comms: Comms, there: Side, layer_bytes: int = 1 << 19) -> Stage:
     """Set a stage to the scale of a cluster. A collective.
 
-    On GPUs the devices are what they are: the model is then a transformer. A rank alone sends
-    nothing, and is a device that computes for a tenth of a second.
+    With a GPU for each rank the devices are what they are: the model is then a transformer. Ranks
+    that share a GPU are devices of known speed, with parameters and gradients on it. A rank alone
+    sends nothing, and is a device that computes for a tenth of a second.
 
     Args:
         comms: the ranks, as many as the cluster has devices.
@@ -103,7 +104,7 @@ def set_stage(comms: Comms, there: Side, layer_bytes: int = 1 << 19) -> Stage:
             f"rank {comms.rank}: expected {there.devices} ranks, one for each device of "
             f"{there.words}, got {comms.world_size}"
         )
-    if comms.device.type == "cuda":
+    if comms.device.type == "cuda" and not comms.crowded:
         return _on_gpus(comms)
     here = None
     while here is None:
@@ -115,13 +116,14 @@ def set_stage(comms: Comms, there: Side, layer_bytes: int = 1 << 19) -> Stage:
             if layer_bytes >= LARGEST_LAYER:
                 raise
             layer_bytes *= 2
-    model = pausing_model(work_of(here))
-    return Stage(comms, model, pausing_loss, pausing_batch(), PausingOptimizer, (there, here))
+    model, batch = pausing_model(work_of(here), comms.device), pausing_batch(comms.device)
+    return Stage(comms, model, pausing_loss, batch, PausingOptimizer, (there, here))
 
 
 def _measure(comms: Comms, layers: int, layer_bytes: int) -> tuple[float, float]:
     """Seconds of an all-reduce of all gradients, and what one by layers costs more for each."""
-    whole, layer = torch.zeros(layers * layer_bytes // 4), torch.zeros(layer_bytes // 4)
+    whole = torch.zeros(layers * layer_bytes // 4, device=comms.device)
+    layer = torch.zeros(layer_bytes // 4, device=comms.device)
 
     def row() -> None:
         for _ in range(ROW):
