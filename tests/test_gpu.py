@@ -194,7 +194,7 @@ def ddp_is_one_process_on_the_whole_batch(comms):
             train(alone, optimizer_alone, x, y)
             train(ddp, optimizer, x.chunk(n)[rank], y.chunk(n)[rank])
             close(ddp.module, alone)
-        assert len(ddp.reducer.plan) > 1
+        assert len(ddp.reducer.buckets.plan) > 1
         check_replicas(ddp.module, comms)
 
 

@@ -47,8 +47,8 @@ class Identity:
         most_rounds: of one measurement; ``None``: as many as are asked for.
         debug: whether the ranks compare what they are about to do.
         joined: whether somebody else has made the group, who will also end it.
-        through_host: whether tensors travel by way of main memory. gloo moves CUDA tensors only in
-            all-reduce and broadcast.
+        through_host: whether tensors travel by way of main memory. PyTorch promises of gloo that
+            it takes CUDA tensors in all-reduce and broadcast; sending one ends the process.
 
     Raises:
         ValueError: the group has no backend for the device.
