@@ -407,6 +407,13 @@ there = cluster("a100", "25gbit", nodes=n, node=1, parameters=355e6, tokens=24_5
 stage = set_stage(comms, there, layer_bytes=3 << 17)
 comms.print(stage)
 
+# %% [markdown]
+r"""
+(The stage's *start* is not $\alpha$: it is what a layer's message, one in a row of eight, takes
+beyond its share of one message with all gradients. $\alpha$ is what a message takes beyond its bytes
+at the link's own speed. The two differ by what even a large message loses of that speed.)
+"""
+
 
 # %%
 def bucketed_step(stage, plan):

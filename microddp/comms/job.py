@@ -21,12 +21,11 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 from torch.distributed.rendezvous import rendezvous
 
 from microddp.comms import calls
-from microddp.comms.collectives import DEFAULT_TIMEOUT, Comms
+from microddp.comms.collectives import Comms
+from microddp.comms.environment import attempt, patience, torchrun_environment
 from microddp.comms.identity import most_rounds
 from microddp.comms.machine import cpu_cores, end_with_parent, schedule_threads
 
-TORCHRUN_NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-TORCHRUN_VARIABLES = (*TORCHRUN_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
 _joined = itertools.count()
 _formed: weakref.ref[dist.ProcessGroup] | None = None  # the group that was made here, if it is left
 
@@ -64,12 +63,12 @@ def init(backend: str | None = None, timeout: float | None = None) -> Comms:
                 "close the first Comms, or pass it on"
             )
         return _join_group(backend)
-    environment = _torchrun_environment()
+    environment = torchrun_environment()
     rank, world_size = environment["RANK"], environment["WORLD_SIZE"]
     local_rank, local_world_size = environment["LOCAL_RANK"], environment["LOCAL_WORLD_SIZE"]
     if backend:
         _check_built(backend, rank)
-    under_torchrun, attempt = "RANK" in os.environ, _attempt(rank)
+    under_torchrun, start = "RANK" in os.environ, attempt(rank)
     store: Store = HashStore()
     try:
         if under_torchrun:
@@ -77,7 +76,7 @@ def init(backend: str | None = None, timeout: float | None = None) -> Comms:
             store, *_ = next(rendezvous("env://", rank, world_size, timeout=limit))
         # A second job of these processes must not read the addresses of the first, nor ranks that
         # torchrun has restarted those of the dead.
-        store = PrefixStore(f"microddp-{attempt}-{next(_joined)}", store)
+        store = PrefixStore(f"microddp-{start}-{next(_joined)}", store)
         comms = form_group(
             store, rank, world_size, local_rank, local_world_size, backend=backend, timeout=seconds
         )
@@ -195,76 +194,6 @@ def _threads(local_world_size: int) -> int:
     if wanted.isdecimal() and int(wanted) > 0 and (wanted != "1" or local_world_size == 1):
         return int(wanted)
     return max(1, cpu_cores() // local_world_size)
-
-
-def patience(argument: float | None, default: float = DEFAULT_TIMEOUT) -> float:
-    """Seconds to wait for other ranks: the argument, or ``MICRODDP_TIMEOUT``, or the default.
-
-    Raises:
-        ValueError: it is no positive number.
-    """
-    text = os.environ.get("MICRODDP_TIMEOUT", str(default))
-    try:
-        seconds = float(text) if argument is None else float(argument)
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds < float("inf"):
-        source = "MICRODDP_TIMEOUT" if argument is None else "timeout"
-        got = text if argument is None else argument
-        raise ValueError(f"expected {source} to be a positive number of seconds, got {got!r}")
-    return seconds
-
-
-def _torchrun_environment() -> dict[str, int]:
-    """TORCHRUN_NUMBERS; those of a job of one where none is set."""
-    if not any(name in os.environ for name in TORCHRUN_NUMBERS):
-        return {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-    missing = [name for name in TORCHRUN_VARIABLES if name not in os.environ]
-    if missing:
-        raise ValueError(
-            f"expected all of {', '.join(TORCHRUN_VARIABLES)}, as torchrun sets them; "
-            f"missing: {', '.join(missing)}"
-        )
-    values = {}
-    for name in (*TORCHRUN_NUMBERS, "MASTER_PORT"):
-        try:
-            values[name] = int(os.environ[name])
-        except ValueError:
-            raise ValueError(f"expected {name} to be a number, got {os.environ[name]!r}") from None
-    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        if not 0 <= values[rank] < values[size]:
-            raise ValueError(
-                f"expected 0 <= {rank} < {size}, got {rank}={values[rank]}, {size}={values[size]}"
-            )
-    if values["LOCAL_WORLD_SIZE"] > values["WORLD_SIZE"]:
-        raise ValueError(
-            f"expected LOCAL_WORLD_SIZE <= WORLD_SIZE, got {values['LOCAL_WORLD_SIZE']} and "
-            f"{values['WORLD_SIZE']}"
-        )
-    if not 0 <= values["MASTER_PORT"] < 2**16:
-        raise ValueError(f"expected a port as MASTER_PORT, got {values['MASTER_PORT']}")
-    return values
-
-
-def _attempt(rank: int) -> str:
-    """Name this start of the job, where torchrun gives all starts the same store.
-
-    Several torchruns have no such name in common, since each counts its own restarts (PyTorch
-    135712): ranks would wait for each other in different places.
-    """
-    told = os.environ.get
-    if told("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return "0"  # the store is as new as the start
-    agents, restarts = (
-        int(told("GROUP_WORLD_SIZE", "1")),
-        int(told("TORCHELASTIC_MAX_RESTARTS", "0")),
-    )
-    if agents > 1 and restarts > 0:
-        raise ValueError(
-            f"rank {rank}: expected TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node, for "
-            f"--max-restarts={restarts} with {agents} of them, got a store that all starts share"
-        )
-    return told("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _check_built(backend: str, rank: int) -> None:

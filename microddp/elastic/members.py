@@ -17,7 +17,8 @@ from typing import Any, Self
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from microddp.comms import Comms
-from microddp.comms.job import end_of_gloo, form_group, patience
+from microddp.comms.environment import patience
+from microddp.comms.job import end_of_gloo, form_group
 from microddp.elastic import meeting
 from microddp.elastic.generation import Generation, Parts
 from microddp.elastic.line import Line

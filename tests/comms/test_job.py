@@ -18,7 +18,7 @@ from test_machine import linux, policies
 import microddp
 from microddp.allreduce import ring_all_reduce
 from microddp.comms import cpu_cores, is_echo
-from microddp.comms.job import TORCHRUN_VARIABLES
+from microddp.comms.environment import TORCHRUN_VARIABLES
 
 SECONDS_AFTER_DEATH = 10  # within which the others must know
 TIMEOUT = 2  # seconds for a rank that hangs
