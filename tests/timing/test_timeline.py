@@ -16,6 +16,7 @@ from microddp.comms import peak_memory
 from microddp.figures import save_chrome_trace
 from microddp.step_times import exposed, overlapped, tracks
 from microddp.timing import Span, Timeline, Timing, measure
+from microddp.timing.clock import Instant
 
 SLOW, LATE = 0.05, 0.3  # seconds
 
@@ -50,6 +51,17 @@ def test_a_ratio_is_taken_round_by_round():
     assert ratio.seconds == (2.0, 3.0, 1.0)
     with pytest.raises(ValueError, match="zip"):
         ratio.ratio(Timing((1.0,)))
+
+
+@on_ranks(1)
+def test_what_ends_before_it_is_seen_to_begin_took_no_time(comms):
+    # As on CUDA: an all-reduce of one rank may be done before the stream that launched it has come
+    # to the event after the launch.
+    timeline, ended = Timeline(comms), Instant(comms.device)
+    time.sleep(0.001)
+    timeline.between("sum", "communication", Instant(comms.device), ended)
+    (span,) = timeline.take()
+    assert span.end == span.start > 0
 
 
 @on_ranks(1, 3)
