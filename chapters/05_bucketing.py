@@ -409,9 +409,9 @@ comms.print(stage)
 
 # %% [markdown]
 r"""
-(The stage's *start* is not $\alpha$: it is what a layer's message, one in a row of eight, takes
-beyond its share of one message with all gradients. $\alpha$ is what a message takes beyond its bytes
-at the link's own speed. The two differ by what even a large message loses of that speed.)
+(The stage's *start* is not $\alpha$. It is what a layer's message, one in a row of eight, takes
+beyond its share of one message with all gradients; $\alpha$ is what a message takes beyond its
+bytes at the link's own speed. They differ by what even a large message loses of that speed.)
 """
 
 

@@ -22,7 +22,6 @@ from functools import partial
 from textwrap import fill, shorten
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -32,12 +31,12 @@ import microddp
 from microddp import figures
 from microddp.allreduce import ring_reduce_scatter
 from microddp.comms import name_ranks
-from microddp.data import ShardedBatches, load_digits, shard
+from microddp.data import ShardedBatches, load_digits
 from microddp.ddp import DDP
 from microddp.findings import compare, find
 from microddp.hang import torch_calls
 from microddp.model import FullMLP, SimpleCNN
-from microddp.report import human_bytes, human_seconds, table
+from microddp.report import human_bytes, table
 from microddp.timing import measure
 
 # %%
@@ -52,136 +51,91 @@ comms.print(comms.describe())
 """
 ## Who waits: the barrier
 
-Nobody leaves a *barrier* before everybody has come to it. Here each rank comes a little later than
-the one before. (`all_gather_data` tells all ranks what each has to say, as JSON. PyTorch's
-`all_gather_object` sends pickles, which are programs: read them from nobody whom you do not trust.)
+Nobody leaves a *barrier* before everybody has come to it. It is needed before something that is not
+a message: before a clock is read, or a file that another rank wrote. Before a collective you need
+none: it waits for the others' data.
 """
 
-# %%
-time.sleep(0.05 * rank)
-arrived = time.monotonic()  # one clock for all processes of a machine
-comms.barrier()
-times = comms.all_gather_data([arrived, time.monotonic()])
-rows = [(r, *(human_seconds(t - times[0][0]) for t in pair)) for r, pair in enumerate(times)]
-comms.print(table(rows, ["rank", "comes at", "leaves at"]))
-if comms.box or comms.local_world_size == n:
-    assert min(left for _, left in times) >= max(came for came, _ in times)
-
-# %% [markdown] index=["collectives", "all_gather", "reduce_scatter"]
+# %% [markdown] index=["collectives", "all_gather", "reduce_scatter", "subgroup"]
 r"""
-A barrier is needed before something that is not a message: before a clock is read, or a file that
-another rank wrote. A collective needs none: whoever needs the data of others waits for them anyway.
-
 ## Who has what
 
 The others move data:
 
-- *Broadcast*: every rank gets a copy of what one rank has.
+- *Broadcast*: every rank gets a copy of what one rank has. DDP's replicas start so.
 - *Scatter*: one rank deals its tensor out, a part for each rank.
 - *Gather*: one rank collects a part from every rank, in rank order.
-- *All-gather*: every rank collects.
-- *Reduce-scatter*: all tensors are added up, and each rank keeps one part of the sum.
-- *All-to-all*: every rank deals out, and every rank collects.
+- *All-gather*: every rank collects: in sharded training the parameters (chapter 16).
+- *Reduce-scatter*: all tensors are added up, and each rank keeps one part of the sum: in sharded
+  training that of the gradients.
+- *All-to-all*: every rank deals out, and every rank collects: tokens for experts, say.
 
 **Predict.** Let part $p$ of rank $r$ be the number $(p + 1) \cdot 10^r$. Then every rank writes to
-a decimal digit of its own, and a sum tells who is in it. With these numbers in `data[r][p]`, one
-line defines each collective: what every rank holds at the end. (The picture shows the first four
-ranks.)
+a decimal digit of its own, and a sum tells who is in it. Four ranks are a group: all ranks call
+`subgroup` for every group, in one order. `BRINGS` has what this rank brings:
 """
 
 # %%
 fours = [comms.subgroup(range(first, min(first + 4, n))) for first in range(0, n, 4)]
 drawn = fours[rank // 4]
-k = drawn.world_size
-data = [[(p + 1) * 10**r for p in range(k)] for r in range(k)]
-columns = [list(column) for column in zip(*data, strict=True)]
-sums = [sum(column) for column in columns]
-own = [data[r][r] for r in range(k)]
-
-# %%
-DEFINED = {
-    "broadcast": [data[0]] * k,
-    "scatter": [[number] for number in data[0]],
-    "gather": [own] + [[]] * (k - 1),
-    "all-gather": [own] * k,
-    "reduce-scatter": [[number] for number in sums],
-    "all-to-all": columns,
-    "all-reduce": [sums] * k,
-}
+parts = range(1, drawn.world_size + 1)
+whole = torch.tensor([part * 10**drawn.rank for part in parts], device=comms.device)
+own = whole[drawn.rank : drawn.rank + 1]
+BRINGS = {"broadcast": whole, "scatter": whole, "gather": own, "all-gather": own}
+BRINGS |= {"reduce-scatter": whole, "all-to-all": whole, "all-reduce": whole}
+if drawn.rank > 0:
+    BRINGS["scatter"] = whole[:0]
 
 # %% [markdown]
 """
-**Build.** Broadcast and all-reduce overwrite their tensor, the others return a new one. To a gather
-or an all-gather every rank brings one part; to a scatter all but rank 0 bring nothing:
+**Measure.** Broadcast and all-reduce overwrite their tensor, the others return a new one:
 """
 
 
 # %%
-def collective(name, group, x):
+def call(name, group, x):
     result = getattr(group, name.replace("-", "_"))(x)
     return x if name in ("broadcast", "all-reduce") else result
 
 
-def brings(name, whole, group):
-    if name in ("gather", "all-gather"):
-        return shard(whole, group.rank, group.world_size).clone()
-    return whole[:0] if name == "scatter" and group.rank > 0 else whole.clone()
-
-
-# %% [markdown]
-"""
-**Measure.** What every rank really held before and after:
-"""
-
-# %%
 panels = {}
-for name, defined in DEFINED.items():
-    x = brings(name, torch.tensor(data[drawn.rank], device=comms.device), drawn)
-    before = drawn.all_gather_data(x.tolist())
-    result = collective(name, drawn, x)
-    after = drawn.all_gather_data([] if result is None else result.flatten().tolist())
-    assert after == defined, name
-    panels[name] = before, after
+for name, brings in BRINGS.items():
+    got = call(name, drawn, brings.clone())
+    held = brings, whole[:0] if got is None else got.flatten()
+    panels[name] = [drawn.all_gather_data(tensor.tolist()) for tensor in held]
 
 # %% tags=["plumbing"]
-rooted = {name: panels.pop(name) for name in ("broadcast", "scatter", "gather")}
-figures.holdings(rooted, title="One rank gives to all, or takes from all")
-figures.holdings(panels, title="Every rank gives, and every rank gets")
+assert panels["reduce-scatter"][1] == [[part * (10 ** len(parts) // 9)] for part in parts]
+figures.holdings(panels, title="One rank gives, one rank collects, or all do both")
 
-# %% [markdown] index=["device mesh", "subgroup"]
+# %% [markdown] index=["device mesh"]
 """
-The colour of a square is the rank whose number it is; in a sum, each digit is on the colour of
-its own rank. A reduce-scatter and then an all-gather make an all-reduce: that is chapter 02's ring.
+A square has the colour of the rank whose number it is; in a sum, each digit has. A reduce-scatter
+and then an all-gather make an all-reduce (chapter 02's ring).
 
 ## What they are for
 
-Broadcast brings rank 0's model to all (chapter 06). All-gather and reduce-scatter make sharded
-training: parameters are gathered where they are used, gradients summed where they are kept (chapter
-16). All-to-all takes tokens to their experts. Large jobs arrange ranks in a grid, a *device mesh*,
-with a group for each row and column ({func}`microddp.register_mesh`). Three uses have a trap.
+Large jobs arrange ranks in a grid, a *device mesh*, with a group for each row and column
+({func}`microddp.register_mesh`). Three uses have a trap.
 
-**Stop together: the maximum of flags.** The last rank has ten images, the others share the rest.
-Each looks at the loss on *its* images to decide whether it has trained long enough. One that left
-its loop alone would leave the others waiting. So each says 0 or 1, and the maximum counts:
+**Stop together: the maximum of flags.** Each rank looks at the loss on *its* images to decide
+whether to stop. One that stopped alone would leave the others waiting. So each says 0 or 1, and the
+maximum counts:
 """
 
 # %%
 digits = load_digits(comms.device)
 images, labels = (tensor[:359] for tensor in digits.test.tensors)
 images = images.double()
-rest = [len(part) for part in torch.arange(349).tensor_split(max(1, n - 1))]
-sizes = [*rest, 10] if n > 1 else [359]
-x = comms.scatter(images.split(sizes) if rank == 0 else None)
-y = comms.scatter(labels.split(sizes) if rank == 0 else None)
+cuts = [349 * r // (n - 1) for r in range(1, n)]  # the last has ten
+x, y = (tensor.tensor_split(cuts)[rank] for tensor in (images, labels))
+batches = ShardedBatches(digits.train, 96 - 96 % n, rank, n)
 
 # %%
 torch.manual_seed(0)
 module = FullMLP(64, depth=4, outputs=10).to(comms.device, torch.float64)
 model = DDP(module, comms)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-batches = ShardedBatches(digits.train, 96 - 96 % n, rank, n)
-
-# %%
 for epoch in range(1, 21):
     for a, b in batches.epoch(epoch):
         optimizer.zero_grad()
@@ -195,312 +149,151 @@ for epoch in range(1, 21):
         break
 
 # %% tags=["plumbing"]
-ends = comms.all_gather_data([epoch, content])
-assert len({stopped for stopped, _ in ends}) == 1
-wish = [r for r, (_, content) in enumerate(ends) if content]
+wish = [r for r, content in enumerate(comms.all_gather_data(content)) if content]
 find(
     comms,
     "stop-together",
     parted=(
         0 < len(wish) < n,
-        f"All stop after epoch {epoch}, for the sake of {name_ranks(wish)}. The others would have "
-        "gone on, and waited in the next all-reduce.",
+        f"All stop after epoch {epoch}, because of {name_ranks(wish)}. The others would have gone "
+        "on, and waited in the next all-reduce.",
     ),
     alike=(len(wish) in (0, n), f"After epoch {epoch} all ranks decide alike."),
 )
 
 # %% [markdown]
 """
-**A metric: sums and counts.** The mean of the ranks' means gives an image of a smaller part a
-larger weight. The sums of all ranks, divided by the count of all ranks, are what one device would
-have found:
+**A metric: sums and counts.** In the mean of the ranks' means, an image of a smaller part weighs
+more. The sums of all ranks, divided by the count of all, are what one device would have found.
+
+**Predictions, in the right order.** Gathers join parts in rank order. PyTorch's
+`DistributedSampler`, if it does not shuffle, gives rank r the images r, r + n, r + 2n and so on
+(and some twice, so that all ranks have equally many). Their predictions have to be dealt back, one
+from each rank in turn, and cut to length:
 """
 
 # %%
+mine = torch.tensor(list(DistributedSampler(images, n, rank, shuffle=False)))
 with torch.no_grad():
     sums = torch.stack([cross_entropy(module(x), y, reduction="sum"), x.new_tensor(len(x))])
-    means = sums[0] / sums[1]
-    comms.all_reduce_mean(means)
-    comms.all_reduce(sums)
-    single = cross_entropy(module(images), labels).item()
+    everyone = comms.all_gather(module(images[mine.to(comms.device)]).argmax(1))
+means = sums[0] / sums[1]
+comms.all_reduce_mean(means)
+comms.all_reduce(sums)
+joined, dealt = (predicted.flatten()[: len(labels)] for predicted in (everyone, everyone.T))
 
 # %% tags=["plumbing"]
-right, off = sums[0].item() / sums[1].item(), abs(means.item() / single - 1)
-assert abs(right - single) < 1e-12
-find(
-    comms,
-    "mean-of-means",
-    off=(
-        n > 1,
-        f"The loss on all images is {single:.3f}, by sums and counts too. The mean of the ranks' "
-        f"means is {means.item():.3f}: {off:.1%} off.",
-    ),
-    alone=(n == 1, "On one rank the mean of means is the mean."),
-)
-
-# %% [markdown]
-"""
-**Predictions, in the right order.** Gathers join parts in rank order. That is the order of the data
-if each rank had a block. PyTorch's `DistributedSampler`, if it does not shuffle, gives rank r the
-images r, r + n, r + 2n and so on (and some twice, so that all ranks have equally many). Their
-predictions have to be dealt back, one from each rank in turn, and cut to length:
-"""
-
-# %%
-strided = torch.tensor(list(DistributedSampler(images, n, rank, shuffle=False)))
 with torch.no_grad():
-    everyone = comms.all_gather(module(images[strided.to(comms.device)]).argmax(1))
-    hits = (module(images).argmax(1) == labels).double().mean().item()
-joined, dealt = (
-    (predicted.flatten()[: len(labels)] == labels).double().mean().item()
-    for predicted in (everyone, everyone.T)
-)
-assert dealt == hits
-
-# %% tags=["plumbing"]
+    scores = module(images)
+single, off = cross_entropy(scores, labels).item(), means.item()
+assert abs((sums[0] / sums[1]).item() - single) < 1e-12
+assert dealt.equal(scores.argmax(1))
+hits = [(predicted == labels).double().mean().item() for predicted in (dealt, joined)]
 find(
     comms,
-    "order",
-    shuffled=(
+    "put-together",
+    several=(
         n > 1,
-        f"Dealt back, {dealt:.0%} of the predictions are right. Joined rank by rank, {joined:.0%} "
-        "are: the same model, and no error.",
+        f"By sums and counts the loss is {single:.3f}, by the mean of means {off:.3f}: "
+        f"{abs(off / single - 1):.1%} off. Dealt back, {hits[0]:.0%} of the predictions are right, "
+        f"and joined rank by rank {hits[1]:.0%}.",
     ),
-    alone=(n == 1, "One rank has one order."),
+    alone=(n == 1, "One rank has one mean and one order."),
 )
 
 # %% [markdown]
 r"""
 ## What they cost
 
-**Predict.** Let $S$ be the bytes of the largest tensor that a rank holds before or after. What
-counts is the busiest link: the most that a rank sends, or receives.
+**Predict.** Let $S$ be the bytes of a rank's largest tensor, before or after. What counts is the
+busiest link: the most that a rank sends, or receives.
 
-- gloo broadcasts by a tree. Each round reaches twice as many ranks, so there are
-  $\lceil\log_2 n\rceil$, and rank 0 sends $S$ in each.
-- NCCL broadcasts around a ring, in pieces, and in no other way
+- gloo broadcasts by a tree. Each of $\lceil\log_2 n\rceil$ rounds reaches twice as many ranks, and
+  rank 0 sends $S$ in each.
+- NCCL broadcasts around a ring, and in no other way
   ([tuning.cc](https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc) skips all others):
   each rank passes on a piece as soon as it has it. So nobody sends more than $S$.
-- The others send each part of $S/n$ to or from $n-1$ ranks, or around a ring; all-reduce twice.
+- In the others a rank sends, or receives, $n-1$ parts of $S/n$; in an all-reduce twice as many.
 
-`COST` has the busiest link's bytes by $S$, over gloo and with NCCL's rings. (Inside a node, and for
-small tensors, NCCL has other ways for all but broadcast.) Ranks that only send can all be timed
-where they have links of their own; elsewhere those without a core or GPU leave. `m` ranks stay:
+`COST` has the bytes by $S$, over gloo and with NCCL's rings. (Except for broadcast, NCCL has other
+ways, too.) Ranks without a link, core or GPU of their own leave; `m` stay. Chapter 02's ring has a
+reduce-scatter, too:
 """
 
 # %%
 timed = comms.timed(computing=False)
 m = timed.world_size
+x = torch.zeros(m * 2**18, device=timed.device)
+part = x[: 2**18]  # 1 MiB
+calls = {name: partial(call, name, timed, part if "gather" in name else x) for name in BRINGS}
+calls["reduce-scatter, our ring"] = partial(ring_reduce_scatter, x, timed)
 levels, most = math.ceil(math.log2(m)), (m - 1) / m
-timed.print(f"{m} of {n} ranks stay")
-COST = {
-    "broadcast": (levels, 1),
-    "broadcast, our ring": (1, 1),
-    "scatter": (most, most),
-    "gather": (most, most),
-    "all-gather": (most, most),
-    "reduce-scatter": (most, most),
-    "reduce-scatter, our ring": (most, most),
-    "all-to-all": (most, most),
-    "all-reduce": (2 * most, 2 * most),
-}
+COST = dict.fromkeys(sorted(calls), (most, most))
+COST["all-reduce"] = 2 * most, 2 * most
+COST["broadcast"] = levels, min(levels, 1)
 
 # %% [markdown]
 """
-**Build.** NCCL's broadcast, to be tried beside gloo's. (Chapter 02 has a ring's reduce-scatter.)
+**Measure.** gloo's messages travel over TCP, and Linux counts what each connection has carried
+(`TCP_INFO`). So the kernel says what a collective sent, whatever the backend does inside:
 """
-
-
-# %%
-def ring_broadcast(tensor, group, pieces=8):
-    chunks, receiving, sending = tensor.chunk(pieces), [], []
-    if group.rank > 0:
-        receiving = [group.recv(chunk, group.rank - 1, async_op=True) for chunk in chunks]
-    for chunk, coming in itertools.zip_longest(chunks, receiving):
-        if coming:
-            coming.wait()
-        if group.rank < group.world_size - 1:
-            sending.append(group.send(chunk, group.rank + 1, async_op=True))
-    for pending in sending:
-        pending.wait()
 
 
 # %% tags=["plumbing"]
-def calls_on(parts):
-    """Calls whose largest tensor has ``parts`` numbers for each rank."""
-    x = torch.zeros(m * parts, device=timed.device)
-    mine = x[:parts].clone()
-    wire = timed.to_wire(mine).clone()  # for those that gloo takes from a processor only
-    whole = [wire.clone() for _ in range(m)] if timed.rank == 0 else None
-    return {
-        "broadcast": partial(timed.broadcast, x),
-        "broadcast, our ring": partial(ring_broadcast, x, timed),
-        "scatter": partial(dist.scatter, wire, whole, group=timed.group, group_src=0),
-        "gather": partial(dist.gather, wire, whole, group=timed.group, group_dst=0),
-        "all-gather": partial(timed.all_gather, mine),
-        "reduce-scatter": partial(timed.reduce_scatter, x),
-        "reduce-scatter, our ring": partial(ring_reduce_scatter, x, timed),
-        "all-to-all": partial(timed.all_to_all, x),
-        "all-reduce": partial(timed.all_reduce, x),
-        "microddp's scatter": partial(timed.scatter, x),
-    }
-
-
-# %% [markdown]
-"""
-**Measure.** First the bytes. gloo's messages travel over TCP, and Linux counts what each connection
-has carried. So the kernel can say what a collective really sent, whatever the backend does inside:
-"""
-
-
-# %%
 def carried():
-    """Bytes sent, bytes received and packets sent, of each of this process's TCP connections."""
-    counts = {}
+    """Bytes sent and bytes received over this process's TCP connections."""
+    total = torch.tensor([0, 0])
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError, struct.error):  # not TCP, or an old kernel
             connection = socket.socket(fileno=int(fd))
             try:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 216)
             finally:
-                connection.detach()  # it is not ours to close
-            received, packets, sent, again = (
-                struct.unpack_from(form, info, at)[0]
-                for form, at in (("Q", 128), ("I", 156), ("Q", 200), ("Q", 208))
-            )
-            counts[fd] = torch.tensor([sent - again, received, packets])
-    return counts
+                connection.detach()  # not ours to close
+            received, sent, again = (struct.unpack_from("Q", info, at)[0] for at in (128, 200, 208))
+            total += torch.tensor([sent - again, received])
+    return total
 
 
 # %%
-def carried_by(call):
-    """What a call carries, on the rank where each is most."""
+def carried_by(collective):
     timed.barrier()
-    time.sleep(0.05)  # until what is buffered has left
+    time.sleep(0.05)  # until buffers are empty
     before = carried()
-    call()
+    collective()
     time.sleep(0.05)
-    counts = sum(count - before.get(fd, 0) for fd, count in carried().items())
-    return torch.tensor(timed.all_gather_data(counts.tolist())).amax(0).tolist()
+    return max(timed.all_gather_data((carried() - before).max().item()))
 
 
-# %%
-PART = 2**18  # numbers: 1 MiB
-S = 4 * PART * m
-can_count = timed.backend == "gloo" and hasattr(socket, "TCP_INFO") and bool(carried())
-can_count = m > 1 and all(timed.all_gather_data(can_count))
-tiny, full = (
-    {name: carried_by(call) for name, call in calls_on(parts).items()} if can_count else {}
-    for parts in (1, PART)
-)
-
-# %% [markdown]
-"""
-Then the time, of as many bytes and of a single number for each rank. The unit is what $S$ takes on
-a link of known speed; elsewhere, what it takes to exchange $S$ with a neighbour:
-"""
-
-# %%
-right, left = (timed.rank + 1) % m, (timed.rank - 1) % m
-out, into = torch.zeros(2, S // 4, device=timed.device).unbind()
-swap = partial(timed.sendrecv, out, right, into, left) if m > 1 else partial(into.copy_, out)
-large = measure({"swap": swap, **calls_on(PART)}, timed, repeat=9)
-small = measure(calls_on(1), timed, repeat=9)
-unit = S * timed.box.seconds_per_byte if timed.box else large["swap"].median
+S = x.nbytes
+can_count = m > 1 and timed.backend == "gloo" and hasattr(socket, "TCP_INFO")
+can_count = can_count and all(timed.all_gather_data(carried().any().item()))
+counted = {name: carried_by(calls[name]) / S for name in COST if can_count}
+both = "reduce-scatter, our ring", "reduce-scatter"
+took = measure({name: calls[name] for name in both}, timed, repeat=9)
 
 # %% tags=["plumbing"]
-counted = {name: max(full[name][:2]) / S for name in COST if can_count}
-took = {name: large[name].median / unit for name in COST}
-rows = [
-    (
-        name,
-        float(gloo),
-        counted.get(name),
-        took[name],
-        float(nccl),
-        human_seconds(small[name].median),
-    )
-    for name, (gloo, nccl) in COST.items()
-]
-headers = ["", "predicted", "counted", "took", "NCCL, worked out", f"time of {4 * m} B"]
-timed.print(f"{timed.backend}, {m} ranks, S = {human_bytes(S)}: the busiest link's bytes, in S")
-if not can_count:
-    timed.print("Bytes are counted for two ranks and more, on gloo, under Linux.")
-timed.print(table(rows, headers))
-
-# %% tags=["plumbing"]
+rows = [(name, float(gloo), counted.get(name), float(nccl)) for name, (gloo, nccl) in COST.items()]
+timed.print(f"{timed.backend}, {m} of {n} ranks: the busiest link's bytes, in S = {human_bytes(S)}")
+timed.print(table(rows, ["", "gloo, predicted", "counted", "NCCL, worked out"]))
 real = {name: gloo for name, (gloo, _) in COST.items()}
-real["reduce-scatter"] = real["all-reduce"] if can_count else most
+real["reduce-scatter"] = real["all-reduce"]
 assert all(abs(counted[name] - real[name]) < 0.02 for name in counted)
-twice = counted.get("reduce-scatter", 0.0)
+ring = compare(*(took[name] for name in both))
 find(
     timed,
     "bytes",
     counted=(
         can_count,
-        "Each sent what was predicted, except gloo's reduce-scatter: it sent "
-        f"{twice:.2f} S, as much as an all-reduce, where {most:.2f} S would do.",
-    ),
-    not_counted=(not can_count, "No bytes were counted."),
-)
-
-# %% tags=["plumbing"]
-miss = {name: took[name] / real[name] for name in COST} if m > 1 else {"": 1.0}
-worst = max(miss, key=lambda name: abs(math.log(miss[name])))
-close = sum(0.9 < ratio < 1.1 for ratio in miss.values())
-find(
-    timed,
-    "times",
-    several=(
-        m > 1,
-        f"Of {len(miss)} ways {close or 'none'} took the time of the bytes that they sent, to a "
-        f"tenth. Missed most is {worst}: it took {miss[worst]:.2g} times that.",
-    ),
-    alone=(m == 1, "One rank sends nothing, so there is nothing to predict."),
-)
-
-# %% tags=["plumbing"]
-tree, half = (
-    compare(large[f"{name}, our ring"], large[name]) for name in ("broadcast", "reduce-scatter")
-)
-find(
-    timed,
-    "rings",
-    several=(
-        m > 1,
-        tree.say("A broadcast around our ring", "the backend's")
-        + ". "
-        + half.say("A reduce-scatter around a ring", "the backend's")
+        "Each sent what was predicted, except gloo's reduce-scatter: that sent "
+        f"{counted.get('reduce-scatter', 0.0):.2f} S, as much as an all-reduce. "
+        + ring.say(f"A ring's reduce-scatter, with {most:.2f} S,", "gloo's")
         + ".",
     ),
-    alone=(m == 1, "One rank has no ring."),
-)
-
-# %% tags=["plumbing"]
-figures.stacked_bars(
-    {
-        name: {
-            "its bytes on the link": unit * min(real[name], took[name]),
-            "more": unit * max(0.0, took[name] - real[name]),
-        }
-        for name in COST
-    },
-    title=f"Around a ring, a reduce-scatter is {half.than('the one of ' + timed.backend)}",
-    xlabel=f"time of {human_bytes(S)}",
-)
-
-# %% tags=["plumbing"]
-mine, direct = (tiny.get(name, [0])[-1] for name in ("microddp's scatter", "scatter"))
-slow = compare(small["scatter"], small["microddp's scatter"])
-find(
-    timed,
-    "small-scatter",
-    counted=(
-        can_count,
-        f"Of {4 * m} B, gloo's scatter is {slow.than('that of microddp')}: its busiest rank "
-        f"sends {direct} packets, and with microddp's {mine}.",
+    not_counted=(
+        not can_count,
+        "Bytes are counted for two ranks and more, on gloo, under Linux.",
     ),
-    not_counted=(not can_count, "No packets were counted."),
 )
 
 # %% [markdown]
@@ -508,21 +301,14 @@ r"""
 **Explain.** PyTorch makes gloo's reduce-scatter from all-reduces, after which every rank throws all
 parts but its own away ("2x communication", says [its
 author](https://github.com/pytorch/pytorch/pull/118911)). A collective's name says who has what at
-the end, not what it costs to get there. Not in the model are starts, which are all that a small
-tensor pays; copies and sums; and that a rank must have a piece before it can pass it on. In
-gloo's tree rank 0 starts all its messages at once, and they share its link: so the rank that passes
-one on has it late: with four ranks after $2 S$, and then sends $S$. A round of an all-to-all waits
-for two partners. A scatter of gloo's must be told on every rank what will come. In microddp's the
-ranks first agree, in two all-gathers, that there is something to deal out, and rank 0 sends a
-header before each part.
+the end, not what it costs to get there.
 
 :::{admonition} On GPUs
-Who has what stays, and so does the order that the second half is about. What changes is the
-column of NCCL: a broadcast does not grow with $n$, and a reduce-scatter is half an all-reduce, on
-which sharded training rests. On 8 H200, with 16 GiB, a link carried 367 GB/s in a ring's
+Who has what stays, and so does the order of calls. A broadcast's bytes do not grow with $n$; a
+reduce-scatter has half an all-reduce's. On 8 H200, with 16 GiB, a link carried 367 GB/s in a ring's
 all-reduce, 363 in a reduce-scatter and 361 in an all-gather
-([ml-engineering](https://github.com/stas00/ml-engineering/tree/master/network), August 2026): as
-fast, with half the bytes. On yours, run `reduce_scatter_perf` of nccl-tests.
+([ml-engineering](https://github.com/stas00/ml-engineering/tree/master/network), August 2026):
+equally fast. On yours, run `reduce_scatter_perf` of nccl-tests.
 :::
 """
 
@@ -531,9 +317,9 @@ r"""
 ## When it hangs
 
 Collectives are paired by their order. Whoever enters one waits for the others, until the time-out.
-Most mistakes below are functions of the ranks that depart from the others. `outcomes` makes
-it in a group of its own, with a time-out of one second, and returns how each rank fared: its error,
-or "went on". (With NCCL a time-out ends the process, so there they are not made.)
+Most mistakes below are functions of the ranks that depart from the others. `outcomes` makes one in
+a group of its own, with a time-out of one second, and returns how each rank fared: its error, or
+"went on". (With NCCL a time-out ends the process, so there none is made.)
 """
 
 # %%
@@ -587,9 +373,9 @@ assert set(outcomes(log_loss, [])) == {"went on"}  # all average, one prints
 
 # %% [markdown]
 """
-The error names a wait, and neither the collective nor the ranks that did not come. It is raised
-where the program is right to wait. The culprits went on: with a time-out of minutes they hang by
-now at their own next collective, somewhere else.
+The error names neither the collective nor the ranks that did not come. It is raised where the
+program is right to wait. The culprits went on: with a time-out of minutes they hang by now at their
+own next collective, somewhere else.
 
 ## Where it breaks: another order, another shape
 

@@ -24,6 +24,7 @@ import threading
 import time
 from pathlib import Path
 from textwrap import fill
+from unittest import mock
 
 import torch
 from torch.distributed import PrefixStore, TCPStore
@@ -70,35 +71,35 @@ comms.print(table(rows, ["devices", *(f"interrupted every, by {name}" for name i
 
 # %% [markdown] index=["hang", "deadlock", "stuck", "flight recorder"]
 r"""
-It depends on the machines, and on what is counted. (For 16 384 GPUs Kokolis and others project
-1.8 hours, by another model.) So somebody or something has to notice, to find the cause, and to go
-on.
+It depends on the machines, and on what is counted. So something has to notice, find the cause, and
+go on.
 
 ## Reading a hang
 
 If a process dies, the kernel closes its connections, and with gloo its neighbours get an error. A
-rank that does not come to a collective gives no sign: the others wait until a time-out. That is
-common: over 60 % of Meta's time-outs came from the CPU side, as when ranks part ways
-([PyTorch's blog][blog], March 2026).
+rank that does not come to a collective gives no sign: the others wait until a time-out. Of Meta's
+time-outs over 60 % came from the CPU side, as when ranks part ways ([PyTorch's blog][blog], March
+2026).
 
-So each rank has to say where it *is*. It notes each call before it makes it: what it is, its number
-in its group, and the line of the program. With `MICRODDP_RECORD=DIR` in the environment the last 64
-notes are in a file that is mapped into memory. What is written there belongs to the kernel, so it
-can be read while the process hangs, and when it is dead.
+So each rank notes each call before it makes it: its kind, its number in its group, and the line
+of the program. With `MICRODDP_RECORD=DIR` in the environment the last 64 notes are in a file that
+is mapped into memory. What is written there belongs to the kernel, so it can be read while the
+process hangs, and when it is dead.
 
 `python -m microddp.doctor DIR` compares the records of all ranks, and asks each process for its
 stack, by a signal. Below, a thread of rank 0 calls its `report` while the ranks hang. Each mistake
-is made in a group of its own, with a time-out of two seconds. (With NCCL a time-out would end the
-process, so these mistakes are made with gloo only.)
+has a group of its own, with a time-out of two seconds. (Under NCCL it would end the process, so
+this is for gloo only.)
 
 [blog]:
 https://pytorch.org/blog/flight-recorder-a-new-lens-for-understanding-nccl-watchdog-timeouts/
 """
 
-# %%
+# %% tags=["plumbing"]
 STUCK = n > 1 and comms.backend == "gloo"  # whether there is somebody to wait for
 
 
+# %%
 def diagnosed(mistake):
     """What the doctor says while all ranks call ``mistake(group)``, and what came of the call."""
     comms.barrier()  # the time-out counts while the group is made, too
@@ -185,17 +186,14 @@ show(only_rank_0_averages, save_then_barrier, early_continue, uneven_batches)
 
 # %% [markdown]
 r"""
-How to read it: `all_reduce 4 (float32 (4,), op=sum)` is the fourth all-reduce or other collective
-of this group, of four 32-bit numbers, added up. A rank "in no call; through its last" has completed
-that one, and is in none. `subgroup`, the call that made this group, is numbered in the group of all
-ranks.
+How to read it: `all_reduce 4 (float32 (4,), op=sum)` is the fourth collective of this group, an
+all-reduce of four 32-bit numbers, added up. "In no call; through its last, X" means that the last
+call that this rank completed was X. (`subgroup`, which made this group, is numbered in the group of
+all ranks.)
 
 A rank that waits may be right to wait. In the first two the line that waits is the bug, as not all
-ranks come to it. In the others it is right, and the bug is above it: what lets rank 1 leave it out.
-(Rank 1 has gone on to `diagnosed` here, and in a program to what blocks next.)
-
-An early `continue` and a batch less are the same to a collective: rank 1 has made one call less. In
-`early_continue` rank 1's batch 3 was added to the others' batch 2. In training that is a wrong
+ranks come to it. In the others it is right, and the bug is what lets rank 1 leave it out.
+In `early_continue` rank 1's batch 3 was added to the others' batch 2. In training that is a wrong
 gradient without an error, and the hang comes at the end. Next, calls that differ. Of mistakes that
 do not hang, only the verdict is printed:
 """
@@ -260,10 +258,10 @@ find(
 
 # %% [markdown]
 r"""
-**Explain.** gloo adds up bytes as each rank sees them: the bits of the float 2.0 are those of the
-integer 1 073 741 824, and those of the integer 1, read as a float, are $10^{-45}$, which vanishes
-beside 1.0. `MICRODDP_DEBUG=1` compares calls before they are made, and raises on all
-ranks (chapter 07). It costs a round of messages each time, and the record does not.
+**Explain.** gloo adds up bytes as each rank sees them. The bits of the integer 1, read as a float,
+are $10^{-45}$, which vanishes beside 1.0; those of the float 2.0, read as an integer, are
+1 073 741 824. `MICRODDP_DEBUG=1` compares calls before they are made, by a round of messages, and
+raises on all ranks (chapter 07).
 
 Last, an exception on one rank, in a job of its own: {download}`raise_on_one_rank.py
 <../_downloads/raise_on_one_rank.py>`.
@@ -296,6 +294,11 @@ def start(*arguments, said=subprocess.DEVNULL, **environment):
     return subprocess.Popen(command, env=BARE | environment, **out)
 
 
+def said_by(program):
+    process = start(PROGRAMS / program, said=subprocess.PIPE)
+    return process.communicate(timeout=100)[0]
+
+
 # %%
 def raises_on_one_rank():
     with tempfile.TemporaryDirectory() as folder:
@@ -314,25 +317,22 @@ comms.print("\n".join(fill(line, 94, subsequent_indent="    ") for line in said.
 
 # %% [markdown] index=["elastic"]
 r"""
-The ranks that fail first are named first. The others fail when rank 1's connections close (after an
-exception, when Python has ended), and torchrun ends whoever is still there. The records remain.
-(The numbers count all collectives of a group, and `init` makes one.)
+The ranks that fail first are named first. The others fail when rank 1's connections close, as its
+Python ends, and torchrun ends whoever is still there. The records remain.
 
-Where a job hangs and no folder was named, each process that has called `microddp.init()` prints its
-stack and its last collectives when it gets SIGUSR1 (`kill -USR1`). For any other process there is
-`py-spy dump --pid`, and PyTorch's *flight recorder* (chapter 07), which the doctor reads, too, for
-calls that microddp did not make.
+Where no folder was named, each process that has called `microddp.init()` prints its stack and its
+last collectives when it gets SIGUSR1 (`kill -USR1`). For others there is `py-spy dump
+--pid`, and PyTorch's *flight recorder* (chapter 07), which the doctor reads, too.
 
 ## Without a restart, in thirty lines
 
-Now a rank that is dead. The survivors have all that it takes to go on: every replica has the
-weights. What is broken is the group. So: make a new one.
+Now a rank that is dead. The survivors have the weights. What is broken is the group, so they make a
+new one.
 
 Ranks that have no group yet meet in a *store*, a small server that keeps values by their names. In
-torchrun's jobs it is at `MASTER_ADDR` and `MASTER_PORT`. `TCPStore` connects to it, and `add` adds
-to a number there and returns the sum, so the first to come reads 1. gloo's ranks leave their
-addresses there, from which they connect. `PrefixStore` puts a word before each name, so that a new
-group does not read the addresses of an old one:
+torchrun's jobs it is at `MASTER_ADDR` and `MASTER_PORT`. `add` adds to a number there and returns
+the sum, so the first to come reads 1. gloo's ranks leave their addresses there. `PrefixStore` puts
+a word before each name, so that a new group does not read the addresses of an old one:
 """
 
 # %%
@@ -354,18 +354,11 @@ store):
 :end-before: def say
 ```
 
-**Predict.** The survivors notice in a round trip: a connection is closed. All who come to the next
-generation within 0.3 s are in. And they make its group: some connections. So it should take a
-little more than 0.3 s:
+**Predict.** The survivors notice in a round trip. All who come to the next generation within 0.3 s
+are in. Its group takes some connections, so in all a little more than 0.3 s:
 """
 
-
 # %%
-def said_by(program):
-    process = start(PROGRAMS / program, said=subprocess.PIPE)
-    return process.communicate(timeout=100)[0]
-
-
 said = on_rank_0(said_by, "meet_again.py")
 comms.print(said)
 assert said.count("[60.0, 60.0, 60.0]") == 2
@@ -390,11 +383,9 @@ there on. The step that was lost was taken again with larger shares. What can go
 - The process with the store dies? `microddp.elastic` has a small server that knows the members.
   If it dies, a survivor starts another one, and all tell it what they saw last.
 - A rank hangs? The others notice at the time-out (10 s by default), wait two seconds, and go on.
-- One rank has finished a step, and another has not? After the gradients, and before any weight
-  changes, the losses are averaged in one more message. A rank that gets it takes the step, with all
-  its samples. One that does not gets the other's state when they meet.
-- A rank comes late? It gets the state of a rank that is furthest.
-- A stranger comes? Members prove that they know the job's secret.
+- One rank has finished a step, and another has not? Before any weight changes, the losses are
+  averaged in one more message. A rank that gets it takes the step. One that does not, or comes
+  late, gets the state of a rank that is furthest when they meet.
 
 [torchft](https://github.com/meta-pytorch/torchft) does this for clusters of GPUs.
 
@@ -405,23 +396,16 @@ A rank dies after $k$ steps, and the last checkpoint is of step $j$. Four ways t
 
 - with **nothing** saved: `torchrun --max-restarts=1` begins again;
 - with a **restart** by the same command, from the last checkpoint;
-- with a **warm restart**: three more processes have imported, and take over when process 1, just
-  before it dies, leaves a file (nobody has to notice);
+- with a **warm restart**: three more processes have imported, and take over when process 1 leaves a
+  file just before it dies (nobody has to notice);
 - **elastic**: two survivors go on, with a fourth process that has stood by, too.
 
-The last two pay for what stands by: on a cluster, a spare machine.
-
 **Predict.** $B$ is the time to meet and take a first step, $R$ that of imports and $B$, and $s$ a
-step's. Then nothing costs $R + ks$, a restart $R + (k - j)s$, a warm one $B + (k - j)s$. Elastic
-repeats only the lost step. It costs, each "at most" taken as its value:
-
-- the survivors' error, and a search, in what training has made, for objects that still refer to the
-  old group: a step's time at most;
-- 50 ms for the old group's threads to end;
-- if the dead process had the server: a new one, $P$, the time to start Python with `asyncio` (and,
-  if not on Linux, a second for members that may yet come);
-- until all have come: 20 ms at most, as often as the server looks;
-- $B$: a group, a training, and a first step. The newcomer's state is one message.
+step's. Then nothing costs $R + ks$, a restart $R + (k - j)s$, a warm one $B + (k - j)s$. (Noticing
+is in none of them; torchrun's is in the figure's first part.) Elastic repeats only the lost step.
+The survivors get an error and drop the old group, within a step's time; its threads end in 50 ms;
+the server looks every 20 ms whether all have come; and then there is $B$, in which the newcomer
+gets the state in one message. (If the dead process had the server, add the start of another.)
 
 **Measure.** The same training in each way, with a checkpoint after each epoch of 14 steps. Process
 1 dies after step 26, so $k = 26$ and $j = 14$. A step has a pause of 20 ms, in place of computing.
@@ -442,18 +426,11 @@ def run_job(way):
 
 
 # %%
-def seconds_to_start_a_server():
-    began = time.perf_counter()
-    start("-Es", "-c", "import asyncio").wait()
-    return time.perf_counter() - began
-
-
-P = on_rank_0(seconds_to_start_a_server)
 WAYS = ["nothing", "restart", "warm", "elastic"]
 events = {way: on_rank_0(run_job, way) for way in WAYS}
 
 
-# %%
+# %% tags=["plumbing"]
 def fault(told):
     """When a rank died, when the first step after that was made, and when the first new one."""
     died = next(at for at, what, *_ in told if what == "dead")
@@ -470,28 +447,18 @@ R = first - min(at for at, what, *_ in life if what == "started")
 B = first - max(at for at, what, *_ in life if what == "imported")
 s = (died - first) / 25
 
-died, first, new = fault(events["elastic"])
-met = [(at, *more) for at, what, more in events["elastic"] if what == "met" and died < at < first]
-at, let, *_ = max(met, key=lambda meeting: meeting[1]["let go"])  # of a survivor
-new_server = any(started for _, _, started, _ in met)
-parts = {
-    "the error, a search": (s, at - sum(let.values()) - died),
-    "50 ms for threads": (0.05, let["let go"]),
-    "a new server" if new_server else "the server, which lives": (P * new_server, let["find"]),
-    "until all have come": (0.02, let["wait"]),
-    "group, training, first step": (B, let["form"] + new - at),
-}
+died, first, _ = fault(events["elastic"])
+met = [more for at, what, more in events["elastic"] if what == "met" and died < at < first]
+new_server = any(started for _, started, _ in met)
 predicted = {"nothing": R + 26 * s, "restart": R + 12 * s, "warm": B + 12 * s}
-predicted["elastic"] = sum(seconds for seconds, _ in parts.values())
+predicted["elastic"] = s + 0.05 + 0.02 + B
 cost = {way: fault(told)[2] - fault(told)[0] for way, told in events.items()}
 
 # %% tags=["plumbing"]
-comms.print(f"R {R:.2f} s, B {B:.2f} s, a step {human_seconds(s)}, a new server {P:.2f} s\n")
+comms.print(f"R {R:.2f} s, B {B:.2f} s, a step {human_seconds(s)}\n")
 rows = [(way, predicted[way], cost[way], cost[way] / predicted[way]) for way in WAYS]
 headers = ["a fault costs", "predicted, s", "measured, s", "measured / predicted"]
-comms.print(table(rows, headers) + "\n")
-rows = [(part, *both) for part, both in parts.items()]
-comms.print(table(rows, ["elastic, by part", "predicted, s", "measured, s"], floats=".3f"))
+comms.print(table(rows, headers))
 
 
 # %% tags=["plumbing"]
@@ -517,50 +484,22 @@ figures.stacked_bars(
 ahead, plain = cost["warm"] / cost["elastic"], cost["restart"] / cost["elastic"]
 plain, repeated = float(f"{plain:.1g}"), parts_of["warm"]["steps again"]
 by_way = (
-    f"Measured once each, a fault costs {cost['nothing']:.1f} s with nothing, "
-    f"{cost['restart']:.1f} s with a restart, {cost['warm']:.2f} s with a warm one, and "
-    f"{cost['elastic']:.2f} s elastic. "
-    f"Of the warm one's, {repeated:.2f} s are the 12 steps that it repeats: with 7, half an "
-    f"interval, it would cost {cost['warm'] - repeated * 5 / 12:.2f} s. "
-    f"Here elastic is about {plain:g} times as fast as a restart"
+    f"Measured once each, elastic{', with a new server,' * new_server} is about {plain:g} times as "
+    "fast as a restart"
 )
-
-# %% tags=["plumbing"]
+half = (
+    f" Of the warm one's {cost['warm']:.2f} s, {repeated:.2f} s are the 12 steps that it repeats: "
+    f"with 7, half an interval, it would cost {cost['warm'] - repeated * 5 / 12:.2f} s."
+)
 find(
     comms,
     "cost",
-    elastic=(ahead > 1.2, f"{by_way}, and {ahead:.1f} times as fast as a warm one."),
-    warm=(ahead < 1 / 1.2, f"{by_way}; the warm one is {1 / ahead:.1f} times as fast as elastic."),
-    alike=(1 / 1.2 <= ahead <= 1.2, f"{by_way}; one fault does not tell it from a warm one."),
-)
-
-# %% tags=["plumbing"]
-more, of_imports = cost["restart"] - cost["nothing"], parts_of["restart"]["imports"]
-said = (
-    f"The restart is {cost['restart'] - predicted['restart']:+.2f} s off, its imports "
-    f"{of_imports - R + B:+.2f}. The prediction has no term for the "
-    f"{parts_of['restart']['processes start']:.2f} s until its processes start. "
-    f"With 14 steps fewer it should cost {14 * s:.2f} s less than nothing saved. Measured is "
-    f"{more:+.2f} s; the imports differ by {of_imports - parts_of['nothing']['imports']:+.2f}"
-)
-find(
-    comms,
-    "restart-parts",
-    gain=(more < 0, f"{said}."),
-    no_gain=(more >= 0, f"{said}: the checkpoint's gain does not show."),
-)
-
-# %% tags=["plumbing"]
-slowest = max(parts, key=lambda part: parts[part][1])
-said = (
-    f"Of elastic's {cost['elastic']:.2f} s the longest part is '{slowest}': "
-    f"{parts[slowest][0]:.2f} s predicted, {parts[slowest][1]:.2f} s measured."
-)
-find(
-    comms,
-    "elastic-parts",
-    new_server=(new_server, f"The dead process had the server, and a survivor started one. {said}"),
-    same_server=(not new_server, f"The dead process did not have the server. {said}"),
+    elastic=(ahead > 1.2, f"{by_way}, and {ahead:.1f} times as fast as a warm one.{half}"),
+    warm=(
+        ahead < 1 / 1.2,
+        f"{by_way}; the warm one is {1 / ahead:.1f} times as fast as elastic.{half}",
+    ),
+    alike=(1 / 1.2 <= ahead <= 1.2, f"{by_way}; one fault does not tell it from a warm one.{half}"),
 )
 
 # %%
@@ -569,7 +508,7 @@ losses = {
     for way, told in events.items()
 }
 calm = losses["nothing"]  # its second life is one without a fault
-assert losses["restart"] == losses["warm"] == calm, "bitwise"
+assert losses["restart"] == losses["warm"] == calm
 off = max(abs(losses["elastic"][step] - loss) for step, loss in calm.items())
 assert off < 1e-3
 
@@ -585,23 +524,22 @@ find(
 # %% [markdown] index=["warm spare"]
 r"""
 **Explain.** In a cluster a start takes minutes, with a queue for a new machine, and terabytes to
-read. A warm restart and elastic do without start and imports. The warm ranks meet in a
-new store, which rank 0 starts: one that comes before it tries again after a quarter to three
-quarters of a second (`Backoff.hpp` of PyTorch 2.13). NVIDIA's
+read. A warm restart and elastic do without start and imports. NVIDIA's
 [resiliency extension](https://github.com/NVIDIA/nvidia-resiliency-ext/releases/tag/v0.3.0) has warm
 spares for GPUs (March 2025).
 
-Elastic ranks add up in the same order if there are as many as before, and here they wait for the
-fourth. Fewer add up in another order, and agree up to rounding.
+Elastic ranks wait for the fourth here, and as many add up in the same order. Fewer would agree up
+to rounding.
 
-What does elastic cost where nobody dies? The spare; in each step the message with the losses, which
-takes the $2(n-1)\,\alpha$ of a small all-reduce; and a wait until the loss is known. (NCCL has only
-lately learned to abort and shrink groups, so microddp's members use gloo.) On 64 H200, with a
-fault every 45 to 75 minutes, 3000 steps of Llama-4 Scout took 818 minutes with restarts, 930 with
-torchft, whose averages across replicas went over gloo, and 405 with TorchPass, which moves to a
-spare ([Clockwork](https://clockwork.io/blog/keeping-distributed-training-running-through-failures),
-who sell it). What a fault costs, times how often there is one, has to be held against what
-readiness costs in every step.
+Where nobody dies, elastic costs the spare, a machine; in each step the message with the losses, the
+$2(n-1)\,\alpha$ of a small all-reduce; and a wait until the loss is known. Hold what a fault costs,
+times how often there is one, against that. On 64 H200, with a fault every 45 to 75 minutes, 3000
+steps of Llama-4 Scout took 818 minutes with restarts, 930 with torchft, whose averages across
+replicas went over gloo, and 405 with TorchPass, which moves to a spare ([Clockwork][clockwork], who
+sell it).
+
+[clockwork]:
+https://clockwork.io/blog/keeping-distributed-training-running-through-failures
 
 ## How often to save
 
@@ -612,8 +550,9 @@ $$ \text{lost} = \frac{c}{\tau} + \frac{\tau}{2M} + \frac{r}{M}, \qquad
 \tau^* = \sqrt{2 c M}. $$
 
 That is [Young's interval](https://doi.org/10.1145/361147.361115) (1974). Twice or half as long
-costs a quarter more of the first two terms. `Failures`, below, has Daly's formula (2006), which
-also counts faults during checkpoints and restarts, and $c$ as a share of all the time:
+costs a quarter more of the first two terms. `Failures`, below, has Daly's formula (2006). It adds
+faults during checkpoints and restarts, and has fewer checkpoints: only time that is kept is divided
+into intervals.
 
 $$ \text{kept} = \frac{\tau}{M e^{r/M} (e^{(\tau + c)/M} - 1)}. $$
 
@@ -653,8 +592,8 @@ figures.lines(
 worse = lost[2] - lost[1]
 said = (
     f"Young's interval is {young / 60:.0f} min, and loses {lost[1]:.1%}. Half of it loses "
-    f"{lost[0.5]:.1%}, and twice {lost[2]:.1%}. With some {MONTH / job.between:.0f} faults in a "
-    f"simulated month, half of the months lose {low:.1%} to {high:.1%}: luck changes the loss"
+    f"{lost[0.5]:.1%}, and twice {lost[2]:.1%}. "
+    f"Half of the months lose {low:.1%} to {high:.1%}: luck changes the loss"
 )
 find(
     comms,
@@ -663,67 +602,21 @@ find(
     shown=(high - low < worse, f"{said} less than doubling the interval does."),
 )
 
-# %% [markdown]
-r"""
-**The model against a record.** Llama 3 trained "higher than 90 %" of the time on its 16 384 GPUs
-(section 3.3.4). What does the same model give, and what would it need?
-"""
-
-# %%
-GPUS, PUBLISHED = 16384, 0.9
-
-
-def kept(checkpoint, restart, count=GPUS, one=M1["Llama 3"]):
-    job = Failures.of_devices(count, one, checkpoint, restart)
-    return job.useful(job.best_interval)
-
-
-def most(share):
-    """The most seconds for which a share that falls with them is still as published."""
-    return max((s for s in range(1, 1200) if share(s) >= PUBLISHED), default=0)
-
-
-C = 405e9 * 14 / 2e12  # bytes of the state, by bytes a second
-writes, starts = most(lambda c: kept(c, 600)), most(lambda r: kept(60, r))
-
-# %% tags=["plumbing"]
-rows = [
-    ("Kokolis, 1024 GPUs", "60 s, 10 min", kept(60, 600, 1024, M1["Kokolis"]), None),
-    ("Llama 3, 16,384 GPUs", "60 s, 10 min", kept(60, 600), "over 90%"),
-    ("Llama 3, 16,384 GPUs", f"{C:.1f} s, 10 min", kept(C, 600), "over 90%"),
-]
-headers = ["faults as counted in", "checkpoint, restart", "share kept, by the model", "published"]
-comms.print(table(rows, headers, floats=".1%"))
-said = f"With 60 s and 10 min the model keeps {kept(60, 600):.1%} of Llama 3's time"
-needs = f"at 10 min a restart, a checkpoint may stop it for {writes} s at most"
-none = f"not even a restart of no time is enough ({kept(60, 0):.2%})"
-needs += f"; at 60 s a checkpoint, {f'a restart may take {starts} s' if starts else none}."
-find(
-    comms,
-    "published",
-    below=(kept(60, 600) < 0.9, f"{said}, and the published share is over 90 %. For 90 %, {needs}"),
-    reached=(kept(60, 600) >= 0.9, f"{said}, as published. For 90 %, {needs}"),
-)
-
 # %% [markdown] index=["distributed checkpoint", "DCP", "async_save", "sharded checkpoint"]
 r"""
-**Explain.** The last row has $c$ from Llama 3's storage, 2 TB/s (section 3.3.1), and 405 billion
-parameters of 14 bytes, 2 in bf16 and 12 of Adam's (a 32-bit copy and two moments). What the model
-leaves out makes it too high: a hang is noticed after minutes, and a new machine takes longer.
+Real jobs lose more: a hang is noticed after minutes, and a new machine takes longer. Chapter 18
+and exercise 1 hold the model against Llama 3's record.
 
 ## Checkpoints as practised
 
-How does $c$ become small? All ranks write, each its own shard, in the background. PyTorch has both
-in `torch.distributed.checkpoint` (DCP).
+How does $c$ become small? All ranks write, each its own shard, in the background, with PyTorch's
+`torch.distributed.checkpoint` (DCP). A sharded model's parameters are `DTensor`s: a rank holds its
+rows, and the tensor knows which they are. So each rank writes a file of its own rows, and a small
+`.metadata` says where in which file each row is. A rank with other shards looks up the rows that it
+needs. `async_save` copies the state, returns, and a thread writes the copy.
 
-A sharded model's parameters are `DTensor`s: a rank holds its rows, and the tensor knows the whole
-shape and which rows they are. So each rank writes a file of its own rows, and a small `.metadata`
-says where in which file each row is. A rank with other shards looks up the rows that it needs.
-`async_save` copies the state, returns, and a thread writes the copy.
-
-**Build.** {download}`sharded_checkpoint.py <../_downloads/sharded_checkpoint.py>` is a model by
-`fully_shard` (chapter 16) with Adam. Four ranks train and save it, two and eight load it, all on
-real processes. Its heart:
+**Build.** {download}`sharded_checkpoint.py <../_downloads/sharded_checkpoint.py>` has a model by
+`fully_shard` (chapter 16) with Adam. Four ranks train and save it, two and eight load it:
 
 ```{literalinclude} ../_downloads/sharded_checkpoint.py
 :language: python
@@ -744,7 +637,7 @@ training's group they would be mixed with those of the next steps.
 
 **Predict.** Parameters and Adam's two moments are 12 bytes a parameter, so each of 4 files has 3.
 All bits are the same after loading. Both calls stop training for `state()`; then `async_save` for a
-copy in memory, and `save` for planning and writing, which should take longer:
+copy in memory, and `save` for writing, which should take longer:
 """
 
 # %%
@@ -784,78 +677,144 @@ find(comms, "async", **stopped.sides(said) | {"alike": alike})
 r"""
 **Explain.** Only what *stops* training counts as $c$. As it shrinks, $\tau^*$ does, as its root: a
 hundredth of the cost, a tenth of the interval. But the thread takes a core and the disk meanwhile,
-the copy takes memory, and a fault finds the newest complete checkpoint a little older. One save at
-a time: wait for the last one before the next.
+the copy takes memory, and a fault finds the newest complete checkpoint a little older. Wait for the
+last save before the next. Jobs also keep newer copies on a neighbour machine
+(*local checkpointing* in NVIDIA's resiliency extension).
 
-Beside that, jobs keep newer copies on their own machines and on a neighbour (*local checkpointing*
-in NVIDIA's resiliency extension), and write to the shared disk less often.
+## When a checkpoint counts
 
+Faults do not wait until a checkpoint is complete. So one call makes it count, the renaming of a
+file, and the order is: write everything, *flush* it (wait until the disk has it), rename, and only
+then remove an old one. In DCP rank 0 hears from all ranks that their files are flushed, writes
+`.metadata` under another name, flushes and renames it. Without `.metadata` nothing is loaded. So
+give each checkpoint a folder of its own, and remove the one before only when the new one has its
+`.metadata`. (DCP removes none.) The calls of one more `save` on four ranks:
+"""
+
+# %% tags=["plumbing"]
+commit = dcp["commit, by rank"]
+began = min(calls[0][1] for calls in commit)
+dumped, renamed = commit[0][2][1], commit[0][-1][2]  # rank 0 begins .metadata, and it has its name
+flushed, bars = [], {}
+for number, (_, (_, flushes, ends), *_) in enumerate(commit):
+    flushed.append(ends)
+    until = renamed if number else dumped
+    bars[f"rank {number}"] = {
+        "plans, writes its file": flushes - began,
+        "flushes it": ends - flushes,
+        "waits": until - ends,
+        "writes, flushes, renames .metadata": renamed - until,
+    }
+assert max(flushed) <= dumped
+figures.stacked_bars(
+    bars,
+    title=f"All files are on the disk after {human_seconds(max(flushed) - began)}, "
+    f"and count after {human_seconds(renamed - began)}",
+    xlabel="since save was called",
+)
+
+# %% [markdown]
+r"""
 ## Where it breaks: the newest checkpoint
 
-Faults do not wait until a file is complete. microddp writes it under another name, waits until the
-disk has it, and renames it: under its name there is all of it or nothing. (DCP does so with
-`.metadata`, which it writes last.) But a disk may break a file afterwards. Here are two
-checkpoints, and the newer one loses its second half:
+microddp writes one file, `checkpoint-30.pt.part`, and `os.replace` takes away the `.part`.
+**Predict.** Killed before that call, a job goes on from the checkpoint before; after it, from the
+new one. Here two are kept. While a third is saved, the folder is copied before each call that
+commits, as a kill would leave it:
 """
 
 # %%
 folder = RECORDS / "checkpoints"
 checkpoints = Checkpoints(folder, comms, keep=2)
-for number in (10, 20):
-    checkpoints.save(number, {"step": number, "weights": torch.full((1000,), float(number))})
-checkpoints.finish()
+killed = []
+
+
+def save(number):
+    checkpoints.save(number, {"step": number})
+    checkpoints.finish()
+
+
+def copied_before(call):
+    def copying(*arguments, **more):
+        killed.append(call.__name__)
+        shutil.copytree(folder, RECORDS / f"killed-{len(killed)}")
+        return call(*arguments, **more)
+
+    return copying
+
+
+save(10), save(20)
+with contextlib.ExitStack() as stack:
+    for call in (os.fsync, os.replace, os.unlink):
+        stack.enter_context(mock.patch(f"os.{call.__name__}", copied_before(call)))
+    save(30)
+
+# %%
+rows = []
+for number, call in enumerate(comms.all_gather_data(killed)[0], 1):
+    copy = RECORDS / f"killed-{number}"
+    names = sorted(path.name.removeprefix("checkpoint-") for path in copy.glob("*"))
+    rows.append((call, ", ".join(names), Checkpoints(copy, comms, keep=2).load()["step"]))
+comms.print(table(rows, ["killed before", "has checkpoints", "goes on from step"]))
+assert [step for *_, step in rows] == [20, 20, 30, 30]
+
+# %% [markdown]
+r"""
+The first `fsync` flushes the file, the second the folder with its new name; `unlink` removes the
+oldest. A killed process loses no bytes that it wrote. A machine without power can, and could keep
+the new name without them: hence the flush before. But a disk may break a file afterwards. The
+newest one loses its second half:
+"""
+
+# %%
 if rank == 0:
-    newest = folder / "checkpoint-20.pt"
+    newest = folder / "checkpoint-30.pt"
     newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
 state = checkpoints.load()
 comms.print(f"going on from step {state['step']}")
-assert state["step"] == 10
-assert state["weights"].eq(10).all()
+assert state["step"] == 20
 
 # %% tags=["plumbing"]
 if rank == 0:
     shutil.rmtree(RECORDS)
+comms.barrier()  # a rank that ends writes there
 
 # %% [markdown]
 r"""
-With `--keep 1` there would have been nothing to go back to. All ranks must agree on which one it
-is, or some would go on from step 10 and some from step 20: so rank 0 reads, and sends. And all that
-the next step depends on must be in it: weights, what the optimizer keeps, the step's number, the
-place in the data, and each rank's random numbers.
+With `keep=1` there would have been nothing to go back to. All ranks must agree on which one it is:
+so rank 0 reads, and sends. And all that the next step depends on must be in it: weights, what the
+optimizer keeps, the step's number, the place in the data, and each rank's random numbers.
 
 ## Where it breaks: a fault that comes again
 
-Restarts and new groups help against what goes away. A program that is wrong at step 1000 is wrong
-again after a restart. So restarts are counted, by `--max-restarts`. In microddp any error other
-than a lost connection ends that process at once, and a step that the same members have lost five
-times counts as the program's failure.
+A program that is wrong at step 1000 is wrong again after a restart. So restarts are counted, by
+`--max-restarts`. In microddp any error other than a lost connection ends that process at once, and
+a step that the same members have lost five times counts as the program's failure.
 
 A GPU that computes wrong numbers raises nothing at all. That ranks agree on a loss proves no more
 than that they agree.
 
 :::{admonition} On GPUs
 The mistakes stay. But an NCCL call returns at once, so the host stands at a later line, where it
-needs a result. If a plain DDP job hangs at night, the watchdog ends it after the `timeout` of
+needs a result. If a plain DDP job hangs, the watchdog ends it after the `timeout` of
 `init_process_group` (10 minutes, unless set), and its message names the collective
 ({doc}`chapter 07 <07_sync_primitives>` reads one). Each rank dumps its flight recorder (PyTorch
 2.13: on by default, 2000 entries): have `TORCH_FR_DUMP_TEMP_FILE` name a disk that stays.
-`torchfrtrace` compares the files. A start grows: a queue, a container, CUDA, NCCL's connections,
-compiling. `async_save` copies from the GPU to the host first, and needs gloo beside NCCL
-(`init_process_group("cpu:gloo,cuda:nccl")`). Published: Llama 3's over 90 % on 16 384 H100
-([section 3.3.4](https://arxiv.org/abs/2407.21783), 2024).
+`torchfrtrace` compares the files. `async_save` copies from the GPU to the host first, and needs
+gloo beside NCCL (`init_process_group("cpu:gloo,cuda:nccl")`). Published: Llama 3 trained over 90 %
+of the time on 16 384 H100 ([section 3.3.4](https://arxiv.org/abs/2407.21783), 2024).
 :::
 
 ## What to take along
 
-- A rank that waits may be innocent. Ask all ranks for their last call, and look for the rank that
-  has not come, or came to another one. Then ask whether the call that waits or the missing one is
-  the bug.
-- Have each rank write down its calls before it makes them, where others can read them.
+- A rank that waits may be innocent. Have each note its calls before it makes them, and look for the
+  rank that has not come, or came to another one. Then ask whether the call that waits or the
+  missing one is the bug.
 - A restart costs a start and half an interval. Spares that have imported take the start away, with
   a checkpoint or elastic, and cost a machine.
 - Save every $\sqrt{2cM}$ seconds; twice or half that costs a quarter more of $c/\tau + \tau/2M$.
   To lose less, make $c$ smaller: sharded, in the background.
-- Half a checkpoint is none: write beside, flush, then rename, and keep two.
+- Half a checkpoint is none: write beside, flush, rename, then remove the old one, and keep two.
 
 ## Exercises
 
@@ -865,15 +824,17 @@ compiling. `async_save` copies from the GPU to the host first, and needs gloo be
 $ python -m microddp.labs start 13
 ```
 
-1. A job of 1024 GPUs is interrupted every 7.9 hours, and each time loses 10 minutes, apart from
-   what was computed since the last checkpoint. To write one stops it for 20 seconds. What is
-   Young's interval, and which share of the time is lost, by the sum of three terms?
+1. Llama 3 kept over 90 % of the time, with a fault every 3.09 hours by the first table. Let each
+   take 10 minutes to start again. How long may a checkpoint stop training, by the sum of three
+   terms at Young's interval? How long does it take to write 405 billion parameters of 14 bytes (2
+   in bf16, 12 of Adam's) to storage of 2 TB/s (section 3.3.1)?
 
    <details class="solution"><summary>Solution</summary>
 
-   $\tau^* = \sqrt{2 \cdot 20 \cdot 28440} = 1067$ s, 18 minutes. Lost: $20/1067 + 1067/56880 +
-   600/28440 = 1.9 + 1.9 + 2.1 = 5.9$ %. Better checkpoints would gain at most 3.8 of these. The
-   rest is for faster starts.
+   Restarts take $600/11124 = 5.4$ %, so 4.6 % are left for the first two terms. At Young's interval
+   they are equal, together $\sqrt{2c/M}$. So $c = 0.046^2 \cdot 11124 / 2 = 12$ s at most. Writing
+   takes $405 \cdot 10^9 \cdot 14 / (2 \cdot 10^{12}) = 2.8$ s, which is less. A minute would be
+   too much: $\sqrt{120/11124}$ alone is 10 %.
 
    </details>
 
@@ -883,9 +844,9 @@ $ python -m microddp.labs start 13
    <details class="solution"><summary>Solution</summary>
 
    The survivors wait until the group's time-out, 5 s, since a stopped process keeps its connections
-   open. Then they meet and go on as before. If the stopped process is woken by SIGCONT, it gets an
-   error, too, comes third to a generation that is under way, and waits for ranks that do not come.
-   So one place has to say who is in, and tell all of them: microddp's server does.
+   open. Then they go on as before. Woken by SIGCONT, the stopped one gets an error, too, comes
+   third to a generation that is under way, and waits for ranks that do not come. So one place has
+   to say who is in: microddp's server does.
 
    </details>
 
@@ -894,11 +855,10 @@ $ python -m microddp.labs start 13
 
    <details class="solution"><summary>Solution</summary>
 
-   The first counts itself alone, and trains alone, with all the samples. The second counts two, and
-   waits for a first that is no longer there; its error is not caught in `meet`. If it were, it
-   would train alone as well: two jobs, each of which believes that it is the one. That is called
-   *split brain*. A least number of members that is more than half of all prevents it, and so does
-   one server that says who is in.
+   The first counts itself alone, and trains with all the samples. The second counts two, and waits
+   for a first that is no longer there; its error is not caught in `meet`. If it were, it would
+   train alone as well: two jobs that each believe to be the one, a *split brain*. A least number of
+   members that is more than half of all prevents it, and so does one server that says who is in.
 
    </details>
 """

@@ -12,12 +12,14 @@ import hashlib
 import json
 import multiprocessing
 import os
+import pickle
 import shutil
 import socket
 import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -97,6 +99,32 @@ def save(shards, folder):
     return stopped
 
 
+def committed(shards, folder):
+    """Save once more; returns for each rank its calls that commit, with their beginning and end."""
+    events = []
+
+    def noted(call):
+        def noting(*arguments):
+            began = time.time()
+            call(*arguments)
+            events.append([call.__name__, began, time.time()])
+
+        return noting
+
+    dist.barrier(shards.group)
+    began = time.time()
+    with (
+        mock.patch("os.fsync", noted(os.fsync)),  # a file, then .metadata
+        mock.patch("os.rename", noted(os.rename)),  # .metadata
+        mock.patch("pickle.dump", noted(pickle.dump)),  # .metadata
+    ):
+        dcp.save(shards.state(), checkpoint_id=folder, process_group=shards.beside)
+    events = [["save", began, time.time()], *events]
+    gathered = [None] * dist.get_world_size(shards.group)
+    dist.all_gather_object(gathered, events, group=shards.group)
+    return gathered
+
+
 def main():
     """Train and save on 4 ranks, load on 2 and on 8."""
     dist.init_process_group("gloo")
@@ -107,6 +135,7 @@ def main():
     if four.here:
         four.step()
         found["seconds"] = save(four, folder)
+        found["commit, by rank"] = committed(four, folder / "commit")
         found["fingerprint on 4 ranks"] = four.fingerprint()
         files = sorted((folder / "0-async").glob("*.distcp"))
         found["bytes of each rank's file"] = [file.stat().st_size for file in files]

@@ -474,6 +474,31 @@ def test_the_doctor_names_the_rank_that_raises(tmp_path, monkeypatch):
     assert "- Rank 1 ended by ValueError: a sample that cannot be read" in said
 
 
+def test_the_chapters_listing_shards_the_script(whole, tmp_path):
+    """Two ranks have the losses of DDP; one goes on from the parts that they wrote."""
+    chapter = (FOLDER.parents[1] / "chapters/14_your_script.py").read_text(encoding="utf-8")
+    (listing,) = re.findall(r"```diff\n(.*?)```", chapter, re.DOTALL)
+    script = SCRIPT.read_text(encoding="utf-8")
+    for hunk in re.split(r"@@.*\n", listing)[1:]:
+        before, after = (
+            "".join(line[1:] for line in hunk.splitlines(keepends=True) if line[0] in kinds)
+            for kinds in (" -", " +")
+        )
+        assert script.count(before) == 1, before
+        script = script.replace(before, after)
+    sharded, kept = tmp_path / "sharded.py", tmp_path / "kept.pt"
+    sharded.write_text(script, encoding="utf-8")
+    options = (sharded, "--checkpoint", kept, "--epochs")
+    first = command("-W", "ignore", *TORCHRUN, "--nproc-per-node=2", *options, 2)
+    assert first.returncode == 0, first.stderr
+    rest = command("-W", "ignore", *options, EPOCHS)
+    assert rest.returncode == 0, rest.stderr
+    said = first.stdout + rest.stdout
+    assert [int(epoch) for epoch, _, _ in LINE.findall(said)] == list(range(EPOCHS))
+    assert losses(said) == pytest.approx(losses(whole[2][0][0]), abs=1.01e-4)
+    assert len(list(Path(f"{kept}.1.shards").glob("*.distcp"))) == 2
+
+
 @pytest.mark.parametrize("way", ["nothing", "restart", "warm", "elastic"])
 def test_each_way_goes_on_after_a_death(way, tmp_path):
     restarted = way in ("nothing", "restart")

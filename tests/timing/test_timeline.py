@@ -15,8 +15,7 @@ from ranks import on_ranks
 from microddp.comms import peak_memory
 from microddp.figures import save_chrome_trace
 from microddp.step_times import exposed, overlapped, tracks
-from microddp.timing import Span, Timeline, Timing, measure
-from microddp.timing.clock import Instant
+from microddp.timing import Instant, Span, Timeline, Timing, measure
 
 SLOW, LATE = 0.05, 0.3  # seconds
 

@@ -59,7 +59,7 @@ def collect(bench: Bench, mine: torch.Tensor) -> tuple[Any, float]:
     return joined, float(mean)
 
 
-@LAB.check("every rank has rank 0's model", read="What they are for")
+@LAB.check("every rank has rank 0's model", read="Who has what")
 def model(bench: Bench) -> None:
     expect_equal_models(bench, bench.work.initialise)
 
