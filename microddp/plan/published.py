@@ -154,14 +154,7 @@ def kept(curve: dict[str, Any], overheads: Overheads) -> list[tuple[float, float
 
     A device is as fast as it was on the first number of devices.
     """
-    rates = curve["rates"]
-    operations = 6 * curve["parameters"]
-    rate = operations * rates[0]
-    for _ in range(20):  # until the first figure is met
-        got = curve["tokens"][0] / _step(curve, 0, rate, overheads)
-        if abs(got / rates[0] - 1) < 1e-4 or rate > 10 * operations * rates[0]:
-            break
-        rate *= rates[0] / got
+    rates, rate = curve["rates"], _rate(curve, overheads)
     first = curve["tokens"][0] / _step(curve, 0, rate, overheads)
     return [
         (rates[i] / rates[0], curve["tokens"][i] / _step(curve, i, rate, overheads) / first)
@@ -169,27 +162,62 @@ def kept(curve: dict[str, Any], overheads: Overheads) -> list[tuple[float, float
     ]
 
 
+def cluster_of(name: str, count: int) -> tuple[Work, Network]:
+    """Return the work and the network by which a published share of speed is predicted.
+
+    Args:
+        name: name of the publication.
+        count: number of devices, one of those that it has.
+
+    Raises:
+        ValueError: nobody published that.
+    """
+    for curve in read("published.toml")["curves"]:
+        if curve["name"] == name and count in curve["devices"]:
+            overheads, i = fitted_without(curve["publisher"]), curve["devices"].index(count)
+            return _work(curve, i, _rate(curve, overheads)), _network(curve, i, overheads)
+    raise ValueError(f"expected a training of published.toml, got {name!r} on {count} devices")
+
+
+def _rate(curve: dict[str, Any], overheads: Overheads) -> float:
+    rates, operations = curve["rates"], 6 * curve["parameters"]
+    rate = float(operations * rates[0])
+    for _ in range(20):  # until the first figure is met
+        got = curve["tokens"][0] / _step(curve, 0, rate, overheads)
+        if abs(got / rates[0] - 1) < 1e-4 or rate > 10 * operations * rates[0]:
+            break
+        rate *= rates[0] / got
+    return rate
+
+
 def _step(curve: dict[str, Any], i: int, rate: float, overheads: Overheads) -> float:
-    count, tokens, accumulation = (curve[key][i] for key in ("devices", "tokens", "accumulation"))
-    between = curve["between"]  # one, or as it was measured on so many devices
-    bandwidth = between[i] if isinstance(between, list) else between
+    accumulation = curve["accumulation"][i]
+    way = Way(curve["strategy"], "nccl", accumulation=accumulation, slowed=overheads.slowed)
+    alone = simulate(_work(curve, i, rate), _network(curve, i, overheads), way).step
+    return alone * overheads.waiting(curve["devices"][i])
+
+
+def _work(curve: dict[str, Any], i: int, rate: float) -> Work:
+    return Work.from_operations(
+        curve["parameters"],
+        curve["layers"],
+        curve["tokens"][i] / curve["accumulation"][i],
+        rate,
+        curve["parameter_size"],
+        gradient_size=curve["gradient_size"],
+    )
+
+
+def _network(curve: dict[str, Any], i: int, overheads: Overheads) -> Network:
+    count, between = curve["devices"][i], curve["between"]
+    bandwidth = between[i] if isinstance(between, list) else between  # as measured on so many
     bus, transport, node = curve["bus"], curve["transport"], min(curve["node"], count)
     latencies = {"nvlink": NVLINK, "pcie": PCIE, "between": NETWORK}
     if "latency" in curve:
         latencies = dict.fromkeys(latencies, curve["latency"])
     inside = Port(curve["inside"] * overheads.reached(bus), latencies[bus])
     link = Port(bandwidth * overheads.reached(transport), latencies["between"])
-    network = Network(count, link, node, inside, min(curve["rails"], node))
-    work = Work.from_operations(
-        curve["parameters"],
-        curve["layers"],
-        tokens / accumulation,
-        rate,
-        curve["parameter_size"],
-        gradient_size=curve["gradient_size"],
-    )
-    way = Way(curve["strategy"], "nccl", accumulation=accumulation, slowed=overheads.slowed)
-    return simulate(work, network, way).step * overheads.waiting(count)
+    return Network(count, link, node, inside, min(curve["rails"], node))
 
 
 def _curve(curve: dict[str, Any]) -> Iterator[Compared]:

@@ -7,5 +7,13 @@ from microddp.stage.devices import (
     pausing_loss,
     pausing_model,
 )
-from microddp.stage.scale import Side, cluster, known_all_reduces, known_clusters, stage_of, work_of
+from microddp.stage.scale import (
+    Side,
+    cluster,
+    known_all_reduces,
+    known_clusters,
+    published_cluster,
+    stage_of,
+    work_of,
+)
 from microddp.stage.stage import Stage, set_stage

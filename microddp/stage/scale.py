@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from microddp.performance import Network
 from microddp.plan.library import Device, Link, devices, links, named, network_of
+from microddp.plan.published import cluster_of
 from microddp.program import Layer, Work
 from microddp.report import human_bytes, human_seconds
 
@@ -148,6 +149,26 @@ def known_clusters(*, parameters: float, tokens: float, layers: int) -> list[Sid
         for words, (device, link, nodes, node) in KNOWN.items()
     }
     return [replace(side, words=words) for words, side in sides.items()]
+
+
+def published_cluster(name: str, count: int) -> Side:
+    """Compute the side of a published training, from what the planner knows of it.
+
+    Args:
+        name: name of the publication in ``published.toml``.
+        count: number of devices, one of those that it has.
+
+    Raises:
+        ValueError: nobody published that.
+    """
+    work, network = cluster_of(name, count)
+    layers = len(work.layers)
+    nbytes = work.gradient_size * sum(sum(layer.tensors) for layer in work.layers)
+    messages, layer = (
+        network.seconds("all_reduce", "nccl", size) for size in (nbytes, nbytes / layers)
+    )
+    start = max(0.0, layer - messages / layers)
+    return Side(name, count, layers, nbytes, work.seconds, messages, start)
 
 
 def known_all_reduces(sizes: Sequence[int]) -> dict[str, list[float]]:

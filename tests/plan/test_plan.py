@@ -23,7 +23,15 @@ from microddp.plan import (
 from microddp.plan.__main__ import errors, main, on_as_many
 from microddp.plan.library import Overheads, read
 from microddp.plan.planning import Losses, calibrated
-from microddp.plan.published import fit, fitted_without, middle, skill, summary, usual_utilisation
+from microddp.plan.published import (
+    cluster_of,
+    fit,
+    fitted_without,
+    middle,
+    skill,
+    summary,
+    usual_utilisation,
+)
 from microddp.program import Work
 
 H100, NETWORK = devices()["h100"], links()["8x400gbit"]
@@ -158,6 +166,17 @@ def test_published_figures_are_beside_predicted_ones_and_guesses():
         assert row.error == pytest.approx(row.simulated / row.published - 1)
         assert row.guess_error == pytest.approx(row.guess / row.published - 1)
     assert summary([0.1, -0.3, 0.2]) == (0.2, 0.3, 0.3)
+
+
+def test_a_published_training_has_its_work_and_its_network():
+    curve = next(each for each in read("published.toml")["curves"] if each["devices"][0] == 1)
+    work, network = cluster_of(curve["name"], curve["devices"][1])
+    assert network.devices == curve["devices"][1]
+    # One device waits for nothing: computing is all of its published step.
+    assert work.seconds == pytest.approx(curve["tokens"][0] / curve["rates"][0], rel=1e-3)
+    assert sum(sum(layer.tensors) for layer in work.layers) == pytest.approx(
+        curve["parameters"], rel=1e-6
+    )
 
 
 def test_the_planner_is_better_than_the_guess_where_it_was_not_fitted():
@@ -334,6 +353,7 @@ def test_bad_input_is_refused_by_name(capsys, arguments, message):
             "expected a strategy of none, naive",
         ),
         (lambda: named("link", "", links()), "did you mean"),
+        (lambda: cluster_of("nobody's", 8), "expected a training of published.toml, got"),
         (lambda: count_parameters({"model_type": "gpt2"}), "expected a configuration of Llama's"),
         (lambda: count_parameters({**LLAMA_8B, "num_local_experts": 8}), "got 8 experts"),
     ],

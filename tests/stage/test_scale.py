@@ -6,7 +6,15 @@ from dataclasses import replace
 import pytest
 from ranks import on_ranks
 
-from microddp.stage import cluster, known_all_reduces, known_clusters, set_stage, stage_of, work_of
+from microddp.stage import (
+    cluster,
+    known_all_reduces,
+    known_clusters,
+    published_cluster,
+    set_stage,
+    stage_of,
+    work_of,
+)
 
 GPT = {"parameters": 355e6, "tokens": 24_576, "layers": 16}
 
@@ -31,6 +39,18 @@ def test_a_node_of_eight_uses_its_own_links():
 def test_all_reduces_of_known_clusters_are_a_rings():
     seconds = known_all_reduces([0, 8 * 10**9])["8 machines of an A100, 25 Gbit/s"]
     assert seconds == pytest.approx([14 * 14e-6, 14 * (1e9 / 3.125e9 + 14e-6)])
+
+
+def test_a_published_training_is_a_cluster():
+    name = "NVIDIA, BERT large, pre-training, fp16, 512 tokens, 1 to 8 V100"
+    side = published_cluster(name, 8)
+    assert (side.devices, side.layers) == (8, 24)
+    assert side.nbytes == pytest.approx(2 * 336e6)
+    assert side.compute == pytest.approx(2048 / 13639.7, rel=1e-3)
+    assert side.messages > 14 / 8 * side.nbytes / 130e9
+    assert 0 < side.start < side.messages
+    with pytest.raises(ValueError, match="expected a training of"):
+        published_cluster(name, 7)
 
 
 @pytest.mark.parametrize(
