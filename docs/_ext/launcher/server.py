@@ -95,8 +95,13 @@ def _ask(requests: int, folder: str, number: int) -> int:
         socket.send_fds(server, [json.dumps((folder, number)).encode()], files)
     with ours.makefile() as answers:
         program = int(answers.readline())
-        signal.signal(signal.SIGTERM, lambda signal_, _: os.kill(program, signal_))
+        signal.signal(signal.SIGTERM, lambda *_: _end(program))
         return int(answers.read() or 1)  # nothing comes if it was killed
+
+
+def _end(program: int) -> None:
+    with suppress(ProcessLookupError):  # it has just ended by itself
+        os.kill(program, signal.SIGTERM)
 
 
 def main(what: str, *arguments: str) -> None:
