@@ -170,9 +170,9 @@ figures.lines(
 # %% [markdown]
 r"""
 **Explain.** The sums are formed in another order than on one device, so they are rounded otherwise.
-A rounding of `float32` is $2^{29}$ times as large as one of `float64`. Where training amplifies a
-difference, the factor is larger: an input of a ReLU that is next to 0 can be above it in one model
-and below it in the other. Among the ranks no bit differs, since all get the same sums:
+A rounding of `float32` is $2^{29}$ times as large as one of `float64`. The factor is larger if an
+input of a ReLU that is next to 0 comes out above it in one model and below it in the other, as
+happens to larger roundings first. Among the ranks no bit differs, since all get the same sums:
 """
 
 # %% tags=["plumbing"]
@@ -296,11 +296,12 @@ as such a device would compute. Its parameters, gradients and messages are real,
 speed is known as well.
 
 For how long should it sleep? What a step gains depends on a few numbers without units: how many
-devices and messages there are; the time $M$ of all messages alone, divided by the time $C$ of all
-computing alone; the start of a message, divided by $C$; and the share of backward, here two thirds.
+devices and messages there are; the time $M$ of all gradients in one message, with nothing beside
+it, divided by the time $C$ of all computing; the start of a message, divided by $C$; and the share
+of backward, here two thirds.
 A stage on which these are equal is a cluster *to scale*: of another speed, with the same ratios. So
-$M$ is measured, and $C$ is chosen so that $M/C$ is the cluster's. One number cannot be chosen, the
-start of a message: the table's last row says what it weighs in both.
+$M$ is measured, and $C$ is chosen so that $M/C$ is the cluster's. One number cannot be scaled, the
+start of a message: the table's last row says what each of them weighs on both sides.
 
 The cluster is one of machines with an A100 each, and 25 Gbit/s between them. They train a
 transformer of 355 million parameters in 24 layers (GPT-2's second size) on 24,576 tokens a device
@@ -321,9 +322,8 @@ So n devices should be
 
 $$ \frac{n\,C}{C + M} = \frac{n}{1 + M/C} $$
 
-times as fast as one, and less by what starts cost: $M$ is one all-reduce of all gradients, and a
-step has one for each layer. (The table's "start of a message" is what an all-reduce of one layer
-takes more than its share of $M$.)
+times as fast as one, and less by what starts cost: a step has a message for each layer. (The
+table's "start of a message" is what an all-reduce of one layer takes more than its share of $M$.)
 
 **Measure.** First a look at a step: of three, the one of median length, on two of the devices.
 """
@@ -376,20 +376,22 @@ if stage.sides and n > 1:
     here = stage.sides[1]
     expected = Prediction(here.compute + here.messages + here.layers * here.start, steps["naive"])
     said = f"With the starts of {here.layers} messages counted, the naive step took {expected}."
-    find(comms, "naive-predicted", **expected.sides(said))
+    rest = " For the rest the prediction has no term." if expected.longer else ""
+    find(comms, "naive-predicted", **expected.sides(said + rest))
 
 # %% [markdown]
 r"""
 **Explain.** Nothing is computed while messages travel. So each device waits for all of $M$, and
-for every start. More tokens a device make that a
-smaller share, since $C$ grows with them and $M$ does not. Gradients of the last layers are ready
+for every start. More tokens a device make that a smaller share, since $C$ grows with them and $M$
+does not. Gradients of the last layers are ready
 before those of the first, so their all-reduce could start earlier (chapter 04). And small messages
 could travel together (chapter 05). Neither makes the bytes fewer.
 
 :::{admonition} On GPUs
-Where starts are short, what a naive step gains follows from $n$ and $M/C$. Here it is for the same
-model and tokens on clusters that people have, from `microddp/plan/library.toml`, which has the
-source of each figure:
+Where starts are short, what a naive step gains follows from $n$ and $M/C$. Here is $n / (1 + M/C)$
+for the same model and tokens on clusters that people have, from `microddp/plan/library.toml`, which
+has the source of each figure. The last row is this chapter's cluster; what the stage took beyond
+$C + M$ is not in it:
 :::
 """
 

@@ -85,8 +85,8 @@ assert calls == [
 # %% [markdown]
 """
 The tensor hook sees each new gradient by itself; the post-accumulate hook finds what an optimizer
-would find. Averaging wants the second: if a step takes several backward passes, it is their sum
-that has to be averaged.
+would find. Averaging uses the second: a tensor hook has to return the average at once, so it would
+wait, and hide nothing (exercise 1).
 
 ## The order
 
@@ -324,15 +324,15 @@ if stage.sides and n > 1:
 
 # %% [markdown]
 r"""
-**Explain.** What is longer than backward, two thirds of $C$, cannot hide behind it. And every
-gradient still travels on its own, and pays for its start. Sending fewer and larger messages is the
-next chapter.
+**Explain.** What is longer than backward, two thirds of $C$, cannot hide behind it, and the last
+gradient is ready when backward ends. Every gradient still travels on its own, and pays for its
+start. Sending fewer and larger messages is the next chapter.
 
 :::{admonition} On GPUs
 Where starts are short, the limit follows from $n$ and $M/C$. Here are both steps for the same model
 on clusters that people have, worked out from the figures of `microddp/plan/library.toml`. Two
-things keep a GPU from it: NCCL's kernels take some of its processors while they send, and the CPU,
-which starts them, must stay ahead of the GPU.
+more things keep a GPU from it: NCCL's kernels take some of its processors while they send, and the
+CPU, which starts them, must stay ahead of the GPU.
 :::
 """
 
@@ -416,7 +416,7 @@ the loss looks right. With Adam or gradient clipping even the mean goes astray.
 
 When `backward()` returns, the all-reduces may still be under way, in the very tensors that
 `.grad` holds. Clip or log gradients now, and the numbers depend on who was faster. Here, after a
-step to warm up, the last rank is late, so that all others read before anything has been added up:
+step to warm up, the last rank is late, so that all others read before the sums can be complete:
 """
 
 
@@ -477,11 +477,10 @@ They cannot notice the first step. Chapter 06 builds a wrapper that calls `finis
 
 **Predict.** A device of known speed leaves the cores to the messages. A processor that computes
 does not: it copies a message from process to process itself, and cannot compute meanwhile. Then
-what is under way during backward makes backward longer, and hooks gain little.
+what is under way during backward makes backward longer, and hooks gain less.
 
-**Measure.** Two ranks, on links that hold nothing back, and a model that computes for real; then
-the same gradients and messages with layers that pause for as long as each was measured to compute,
-with a clock at work in between.
+**Measure.** Two ranks, on links too fast to matter, and a model that computes for real; then
+the same gradients and messages with layers that pause for as long as each was measured to compute.
 (Ranks without a core of their own leave here.)
 """
 

@@ -409,9 +409,9 @@ comms.print(stage)
 
 # %% [markdown]
 r"""
-(The stage's *start* is not $\alpha$. It is what a layer's message, one in a row of eight, takes
-beyond its share of one message with all gradients; $\alpha$ is what a message takes beyond its
-bytes at the link's own speed. They differ by what even a large message loses of that speed.)
+(The stage's *start* and $\alpha$ are not measured alike. The start is what one layer's message
+takes beyond its share of one message with all gradients; $\alpha$ is fitted to sizes from 256 KiB
+on.)
 """
 
 
@@ -507,9 +507,10 @@ figures.speed_ups(
 
 # %% [markdown]
 r"""
-**Explain.** From left to right, messages are saved, and with each its start-up cost. On the right a
+**Explain.** In the model each message that is saved saves its start-up cost, and on the right a
 bucket is full only when too little of backward is left to hide it. What the model leaves out:
-messages that are under way at the same time, and ranks that wait for a core.
+messages that are under way at the same time, ranks that wait for a core, and an $\alpha$ that is
+not the same for all sizes.
 
 Now choose the cap. The all-reduces are predicted with the alpha and beta of above, without the
 floor; the dots are the steps that ran. Move the cap, and see when the first all-reduce leaves, and
@@ -585,10 +586,11 @@ r"""
 :::{admonition} On GPUs
 An all-reduce takes some 0.2 ms to start ($2(n-1)$ rounds of 14 us, NCCL's own figure, for
 eight machines), and 25 MiB take 0.9 ms on links of 400 Gbit/s: at PyTorch's default cap less than a
-fifth is start-up. That cap is smaller than a layer of this chapter's cluster, 28 MiB, so there
-every layer is a bucket. Some of PyTorch's developers call it too small for today's models, and one
+fifth is start-up. A layer of this chapter's cluster has 28 MiB, so at that cap no bucket holds two
+whole ones. Some of PyTorch's developers call it too small for today's models, and one
 proposes 100 MB ([issue 118421](https://github.com/pytorch/pytorch/issues/118421)). Try
-`bucket_cap_mb` of 5, 25 and 100 on your job.
+`bucket_cap_mb` of 5, 25 and 100 on your job. (One that you give holds for the first bucket, too,
+which is of 1 MiB otherwise.)
 :::
 
 ## Where it breaks: a bucket that is never emptied
@@ -684,14 +686,14 @@ for hook in (EagerHooks, Hooks):
 # %% [markdown]
 r"""
 With more than one rank, the eager hooks added one branch's gradient to the other's: no error, no
-wait, only a wrong result, because the two buckets have the same size. Had their sizes differed, the
-backend would have ended the job, or waited until the time-out. (`MICRODDP_DEBUG=1` finds different
+wait, only a wrong result, because the two buckets have the same size. Had their sizes differed,
+gloo would have ended the job, or waited until the time-out. (`MICRODDP_DEBUG=1` finds different
 sizes, but not this.)
 
 ## What to take along
 
-- An all-reduce has a price, however small it is. Below the size that takes as long to send, send
-  more at once.
+- An all-reduce has a price, however small it is. Join messages that are smaller than what the link
+  sends in that time.
 - A plan needs three rules: reverse order, fill up to the cap, split no parameter.
 - The best cap depends on alpha, on beta and on how much of the communication the hardware hides.
   Measure it where you train.
@@ -746,8 +748,8 @@ $ python -m microddp.labs start 05
    <details class="solution"><summary>Solution</summary>
 
    The first bucket holds the first layer, whose gradients come last. The others wait for it. So
-   every all-reduce starts in the hook of the very last gradient, with nothing to hide behind, and
-   the step takes what a naive one with as many messages does.
+   every all-reduce starts in the hook of the very last gradient, with nothing to hide behind: the
+   order alone costs all of the overlap.
 
    </details>
 

@@ -116,7 +116,7 @@ and then an all-gather make an all-reduce (chapter 02's ring).
 ## What they are for
 
 Large jobs arrange ranks in a grid, a *device mesh*, with a group for each row and column
-({func}`microddp.register_mesh`). Three uses have a trap.
+({func}`microddp.register_mesh`). Three uses of collectives have a trap.
 
 **Stop together: the maximum of flags.** Each rank looks at the loss on *its* images to decide
 whether to stop. One that stopped alone would leave the others waiting. So each says 0 or 1, and the
@@ -216,7 +216,8 @@ busiest link: the most that a rank sends, or receives.
 - In the others a rank sends, or receives, $n-1$ parts of $S/n$; in an all-reduce twice as many.
 
 `COST` has the bytes by $S$, over gloo and with NCCL's rings. (Except for broadcast, NCCL has other
-ways, too.) Ranks without a link, core or GPU of their own leave; `m` stay. Chapter 02's ring has a
+ways, too; it makes gather, scatter and all-to-all of single messages.) Ranks without a link, core
+or GPU of their own leave; `m` stay. Chapter 02's ring has a
 reduce-scatter, too:
 """
 
@@ -305,10 +306,10 @@ the end, not what it costs to get there.
 
 :::{admonition} On GPUs
 Who has what stays, and so does the order of calls. A broadcast's bytes do not grow with $n$; a
-reduce-scatter has half an all-reduce's. On 8 H200, with 16 GiB, a link carried 367 GB/s in a ring's
-all-reduce, 363 in a reduce-scatter and 361 in an all-gather
-([ml-engineering](https://github.com/stas00/ml-engineering/tree/master/network), August 2026):
-equally fast. On yours, run `reduce_scatter_perf` of nccl-tests.
+reduce-scatter has half an all-reduce's. On 8 H200, with 16 GiB, a link carried 367 GB/s in an
+all-reduce around a ring (`NCCL_NVLS_ENABLE=0`), 363 in a reduce-scatter and 361 in an all-gather
+([ml-engineering](https://github.com/stas00/ml-engineering/tree/master/network), August 2026): the
+same, so half the bytes take half the time. On yours, run `reduce_scatter_perf` of nccl-tests.
 :::
 """
 
@@ -316,10 +317,10 @@ equally fast. On yours, run `reduce_scatter_perf` of nccl-tests.
 r"""
 ## When it hangs
 
-Collectives are paired by their order. Whoever enters one waits for the others, until the time-out.
-Most mistakes below are functions of the ranks that depart from the others. `outcomes` makes one in
-a group of its own, with a time-out of one second, and returns how each rank fared: its error, or
-"went on". (With NCCL a time-out ends the process, so there none is made.)
+Collectives are paired by their order, and a rank in one waits for what others have to send, until
+the time-out. Most mistakes below are functions that take the ranks that do it otherwise. `outcomes`
+makes one in a group of its own, with a time-out of one second, and returns how each rank fared: its
+error, or "went on". (With NCCL a time-out ends the process, so there none is made.)
 """
 
 # %%
@@ -431,7 +432,7 @@ promises nothing ("undefined behavior, including hangs, crashes, or data corrupt
 guide](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/collectives.html)).
 
 With `MICRODDP_DEBUG=1` all ranks first tell each other what they are about to do. On a difference
-all raise and name the ranks in the minority or, without a majority, those that differ from rank 0.
+all raise and name the ranks that differ from the most frequent call.
 (PyTorch's own: `TORCH_DISTRIBUTED_DEBUG=DETAIL`.) It is blind to swapped sums, of which all say the
 same, and sees the other shape:
 """
@@ -535,9 +536,10 @@ r"""
 
 **Predict.** The time-out did not name who did not come. A list of each rank's calls can: a group
 numbers its collectives (the first is made with the group), so a rank that is behind has a smaller
-last number. (For this one mistake, gloo also has `dist.monitored_barrier`, which names the ranks
-that stay away.) PyTorch keeps such a list, the *flight recorder*, for NCCL and for gloo: the last
-collectives of each process, as many as `TORCH_FR_BUFFER_SIZE` says, with number, sizes and stack.
+last number. (For ranks that stay away, gloo also has `dist.monitored_barrier`, which with
+`wait_all_ranks=True` names them all.) PyTorch keeps such a list, the *flight recorder*, for NCCL
+and for gloo: the last collectives of each process, as many as `TORCH_FR_BUFFER_SIZE` says, with
+number, sizes and stack.
 
 **Measure.** An early `continue` on one rank, and the two orders of above. `torch_calls` reads the
 recorder, by a private call of PyTorch's (`torch._C._distributed_c10d._dump_fr_trace`):
@@ -621,11 +623,11 @@ job ([NVIDIA/nccl 1409](https://github.com/NVIDIA/nccl/issues/1409), August 2024
     out.
 ```
 
-Read it as the table above: one number, two calls. So these ranks had parted: look in the program
-before you look at the network. Other lines tell the last collective that was *queued*, and the
-program's line or `Stack trace of the failed collective not found, potentially because
-FlightRecorder is disabled`. Where the recorder is on, each rank's record can be in a file
-after the time-out (`TORCH_NCCL_DUMP_ON_TIMEOUT`), and [PyTorch's
+Read it as the table above: one number, two calls. So these ranks had parted: look at program, data
+and versions before you look at the network. Other lines tell the last collective that was *queued*,
+and the program's line or `Stack trace of the failed collective not found, potentially because
+FlightRecorder is disabled`. Where the recorder is on, each rank's record can be in a file after the
+time-out (`TORCH_NCCL_DUMP_ON_TIMEOUT`), and [PyTorch's
 tutorial](https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html) has a script
 that compares them.
 
@@ -661,7 +663,7 @@ $ python -m microddp.labs start 07
 
    <details class="solution"><summary>Solution</summary>
 
-   After one second the others raise a time-out: whoever waits cannot tell late from absent. Rank 1
+   After one second the others raise an error: whoever waits cannot tell late from absent. Rank 1
    comes after two, to a group that was given up. With gloo it reads `Connection closed by peer`,
    "typically caused by a remote worker crashing". But none has crashed: the rank that is late is
    told that the fault is another's. Of such errors, look for the one that was raised first, and for

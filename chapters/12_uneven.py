@@ -346,7 +346,7 @@ find(
 # %% [markdown] index=["slow link"]
 r"""
 **Explain.** A rank may also be slow in its loader or optimizer. From the end of backward to the
-next step's begin there is no wait either: add that time.
+next step's begin there is no wait either, unless the script has a collective there: add that time.
 
 ## Slow rank or slow link?
 
@@ -619,8 +619,8 @@ estimate before and after the recorded steps. (microddp's timelines begin after 
 estimate.)
 
 What makes a rank slow? A hot GPU, another process, a late loader, longer samples, a garbage
-collection (chapter 07). A link? A bad cable, another job's messages, half the lanes of a PCIe slot.
-Repair it; until then, give a slow rank less to do.
+collection. A link? A bad cable, another job's messages, half the lanes of a PCIe slot. Repair it;
+until then, give a slow rank less to do.
 
 ## Less work for a slow rank
 
@@ -731,7 +731,8 @@ gets a preference that nobody asked for. Batches counted in *tokens* are uneven:
 - An all-reduce takes at least as long as its busiest link. Number the ranks rack by rack.
 - A slow link has to carry the tensor once each way. Others can do the rest.
 - DDP hides a slow rank in every rank's backward. Compare the time from the step's begin to the last
-  launch: it contains no wait and needs no common clock. On GPUs, take it on the stream.
+  launch: without buffers to broadcast it contains no wait, and it needs no common clock. On GPUs,
+  take it on the stream.
 - Slow rank or slow link: split a wait at the last arrival, then compare work and probe links. On
   several machines the split takes the clocks' offsets, known to half a round trip.
 - Unequal shards need a mean over samples.

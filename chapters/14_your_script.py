@@ -553,7 +553,7 @@ said = (
     f"{len(sizes) - 1} above the one before. With SGD the linear rule held up to a batch of {held}"
 )
 under = sum(size < held for size in sizes)
-vary = f"not against the prediction, but they vary {high / max(low, 1e-9):.0f}-fold"
+vary = f"that does not decide, as they vary {high / max(low, 1e-9):.0f}-fold"
 find(
     comms,
     "noise-scale",

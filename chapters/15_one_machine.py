@@ -289,9 +289,9 @@ assert torch.equal(values, result)
 
 # %% [markdown]
 r"""
-A large tensor's copies can be spared if it is in shared memory already, as DDP's buckets can be.
-Added up *in place*, a rank reads the $n$ parts of its sum, and writes the sum into all $n$ tensors:
-$S$ and $S$, as much as one copy, if what is half added up stays in the cache. microddp's
+A large tensor's copies can be spared if it is in shared memory already, as microddp's buckets can
+be. Added up *in place*, a rank reads the $n$ parts of its sum, and writes the sum into all $n$
+tensors: $S$ and $S$, as much as one copy, if what is half added up stays in the cache. microddp's
 {func}`~microddp.shared.collectives.shared_all_reduce` does so; up to 1 MiB, all ranks' together, it
 does as `one_barrier`, and checks that all ranks make the same call.
 
@@ -384,8 +384,9 @@ if not ALONE:
 # %% [markdown] index=["hierarchical all-reduce", "topology"]
 r"""
 **Explain.** The model leaves out that a late rank lets others sleep, a long barrier; that what
-another core has just written comes from *caches*, the cores' small and fast memories; and that a
-copy is a call too, which $p$ and $c$ both count.
+another core has just written comes from *caches*, the cores' small and fast memories, where a copy
+has to fetch what it overwrites; and that a copy is a call too, which $p$ and $c$ both count. (The
+barrier is that of more ranks than cores: with a core for each, ranks look again before they sleep.)
 
 ## Several machines: each sum once
 
@@ -479,10 +480,11 @@ neither is possible, NCCL goes through the host's memory
 each other's memory past the kernel, with *GPUDirect* straight from GPU to GPU. Servers often have a
 card for each GPU; cards of one number in all machines may share a switch, a *rail*.
 
-**Which algorithm?** NCCL chooses for each size; with `NCCL_DEBUG_SUBSYS=TUNING` too it prints that.
-Four nodes of 8 B200, with 400 Gbit/s a GPU, took trees up to 16 MiB, which send each machine's sum,
-and from 512 MiB rings ([Stas Bekman](https://github.com/stas00/ml-engineering/tree/master/network),
-NCCL 2.30.7, AWS's tuner, October 2026).
+**Which algorithm?** NCCL chooses for each size; with `NCCL_DEBUG_SUBSYS=INIT,TUNING` it prints
+that. Four nodes of 8 B200, with 400 Gbit/s a GPU, took trees up to 16 MiB, which send each
+machine's sum, and from 512 MiB rings ([Stas
+Bekman](https://github.com/stas00/ml-engineering/tree/master/network), NCCL 2.30.7, AWS's tuner,
+October 2026).
 
 **The switch adds.** With *NVLS* (NVLink with SHARP) a GPU reads the sum of its part from the
 switch, which asks all GPUs, and writes it to the switch, which gives it to all. It sends
@@ -492,9 +494,9 @@ sends $\frac{14}{8}\,S$, here $\frac{9}{8}\,S$: the switch could be 1.56 times a
 16 GiB ran at 480 GB/s with NVLS and 367 in a ring, 1.31 times ([Stas
 Bekman](https://github.com/stas00/ml-engineering/tree/master/network), August 2026).
 
-**Explain.** NVLink carries 450 GB/s by specification, and 480 is no error. It is *bus bandwidth*,
-$\frac{S}{t} \cdot \frac{2(n-1)}{n}$: the rate at which a GPU would send if a *ring* took that time.
-With NVLS it sends only $\frac{9}{14}$ of that: 309 GB/s.
+**Explain.** NVLink carries 450 GB/s each way by specification, and 480 is no error. It is *bus
+bandwidth*, $\frac{S}{t} \cdot \frac{2(n-1)}{n}$: the rate at which a GPU would send if a *ring*
+took that time. With NVLS it sends only $\frac{9}{14}$ of that: 309 GB/s.
 
 ## DDP twice
 

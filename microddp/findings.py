@@ -131,6 +131,8 @@ class Prediction:
             return f"{in_words(self.measured)}, with the predicted {predicted} within the quartiles"
         way = "longer" if self.longer else "less"
         measured = in_words(self.measured)
+        if abs(self.off) < 0.005:
+            return f"{measured}, within 0.5% of the predicted {predicted}"
         return f"{measured}, {abs(self.off):.0%} {way} than the predicted {predicted}"
 
 

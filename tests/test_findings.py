@@ -43,6 +43,7 @@ def test_what_reads_as_one_is_not_told_apart(rounds):
         (1.95, "2 s (1.8 s to 2 s), with the predicted 1.95 s within the quartiles"),
         (1.0, "2 s (1.8 s to 2 s), 100% longer than the predicted 1 s"),
         (4.0, "2 s (1.8 s to 2 s), 50% less than the predicted 4 s"),
+        (2.005, "2 s (1.8 s to 2 s), within 0.5% of the predicted 2.01 s"),
     ],
 )
 def test_a_prediction_is_within_the_quartiles_or_off_in_a_direction(predicted, words):

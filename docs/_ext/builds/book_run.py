@@ -185,7 +185,7 @@ def measured_on(facts: dict[str, Any], script: Path) -> list[str]:
     if facts["refused"]:
         lines.append(f"Over loopback, since there are no {facts['refused']}")
     if facts.get("timed"):
-        lines.append(f"Timed: {facts['timed']}.")
+        lines.append(f"Timed: {facts['timed']}. A ratio is the median of the rounds' ratios.")
     return [":::{div} measured-on\n" + "\n".join(lines) + "\n:::"]
 
 
