@@ -5,7 +5,7 @@ r"""
 Where does the time of a step go, and when is a second device worth it? A faster network is bought
 in an hour and paid for years, and may change nothing. This chapter takes a step of eight devices
 apart, ranks what can be changed by the milliseconds that it saves, shows how one slow rank passes
-for a slow network, and works out from which batch on two devices beat one, which it then tries.
+for a slow network, and works out and tries from which batch on two devices beat one.
 """
 
 # %% tags=["imports"]
@@ -19,7 +19,7 @@ from microddp.hosts import relink
 from microddp.model import gradient_bytes
 from microddp.performance import DDPPerformanceAnalyzer, measure_scaling, step_budget
 from microddp.plan.library import devices, links
-from microddp.report import MIB, human_seconds, table
+from microddp.report import MIB, table
 from microddp.stage import cluster, known_clusters, pausing_model, set_stage, work_of
 from microddp.step_times import break_down
 from microddp.timing import Timeline, Timing, measure
@@ -125,10 +125,12 @@ figures.explore_timelines(medians, title="The median steps, rank by rank")
 
 # %% tags=["plumbing"]
 naive, ddp = parts["naive"], parts["ddp"]
+(before, waited), (after, waits) = (
+    (round(1e3 * took.total), round(1e3 * took.exposed)) for took in (naive, ddp)
+)
 said = (
-    f"Of a naive step of {human_seconds(naive.total)} rank 0 waits {human_seconds(naive.exposed)}, "
-    f"which is {naive.exposed / naive.total:.0%}. In DDP it waits {human_seconds(ddp.exposed)} of "
-    f"{human_seconds(ddp.total)}, or {ddp.exposed / ddp.total:.0%}."
+    f"Rank 0 waits {waited} ms of a naive step's {before}, and {waits} of DDP's {after}. The rest "
+    f"takes {before - waited} and {after - waits} ms."
 )
 find(
     comms,
@@ -141,7 +143,7 @@ find(
 # %% [markdown]
 r"""
 **Explain.** A span of communication lasts from its launch until it is complete. It may queue behind
-others, so "hidden" can be longer than the link needs. Only "exposed" could be saved.
+others, so "hidden" can be longer than the link needs. It is free only if the rest gets no longer.
 
 ## What to change first
 
@@ -154,19 +156,20 @@ time of all bytes. So a step is a loop:
 here = stage.sides[-1] if stage.sides else None  # its numbers; GPUs are what they are
 
 
-def predict(compute, nbytes, buckets):
-    """Seconds of a step, with computing and bytes as multiples of the stage's."""
-    backward, arrived = compute * here.compute * 2 / 3, 0.0
+def predict(compute, nbytes, buckets, side=here):
+    """Seconds of a step, with computing and bytes as multiples of the side's."""
+    backward, arrived = compute * side.compute * 2 / 3, 0.0
     for full in range(1, buckets + 1):
         left = max(arrived, backward * full / buckets)
-        arrived = left + here.start + nbytes * here.messages / buckets
-    return compute * here.compute / 3 + max(arrived, backward)
+        arrived = left + side.start + nbytes * side.messages / buckets
+    return compute * side.compute / 3 + max(arrived, backward)
 
 
 # %% [markdown]
 r"""
 **Measure.** Each change is another number. Twice the batch is twice the computing for the same
-bytes; its time is halved, so that all times are those of the same work:
+bytes; the table has half its time, so that all rows are the same work. Ratios are taken round by
+round, and not between medians:
 """
 
 # %%
@@ -231,7 +234,10 @@ if bars:
 said = f"'{first}' saves most: {saved[first]} ms of {1e3 * base.median:.0f} ms."
 if here:
     named = min(ranked, key=guess.get)
-    said += f" The prediction names {'it too' if named == first else repr(named)}."
+    far = {name: round(1e3 * predict(*CHANGES[name], there) / work[name]) for name in ranked}
+    best = " and ".join(repr(name) for name in ranked if far[name] == min(far.values()))
+    said += f" The prediction names {'it too' if named == first else repr(named)}"
+    said += f"; for the cluster, {best}."
 won = compare(taken[first], base).faster
 find(
     comms,
@@ -243,21 +249,19 @@ find(
 
 # %% [markdown]
 r"""
-**Explain.** A faster device shortens computing, and with it the time in which messages can hide;
-all other changes work on what is exposed. And a change has a price that no clock shows: twice the
-batch takes half as many steps for the same data, which is another training (chapter 14). Fewer
-bytes round what is sent (chapter 10).
+**Explain.** A faster device shortens computing, and with it the time in which messages can hide.
+Stage and cluster have the same M/C: for the loop only start/C differs. No clock shows that twice
+the batch takes half as many steps for the same data, which is another training (chapter 14), and
+that fewer bytes round what is sent (chapter 10).
 
 ## Against the speed of the link
 
 **Predict.** A step that computes for $C$ and sends all gradients in one bucket hides nothing: it
-takes $C + M$. Here $M$ is the time of all bytes on the link. One that hides all it can takes
-$\max(C, \frac{1}{3} C + M)$ (chapter 04). So overlap can gain most where $M$ is two thirds of $C$,
-as long as backward. On a slow link there is too little to hide behind; on a fast one, too little to
-hide.
+takes $C + M$. Here $M$ is bytes by speed; the table's was measured. One that hides all it can takes
+$\max(C, \frac{1}{3} C + M)$ (chapter 04). So overlap can gain most where $M$ is two thirds of $C$.
 
-**Measure.** `relink` changes the speed of every host's link while the job runs. (TCP connections
-keep the pace that they began with, so new ones begin on the fastest.)
+**Measure.** `relink` changes the speed of every host's link. (TCP connections opened on a
+slow link stay slow, so new ones begin on the fastest.)
 """
 
 # %%
@@ -312,23 +316,19 @@ if by_speed:
     find(comms, "overlap", some=(gaining > 0, said), none=(gaining == 0, said))
 
 # %% tags=["plumbing"]
-both = [
-    times["8 buckets"].median
-    for link, times in by_speed.items()
-    if link.option in ("1gbit", "2gbit")
-]
-if both:
-    quicker, halved = 1e3 * (both[0] - both[1]), saved["half the bytes"]
+if by_speed:
+    ms = dict(zip(*curves["8 buckets"], strict=True))
+    quicker, halved = round(ms[1]) - round(ms[2]), saved["half the bytes"]
     said = (
-        f"Links of 2 Gbit/s save {quicker:+.0f} of the {1e3 * both[0]:.0f} ms with 1 Gbit/s. "
+        f"Links of 2 Gbit/s save {quicker:+} of the {ms[1]:.0f} ms with 1 Gbit/s. "
         f"Half the bytes saved {halved:+} of {1e3 * base.median:.0f} ms."
     )
     find(comms, "faster-links", more=(quicker > halved, said), less=(quicker <= halved, said))
 
 # %% [markdown] index=["strong scaling", "weak scaling", "scaling efficiency"]
 r"""
-**Explain.** On fast links the wire takes little of a step. Starts, copies, and waking up are left,
-which neither prediction has.
+**Explain.** $C + M$ and the maximum count bytes only. Starts and copies come on top of both, so a
+measured ratio can be above theirs. Half the bytes also halves copies; a faster link does not.
 
 ## More devices
 
@@ -374,8 +374,8 @@ if scalings and n > 1:
 if scalings and n > 1:
     said = (
         f"With weak scaling {n} devices are {weak:.2f} times as fast as one, an efficiency of "
-        f"{weak / n:.0%}. With strong scaling they are {strong:.2f} times as fast, or "
-        f"{strong / n:.0%}"
+        f"{round(weak, 2) / n:.1%}. With strong scaling they are {strong:.2f} times as fast, or "
+        f"{round(strong, 2) / n:.1%}"
     )
     fewer = f"{said}; the fastest number of devices is {at}, with {most:.2f}."
     find(comms, "scaling", more=(at == n, f"{said}."), fewer=(at < n, fewer))
@@ -428,17 +428,17 @@ find(
 
 # %% [markdown]
 r"""
-Rank 0 sees nothing but communication that takes long. Exposed time is waiting, for the network *or*
-for another rank. Look at all ranks: where some wait much less than the others, they are the
-*stragglers*, for whom the others wait (chapter 12).
+Exposed time is waiting, for the network *or* for another rank. Look at all ranks: those that wait
+much less than the others are the *stragglers* (chapter 12).
 
 ## When is it worth it?
 
-**Predict.** Each of $n$ ranks computes $6Pb$ operations for its $b$ samples or tokens: 2 for each
-parameter in forward, 4 in backward. Its rate $R$ is the device's peak times its *utilisation*, the
-part of the peak that training reaches. One device needs $n$ times as long for the same batch.
-Without overlap, $n$ ranks are faster if an all-reduce takes less than they save. For links of
-bandwidth $B$ and gradients of $w$ bytes a value:
+**Predict.** Each of $n$ ranks computes $6Pb$ operations for its $b$ tokens (or samples, if each
+uses every parameter once, unlike in convolutions): 2 for each parameter in forward, 4 in backward.
+Its rate $R$ is the device's peak times its *utilisation*, the part of the peak that training
+reaches. One device needs $n$ times as long for the same batch. Without overlap, $n$ ranks are
+faster if an all-reduce takes less than they save. For links of bandwidth $B$ and gradients of $w$
+bytes a value (4 in DDP with autocast, here 2):
 
 $$\frac{2(n-1)}{n}\,\frac{wP}{B} \;<\; (n-1)\,\frac{6Pb}{R}
 \qquad\Longrightarrow\qquad
@@ -468,15 +468,12 @@ rows = [(f"{f:g} b*", f"{f * least:.0f}", f"{2 / (1 + 1 / f):.2f}", tested[f]) f
 if rows:
     comms.print(table(rows, ["batch", "tokens each", "predicted", "two devices against one"]))
     as_it_says = tested[0.5].slower and tested[2].faster
-    said = (
-        f"With {least / 2:.0f} tokens each, half of b*, two devices are {tested[0.5]} as one; with "
-        f"{2 * least:.0f}, twice b*, they are {tested[2]}."
-    )
+    said = f"at half of b* two devices are {tested[0.5]} as one, at twice b* {tested[2]}."
     find(
         comms,
         "break-even",
-        held=(as_it_says, f"One device wins at half of b*, and two at twice b*. {said}"),
-        not_held=(not as_it_says, f"It is not as the inequality says. {said}"),
+        held=(as_it_says, "One device wins at half of b*, and two at twice b*."),
+        not_held=(not as_it_says, f"It is not as the inequality says: {said}"),
     )
 else:
     comms.print("tried on two devices of known speed or more: none here")
@@ -485,11 +482,11 @@ if pair:
 
 # %% [markdown]
 """
-**Explain.** $P$ cancels, the starts of messages do not, and a device with few samples reaches less
-of its peak. So a plan is a bound, and a measurement decides.
+**Explain.** The starts of messages do not cancel: the stage's $C$ was scaled to an all-reduce of
+$2(n-1)$ rounds, and that of two ranks has 2. A device with few tokens reaches less of its peak.
 
 {func}`~microddp.performance.worth.step_budget` does the same arithmetic, and adds the best case:
-nothing exposed but what the last backward is too short to hide. Here it is as a form:
+all that fits into the last backward is hidden. As a form:
 """
 
 # %% tags=["plumbing"]
@@ -510,16 +507,16 @@ r"""
 :::{admonition} On GPUs
 Exposed and hidden, the inequality and the slow rank stay. Three things differ.
 
-- *The clock.* A launch returns before the GPU has done the work, so a Python clock around a line
-  times the launch. microddp's clock waits for the device where a phase ends; [CUDA
+- *The clock.* A launch returns before the GPU has done the work, so a Python clock times the
+  launch. microddp's clock waits for the device where a phase ends; [CUDA
   events](https://docs.pytorch.org/docs/stable/notes/cuda.html) are recorded on the GPU's stream.
-- *Hidden is not free.* NCCL's kernels take some of the GPU's processors and of its memory's
-  bandwidth. Products were 30 to 40 % slower while messages were under way ([PyTorch issue
-  179937](https://github.com/pytorch/pytorch/issues/179937), 2026).
-- *Bandwidth depends on the message.* Eight H200 reach 220 GB/s at 16 MiB and 368 at 16 GiB, around
-  a ring on NVLink ([ML
-  engineering](https://github.com/stas00/ml-engineering/tree/master/network), 2026). DDP's buckets
-  have about 25 MiB.
+- *The price of hiding.* NCCL's kernels use the GPU's processors. Products beside them get 30 to
+  40 % slower, says the author of [PyTorch pull request
+  179937](https://github.com/pytorch/pytorch/pull/179937) (April 2026).
+- *Bandwidth depends on the message.* Eight H200 reach a {term}`bus bandwidth` of 256 GB/s at
+  16 MiB, and 482 at 16 GiB, where the switch adds (NVLS, chapter 15; [ML
+  engineering](https://github.com/stas00/ml-engineering/tree/master/network/benchmarks), October
+  2026). DDP's buckets have about 25 MiB.
 
 `python -m microddp.bench ddp` shows steps of your GPUs. This chapter's model elsewhere:
 :::
@@ -539,16 +536,14 @@ r"""
 
 Before you buy a network, in this order:
 
-1. Time the step without averaging, on as many ranks. What averaging adds is all that can be won.
-2. Look at every rank. If one works much longer, and the others wait about that long, no network
-   will help.
-3. Split communication into exposed and hidden. Only what is exposed costs, unless computing needs
-   what messages take.
+1. Time the step without averaging (DDP's `no_sync()`), on as many ranks. What averaging adds is all
+   that can be won.
+2. Look at every rank. At most the least that any rank waits is the network's. What others wait more
+   is for slow ranks.
+3. Split communication into exposed and hidden. Exposed costs its time, hidden what it slows.
 4. Rank what can be changed by the milliseconds that it saves, predict before you try, and try.
-5. Below $b^* = wR / (3nB)$ samples or tokens one device is faster, if nothing is hidden. Overlap
-   lowers the bound.
-
-{func}`~microddp.performance.roofline.find_bottleneck` says what limits computing.
+5. Below $b^* = wR / (3nB)$ tokens one device is faster, if nothing is hidden. Overlap lowers
+   the bound.
 
 ## Exercises
 
@@ -566,8 +561,7 @@ $ python -m microddp.labs start 08
 
    `time.thread_time()` counts only while the thread runs on a core, `time.perf_counter()` always.
    Read both around `loss.backward()`: if a second process is busy on the same core, the second
-   grows and the first stays. The difference holds every kind of waiting. The part without a core is
-   the second number of `/proc/thread-self/schedstat`, in nanoseconds.
+   grows and the first stays.
 
    </details>
 

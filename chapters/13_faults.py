@@ -71,8 +71,7 @@ comms.print(table(rows, ["devices", *(f"interrupted every, by {name}" for name i
 
 # %% [markdown] index=["hang", "deadlock", "stuck", "flight recorder"]
 r"""
-It depends on the machines, and on what is counted. So something has to notice, find the cause, and
-go on.
+Something has to notice, find the cause, and go on.
 
 ## Reading a hang
 
@@ -88,8 +87,7 @@ process hangs, and when it is dead.
 
 `python -m microddp.doctor DIR` compares the records of all ranks, and asks each process for its
 stack, by a signal. Below, a thread of rank 0 calls its `report` while the ranks hang. Each mistake
-has a group of its own, with a time-out of two seconds. (Under NCCL it would end the process, so
-this is for gloo only.)
+has a group of its own, with a time-out of two seconds.
 
 [blog]:
 https://pytorch.org/blog/flight-recorder-a-new-lens-for-understanding-nccl-watchdog-timeouts/
@@ -191,11 +189,11 @@ all-reduce of four 32-bit numbers, added up. "In no call; through its last, X" m
 call that this rank completed was X. (`subgroup`, which made this group, is numbered in the group of
 all ranks.)
 
-A rank that waits may be right to wait. In the first two the line that waits is the bug, as not all
-ranks come to it. In the others it is right, and the bug is what lets rank 1 leave it out.
-In `early_continue` rank 1's batch 3 was added to the others' batch 2. In training that is a wrong
-gradient without an error, and the hang comes at the end. Next, calls that differ. Of mistakes that
-do not hang, only the verdict is printed:
+The line where a rank waits need not be the bug. It is in the first two, as not all ranks come to
+it. In the others the bug is what lets rank 1 leave it out. (DDP's `join` is for `uneven_batches`:
+chapter 06.) In `early_continue` rank 1's batch 3 was added to the others' batch 2. In training that
+is a wrong gradient without an error, and the hang comes at the end. Next, calls that differ. Of
+mistakes that do not hang, only the verdict is printed:
 """
 
 
@@ -259,7 +257,7 @@ find(
 # %% [markdown]
 r"""
 **Explain.** gloo adds up bytes as each rank sees them. The bits of the integer 1, read as a float,
-are $10^{-45}$, which vanishes beside 1.0; those of the float 2.0, read as an integer, are
+are $10^{-45}$; those of the float 1.0, read as an integer, are 1 065 353 216, those of 2.0
 1 073 741 824. `MICRODDP_DEBUG=1` compares calls before they are made, by a round of messages, and
 raises on all ranks (chapter 07).
 
@@ -317,8 +315,9 @@ comms.print("\n".join(fill(line, 94, subsequent_indent="    ") for line in said.
 
 # %% [markdown] index=["elastic"]
 r"""
-The ranks that fail first are named first. The others fail when rank 1's connections close, as its
-Python ends, and torchrun ends whoever is still there. The records remain.
+The first collective of all ranks is the barrier in `init`, so step 0 makes the second. Ranks that
+fail first are named first. As rank 1's Python ends, its connections close, and the others fail,
+unless torchrun ends them before. The records remain.
 
 Where no folder was named, each process that has called `microddp.init()` prints its stack and its
 last collectives when it gets SIGUSR1 (`kill -USR1`). For others there is `py-spy dump
@@ -326,8 +325,7 @@ last collectives when it gets SIGUSR1 (`kill -USR1`). For others there is `py-sp
 
 ## Without a restart, in thirty lines
 
-Now a rank that is dead. The survivors have the weights. What is broken is the group, so they make a
-new one.
+Now a rank is dead. The survivors have the weights. The group is broken: they make a new one.
 
 Ranks that have no group yet meet in a *store*, a small server that keeps values by their names. In
 torchrun's jobs it is at `MASTER_ADDR` and `MASTER_PORT`. `add` adds to a number there and returns
@@ -396,16 +394,17 @@ A rank dies after $k$ steps, and the last checkpoint is of step $j$. Four ways t
 
 - with **nothing** saved: `torchrun --max-restarts=1` begins again;
 - with a **restart** by the same command, from the last checkpoint;
-- with a **warm restart**: three more processes have imported, and take over when process 1 leaves a
-  file just before it dies (nobody has to notice);
+- with a **warm restart**: three more processes have imported, and take over when they see a file
+  that process 1 writes just before it dies;
 - **elastic**: two survivors go on, with a fourth process that has stood by, too.
 
 **Predict.** $B$ is the time to meet and take a first step, $R$ that of imports and $B$, and $s$ a
-step's. Then nothing costs $R + ks$, a restart $R + (k - j)s$, a warm one $B + (k - j)s$. (Noticing
-is in none of them; torchrun's is in the figure's first part.) Elastic repeats only the lost step.
-The survivors get an error and drop the old group, within a step's time; its threads end in 50 ms;
-the server looks every 20 ms whether all have come; and then there is $B$, in which the newcomer
-gets the state in one message. (If the dead process had the server, add the start of another.)
+step's. Then the first way costs $R + ks$, a restart $R + (k - j)s$, a warm one $B + (k - j)s$.
+They leave out noticing (torchrun's is in the figure's first part) and loading (in "recover").
+Elastic repeats only the lost step. The survivors get an error within a step's time, pause for 50 ms
+as they drop the old group, and wait up to 20 ms for the server's next look; then there is $B$, in
+which the newcomer gets the state in one message. (If the dead process had the server, add the start
+of another.)
 
 **Measure.** The same training in each way, with a checkpoint after each epoch of 14 steps. Process
 1 dies after step 26, so $k = 26$ and $j = 14$. A step has a pause of 20 ms, in place of computing.
@@ -481,6 +480,18 @@ figures.stacked_bars(
 )
 
 # %% tags=["plumbing"]
+usual = round(R, 2) - round(B, 2)
+imports = {way: round(part["imports"], 2) for way, part in parts_of.items()}
+took = [
+    f"With `{way}` they took {imports[way]:.2f} s ({imports[way] - usual:+.2f} s), after "
+    f"{parts_of[way]['processes start']:.2f} s until all processes had started."
+    for way in WAYS[:2]
+]
+said = f"Imports are {usual:.2f} s of R. {' '.join(took)} The warm restart recovered in"
+said = f"{said} {parts_of['warm']['recover']:.2f} s, for a B of {B:.2f} s."
+find(comms, "parts", measured=(True, said))
+
+# %% tags=["plumbing"]
 ahead, plain = cost["warm"] / cost["elastic"], cost["restart"] / cost["elastic"]
 plain, repeated = float(f"{plain:.1g}"), parts_of["warm"]["steps again"]
 by_way = (
@@ -507,13 +518,14 @@ losses = {
     way: {step: loss for _, step, loss in told if isinstance(step, int)}
     for way, told in events.items()
 }
-calm = losses["nothing"]  # its second life is one without a fault
+calm = losses["nothing"]  # those of its second life, which come later
 assert losses["restart"] == losses["warm"] == calm
 off = max(abs(losses["elastic"][step] - loss) for step, loss in calm.items())
 assert off < 1e-3
 
 # %% tags=["plumbing"]
-said = f"After a restart, plain or warm, all {len(calm)} losses are bitwise those without a fault"
+said = f"After a restart, plain or warm, all {len(calm)} losses are bitwise those of `nothing`,"
+said = f"{said} begun again"
 find(
     comms,
     "losses",
@@ -523,20 +535,17 @@ find(
 
 # %% [markdown] index=["warm spare"]
 r"""
-**Explain.** In a cluster a start takes minutes, with a queue for a new machine, and terabytes to
-read. A warm restart and elastic do without start and imports. NVIDIA's
+**Explain.** A warm restart and elastic do without start and imports. NVIDIA's
 [resiliency extension](https://github.com/NVIDIA/nvidia-resiliency-ext/releases/tag/v0.3.0) has warm
 spares for GPUs (March 2025).
 
-Elastic ranks wait for the fourth here, and as many add up in the same order. Fewer would agree up
-to rounding.
+Elastic ranks wait for the fourth here. Fewer would agree up to rounding.
 
-Where nobody dies, elastic costs the spare, a machine; in each step the message with the losses, the
-$2(n-1)\,\alpha$ of a small all-reduce; and a wait until the loss is known. Hold what a fault costs,
-times how often there is one, against that. On 64 H200, with a fault every 45 to 75 minutes, 3000
-steps of Llama-4 Scout took 818 minutes with restarts, 930 with torchft, whose averages across
-replicas went over gloo, and 405 with TorchPass, which moves to a spare ([Clockwork][clockwork], who
-sell it).
+Where nobody dies, a spare costs a machine; elastic, in each step, the $2(n-1)\,\alpha$ of the
+message with the losses, and a wait for it. Hold what a fault costs, times how often there is one,
+against that. On 64 H200, with a fault every 45 to 75 minutes, 3000 steps of Llama-4 Scout took 818
+minutes with restarts, 930 with torchft, whose averages across replicas went over gloo, and 405 with
+TorchPass, which moves to a spare ([Clockwork][clockwork], who sell it).
 
 [clockwork]:
 https://clockwork.io/blog/keeping-distributed-training-running-through-failures
@@ -550,9 +559,8 @@ $$ \text{lost} = \frac{c}{\tau} + \frac{\tau}{2M} + \frac{r}{M}, \qquad
 \tau^* = \sqrt{2 c M}. $$
 
 That is [Young's interval](https://doi.org/10.1145/361147.361115) (1974). Twice or half as long
-costs a quarter more of the first two terms. `Failures`, below, has Daly's formula (2006). It adds
-faults during checkpoints and restarts, and has fewer checkpoints: only time that is kept is divided
-into intervals.
+costs a quarter more of the first two terms. `Failures`, below, has Daly's formula (2006). It counts
+faults during checkpoints and restarts, too, but no checkpoints for time that is lost.
 
 $$ \text{kept} = \frac{\tau}{M e^{r/M} (e^{(\tau + c)/M} - 1)}. $$
 
@@ -604,8 +612,8 @@ find(
 
 # %% [markdown] index=["distributed checkpoint", "DCP", "async_save", "sharded checkpoint"]
 r"""
-Real jobs lose more: a hang is noticed after minutes, and a new machine takes longer. Chapter 18
-and exercise 1 hold the model against Llama 3's record.
+The time to notice a hang, and to get a new machine, belongs in $r$. Chapter 18 and exercise 1 hold
+the model against Llama 3's record.
 
 ## Checkpoints as practised
 
@@ -635,7 +643,7 @@ needs. `async_save` copies the state, returns, and a thread writes the copy.
 The saving has a group of its own, `shards.beside`: its thread makes collectives, too, and in the
 training's group they would be mixed with those of the next steps.
 
-**Predict.** Parameters and Adam's two moments are 12 bytes a parameter, so each of 4 files has 3.
+**Predict.** Parameters and Adam's two moments are 12 bytes a parameter: 3 for each of 4 files.
 All bits are the same after loading. Both calls stop training for `state()`; then `async_save` for a
 copy in memory, and `save` for writing, which should take longer:
 """
@@ -675,11 +683,10 @@ find(comms, "async", **stopped.sides(said) | {"alike": alike})
 
 # %% [markdown]
 r"""
-**Explain.** Only what *stops* training counts as $c$. As it shrinks, $\tau^*$ does, as its root: a
-hundredth of the cost, a tenth of the interval. But the thread takes a core and the disk meanwhile,
-the copy takes memory, and a fault finds the newest complete checkpoint a little older. Wait for the
-last save before the next. Jobs also keep newer copies on a neighbour machine
-(*local checkpointing* in NVIDIA's resiliency extension).
+**Explain.** Only what *stops* training counts as $c$. As it shrinks, $\tau^*$ does, as its root.
+But the thread takes a core and the disk, the copy takes memory, and a fault finds the newest
+complete checkpoint a little older. Wait for the last save before the next. Jobs also keep newer
+copies on a neighbour machine (*local checkpointing* in NVIDIA's extension).
 
 ## When a checkpoint counts
 
@@ -688,7 +695,7 @@ file, and the order is: write everything, *flush* it (wait until the disk has it
 then remove an old one. In DCP rank 0 hears from all ranks that their files are flushed, writes
 `.metadata` under another name, flushes and renames it. Without `.metadata` nothing is loaded. So
 give each checkpoint a folder of its own, and remove the one before only when the new one has its
-`.metadata`. (DCP removes none.) The calls of one more `save` on four ranks:
+`.metadata`. The calls of one more `save` on four ranks:
 """
 
 # %% tags=["plumbing"]
@@ -761,9 +768,8 @@ assert [step for *_, step in rows] == [20, 20, 30, 30]
 # %% [markdown]
 r"""
 The first `fsync` flushes the file, the second the folder with its new name; `unlink` removes the
-oldest. A killed process loses no bytes that it wrote. A machine without power can, and could keep
-the new name without them: hence the flush before. But a disk may break a file afterwards. The
-newest one loses its second half:
+oldest. A killed process loses no bytes that it wrote. A machine without power can, and keep the new
+name: hence the flush before. Now the newest file loses its second half:
 """
 
 # %%
@@ -782,8 +788,8 @@ comms.barrier()  # a rank that ends writes there
 # %% [markdown]
 r"""
 With `keep=1` there would have been nothing to go back to. All ranks must agree on which one it is:
-so rank 0 reads, and sends. And all that the next step depends on must be in it: weights, what the
-optimizer keeps, the step's number, the place in the data, and each rank's random numbers.
+so rank 0 reads, and sends. All that the next step depends on must be in it: weights, what the
+optimizer keeps, the step's number, the place in the data, each rank's random numbers.
 
 ## Where it breaks: a fault that comes again
 
@@ -791,8 +797,7 @@ A program that is wrong at step 1000 is wrong again after a restart. So restarts
 `--max-restarts`. In microddp any error other than a lost connection ends that process at once, and
 a step that the same members have lost five times counts as the program's failure.
 
-A GPU that computes wrong numbers raises nothing at all. That ranks agree on a loss proves no more
-than that they agree.
+A GPU that computes wrong numbers raises nothing at all.
 
 :::{admonition} On GPUs
 The mistakes stay. But an NCCL call returns at once, so the host stands at a later line, where it
@@ -827,7 +832,7 @@ $ python -m microddp.labs start 13
 1. Llama 3 kept over 90 % of the time, with a fault every 3.09 hours by the first table. Let each
    take 10 minutes to start again. How long may a checkpoint stop training, by the sum of three
    terms at Young's interval? How long does it take to write 405 billion parameters of 14 bytes (2
-   in bf16, 12 of Adam's) to storage of 2 TB/s (section 3.3.1)?
+   in bf16; 12 in fp32, a copy and two moments) to storage of 2 TB/s (section 3.3.1)?
 
    <details class="solution"><summary>Solution</summary>
 

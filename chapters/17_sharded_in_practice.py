@@ -73,8 +73,8 @@ comms.print(f"{m} nodes of {k}: rows of {inside.world_size} ranks, columns of {a
 
 # %% [markdown]
 r"""
-**Build.** Backward has a whole flat gradient on each rank. Inside the node it is reduce-scattered.
-Then each shard, a $k$-th, is averaged with its replicas:
+**Build.** After backward each rank has a block's whole gradient, flat, of its own samples. Inside
+the node it is reduce-scattered. Then each shard, a $k$-th, is averaged with its replicas:
 """
 
 
@@ -232,17 +232,17 @@ sharded one, is a machine's; `mesh.mesh` shows the rows.
 
 ## In time
 
-**Predict.** The stage is a scale model of four nodes of two A100, a link of 100 Gbit/s for each
-node, NVLink inside, and messages in fp32. A node's hosts share an uplink of 100 Mbit/s; inside they
-have 10 times as much (A100s: 19 times). Let $C$ be a step's computing, of which backward is two
-thirds, and $M$ an all-reduce of all gradients around one ring. By chapter 16 a step that sends for
-$f$ seconds in forward and $b$ in backward needs, with all hidden that can be,
+**Predict.** This book's stage is a scale model of four nodes of two A100, a link of 100 Gbit/s for
+each node, NVLink inside, and messages in fp32. A node's hosts share an uplink of 100 Mbit/s; inside
+they have 10 times as much (A100s: 19 times). Let $C$ be a step's computing, two thirds of it
+backward, and $M$ an all-reduce of all gradients around one ring. By chapter 16 a step that sends
+for $f$ seconds in forward and $b$ in backward needs, with all hidden that can be,
 
 $$ T_0 = \max(\tfrac13 C, f) + \max(\tfrac23 C, b) $$
 
 It allows $n$ devices to be $nC/T_0$ times as fast as one. In proportion to what leaves a node, DDP
-has $f = 0$ and $b = M$, stage 3 $f = \frac12 M$ and $b = (1 - \frac{1}{2L}) M$, and HSDP, without
-its gathers inside, $f = 0$ and $b = \frac{m-1}{m}\frac{n}{n-1} M$.
+has $f = 0$ and $b = M$, stage 3 $f = \frac12 M$ and $b = (1 - \frac{1}{2L}) M$. For HSDP we neglect
+gathers inside the node: $f = 0$ and $b = \frac{m-1}{m}\frac{n}{n-1} M$.
 
 **Measure.** These three and one device, in the same rounds as what later sections compare; a ratio
 is the median of the rounds' ratios:
@@ -314,8 +314,7 @@ if usual:
 r"""
 **Explain.** What $T_0$ leaves out, here and below: in forward nothing computes during the
 first gather, and nothing is sent while the last block computes. In backward no reduction begins
-before the last block's gradients are ready, and nothing computes during the last one. And $M$ is
-measured with one message; a step sends block by block, and each message has a start.
+before the last block's gradients are ready, and nothing computes during the last one.
 
 ## What to keep whole
 
@@ -323,14 +322,13 @@ measured with one message; a step sends block by block, and each message has a s
 second gather is saved. If $w$ of $L$ blocks stay, $wS/L$ is kept after forward, stage 3 sends $(3 -
 \frac wL) \frac{n-1}{n}S$, and $b = (1 - \frac{w}{2L}) M$.
 
-The last block is the first to keep. All others are freed when forward ends, so the peak does not
-grow. And *prefetch* (a block is gathered while the one before it computes) cannot hide its second
-gather: nothing computes between its forward and its backward. Each further block takes memory
-beside the blocks in use, and saves a gather that backward can hide while $b < \frac23 C$.
+The last block is the first to keep. It is whole when forward ends, and when backward begins.
+*Prefetch* (a block is gathered while the one before it computes) could hide its second gather only
+behind what follows the blocks: head and loss. Each further block costs memory, and by $T_0$ saves
+time only while $b > \frac23 C$.
 
 **Measure.** Stage 3 over all keeps nothing, the last block (as microddp's strategies do, by
-{func}`~microddp.sharding.fully_shard.shard_blocks`), or all. What is whole after forward, what
-leaves a node, and time on the stage:
+{func}`~microddp.sharding.fully_shard.shard_blocks`), or all:
 """
 
 # %%
@@ -456,7 +454,7 @@ rows = [(name, *map(human_bytes, bytes_), time) for name, bytes_, time in rows]
 comms.print(table(rows, ["gathered, summed in", "sent inside a node", "between", "a step"]))
 gain, both = (compare(steps[sums], steps["HSDP"]) for sums in (fp32, bf16))
 said = (
-    f"The prediction that gathers in bf16 gain nothing {'held' if gain.alike else 'failed'}: with "
+    f"The prediction that gathers in bf16 gain nothing {'failed' if gain.faster else 'held'}: with "
     f"them HSDP's step is {gain.than('one in fp32')}. With sums in bf16, too, it is "
     f"{both.than('one in fp32')}."
 )
@@ -567,10 +565,9 @@ PyTorch has switches, methods of the outermost module
 | `set_requires_all_reduce(False)` | reduce-scatter only: shards are kept | `no_all_reduce()` |
 | `set_reshard_after_backward(False)` | parameters stay whole for the next forward | none |
 
-They stay set: switch reductions on again *before* the last backward, or each `p.grad` stays `None`:
-the optimizer's step changes nothing, without an error. On two nodes of 8 A100 with Ethernet and
-HSDP, a step of one micro-batch took 22.2 s; one of four, averaged once, 54.3 s instead of four
-times 22.2
+The switches keep their value. Set reductions on again *before* the last backward, or each `p.grad`
+stays `None`: the optimizer's step changes nothing, without an error. On two nodes of 8 A100 with
+Ethernet and HSDP, a step of one micro-batch took 22.2 s; one of four, averaged once, 54.3 s
 ([cosmos-framework 162](https://github.com/NVIDIA/cosmos-framework/pull/162), August 2026).
 """
 
@@ -620,15 +617,18 @@ find(
 
 # %% [markdown]
 r"""
-PyTorch's DTensors know that they are slices, and gather what is multiplied. **Predict.** Each of
-Muon's five iterations has three products: 15 all-gathers for one matrix, and then all ranks compute
-the same. **Measure.** With the gradients of the section on norms:
+PyTorch's DTensors know that they are slices: of a product each rank computes its rows, and gathers
+the other factor. **Predict.** Each of Muon's five iterations has three products: 15 all-gathers for
+one matrix, each of which a product waits for. **Measure.** With the gradients of the section on
+norms:
 """
 
 
 # %%
 gathers = apart = 0
 if PYTORCH:
+    p = next(on_mesh.parameters())
+    assert k == 1 or (p @ p.T).placements == p.placements  # rows again
     muon(whole.parameters(), lr=0.02).step()
     with warnings.catch_warnings(action="ignore"), CommDebugMode() as counter:
         muon(on_mesh.parameters(), lr=0.02).step()
@@ -655,7 +655,8 @@ find(
 
 # %% [markdown]
 r"""
-So give ranks whole matrices. The optimizer itself reduces, updates and gathers, as
+And all $m$ nodes compute the same. So give ranks whole matrices: no iteration waits, and no node
+repeats another's work. The optimizer itself reduces, updates and gathers, as
 [nanochat's](https://github.com/karpathy/nanochat/blob/master/nanochat/optim.py) does. **Build.**
 Matrices of one shape lie in one tensor, in rank order. Here each rank owns two:
 """
@@ -684,9 +685,9 @@ class OwnedMuon:
 # %% [markdown]
 r"""
 nanochat has several such groups, and starts all reductions; then, group by group, it waits,
-updates, and starts to gather. So a group's messages travel while another is updated. microddp's
-{class}`~microddp.sharding.owned.OwnedOptimizer` does that for any shapes. Both train, and so does
-one process with all ranks' batches:
+updates, and starts to gather: a group's messages travel while another is updated. microddp's
+{class}`~microddp.sharding.owned.OwnedOptimizer` does that for any shapes. Both train, beside one
+process with all ranks' batches:
 """
 
 
@@ -767,7 +768,6 @@ for name in ("in turn", "largest first"):
 
 # %% tags=["plumbing"]
 even = shares["largest first"]
-uneven = [r for r, a, b in zip(RANKS, *shares.values(), strict=True) if a - b > 0.01]
 figures.lines(
     {name: (RANKS, curve) for name, curve in shares.items()},
     title=f"The busiest rank's work: {even[0]:.2f} times the mean of 8, {even[-1]:.1f} of 512",
@@ -782,8 +782,7 @@ find(
         even[0] < even[-1],
         f"With the largest matrix first, the busiest of 8 ranks has {even[0]:.2f} times the mean "
         f"work; of 64 ranks {even[3]:.2f} times ({shares['in turn'][3]:.2f} in turn); of 512, more "
-        f"than there are matrices, {even[-1]:.1f} times. Of the numbers drawn, in turn is less "
-        f"even for {' and '.join(map(str, uneven))} ranks.",
+        f"than there are matrices, {even[-1]:.1f} times.",
     ),
     never=(even[0] >= even[-1], f"The busiest of 8 ranks has {even[0]:.2f} times the mean work."),
 )
@@ -918,9 +917,10 @@ sharded --ranks-per-node 8`, beside PyTorch's.
 
 - Two levels: reduce-scatter in the node, all-reduce between nodes. Count what leaves a node to
   find a swapped mesh.
-- Keep the last block whole: less is sent, and no more is whole at a time.
-- Squares are summed where the shards are, and nowhere else.
-- Gather in bf16, sum in fp32, keep masters in fp32.
+- Of what fits, take what sends least between nodes: HSDP; then stage 3 that keeps all (as much as
+  DDP's one ring); then stage 3 that keeps the last block.
+- Sum the squares of a norm over the ranks of one node (the shard dimension), not over all.
+- Gather in bf16 for memory and for stage 3; sum in fp32, keep masters in fp32.
 - Accumulate sharded, and average between nodes once.
 - An optimizer of whole matrices needs owners, not slices.
 

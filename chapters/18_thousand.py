@@ -77,7 +77,7 @@ def ring(n, nbytes, bandwidth, latency):
 
 
 def play(layers, n, bandwidth, latency):
-    """Seconds of a DDP step; of each layer: forward, backward, bytes of its gradient."""
+    """Seconds of a step of hooks; of each layer: forward, backward, bytes of its gradient."""
     clock = torch.zeros(n, dtype=torch.float64)
     free, ends = 0.0, []
     for forward, _, _ in layers:
@@ -93,7 +93,7 @@ def play(layers, n, bandwidth, latency):
 """
 That is a whole simulator, of one strategy. microddp's
 {func}`~microddp.performance.simulator.simulate` plays the programs of all the book's strategies,
-and knows nodes, with several links each. Where both can say something they say the same:
+and knows nodes, with several links each. Where both apply they say the same:
 """
 
 # %%
@@ -163,7 +163,7 @@ if two:
         works[name] = partial(measured_work, compute, counts)
     two.print(f"a message takes {human_seconds(port.latency)} to start")
     if processor:
-        two.print(f"and costs what all cores do in {human_seconds(processor.message)}")
+        two.print(f"and occupies all cores for {human_seconds(processor.message)}")
 
 # %% [markdown]
 """
@@ -248,8 +248,8 @@ find(
 r"""
 ## Is it right, where others measured?
 
-Of the simulator that was just checked, only the clocks remain here. What CPUs do for messages is
-left out, and NCCL chooses how they go.
+Only the clocks of that simulator remain here. What CPUs do for messages is left out, and NCCL
+chooses how they go.
 
 - *Collectives* take the best of ring and tree with one of three protocols, by the latencies in
   NCCL's [tuning.cc](https://github.com/NVIDIA/nccl/blob/v2.18.5-1/src/graph/tuning.cc). NVLS
@@ -258,8 +258,9 @@ left out, and NCCL chooses how they go.
 - *Computing* is slower while messages are under way, since they share memory and processors: by
   18.9 % on average, for GPT and LLaMA on A100, H100, MI210 and MI250
   ([2025](https://arxiv.org/abs/2507.03114)).
-- *The rest is fitted*: how long the slowest device lets the others wait, and how much of a link TCP
-  and PCIe reach. Each row is predicted by a fit **without its own publisher's rows**.
+- *The rest is fitted*: how long the slowest device lets others wait, how much of a link TCP and
+  PCIe reach, and how fast a device is that waits for nothing. Each row is predicted by a fit
+  **without its own publisher's rows**.
 
 **Predict.** Model, tokens, devices, links, and the speed on the fewest devices go in. Out comes the
 share of that speed which each of more devices keeps. The guess that needs no simulator: *all is
@@ -416,7 +417,7 @@ far = sum(abs(miss) > 0.1 for miss in misses.values())
 nearer = {key: abs(plan_ - out) - abs(real - out) for key, (out, plan_, _, real) in here.items()}
 near = [key for key, by in nearer.items() if round(by, 2) > 0.02]
 said = ", ".join(f"{miss:+.0%} ({key})" for key, miss in misses.items())
-said = f"Beside shares that real messages leave, simulated ones are off by {said}; {far} of "
+said = f"Simulated shares differ from measured ones by {said}; {far} of "
 said += f"{len(here)} by more than 10 %. Real messages come nearer to the published share than the "
 said += f"planner, by over 0.02, in {len(near)} of {len(here)}"
 said += f": {', '.join(near)}." if near else "."
@@ -430,20 +431,18 @@ find(
 
 # %% [markdown]
 r"""
-**Explain.** Starts are this machine's. A stage lacks NCCL, and what the planner fits: slower
-computing, and waiting for the slowest. A wrong $M/C$ is wrong in both. Between the A100 all-reduces
-alone reached half of the specified bandwidth ([2025](https://tomaslaz.github.io/scale-ops/net_1)),
-so it was twice the planner's.
+**Explain.** Starts are this machine's. A stage lacks NCCL, and what the planner adds: slower
+computing, and waiting for the slowest. Both have the same $M/C$, and its errors: between the A100
+all-reduces alone reached half of the specified bandwidth
+([2025](https://tomaslaz.github.io/scale-ops/net_1)), so the true $M/C$ was twice the planner's.
 """
 
 # %% [markdown]
 r"""
-A share that is kept says nothing of the *speed*. For that the planner counts operations, 6 for each
-parameter and token, and attention's, and takes the share of the peak that other publishers reach on
-such devices. The guess: as fast as the model nearest in size that another one trained there. For
-*memory* it adds what layers keep for backward, and the logits; the guess: all is taken. For
-*all-reduces* alone the guess is the specified bandwidth. (Left out are rows that set a constant:
-torchtitan's memory, and Bekman's all-reduces.)
+For *speed* itself the planner counts operations, and takes the share of the peak that other
+publishers reach on such devices. The guess: as fast as another's model there, the nearest in size.
+For *memory* it adds activations and logits; the guess: all is taken. For *all-reduces* the guess is
+the specified bandwidth. (Rows that set a constant are left out.)
 """
 
 # %% tags=["plumbing"]
@@ -500,9 +499,11 @@ for n, each in plans.items():
     rate, hours = each.tokens_per_second, each.device_hours / 1e6
     cells = (f"{rate:,.0f} ({low * rate:,.0f} to {high * rate:,.0f})",)
     cells += (f"{hours:.2f} ({hours / high:.2f} to {hours / low:.2f})",)
-    rows.append((n, *cells, f"{each.memory / 2**30:.1f}"))
-comms.print(table(rows, ["H100", "tokens/s each", "million GPU-hours", "GiB each"]))
-comms.print("in brackets: by the errors of eight of ten published speeds on H100")
+    rows.append((n, *cells, f"{each.memory / 1e9:.1f}"))
+memory = f"GB each, of {H100.memory / 1e9:.0f}"
+comms.print(table(rows, ["H100", "tokens/s each", "million GPU-hours", memory]))
+comms.print("in brackets: by the errors of eight of ten published speeds on H100;")
+comms.print("hours include failures")
 
 # %% tags=["plumbing"]
 HOURS, first, last = 1.3, hours / high, hours / low  # of 1024, in millions
@@ -533,15 +534,16 @@ find(comms, "llama-on-8", close=(close, said), off=(not close, f"{said} Not both
 r"""
 ## What decides at a thousand
 
-**Predict.** Every device has the same tokens in a step, whatever $n$ is. Backward of stage 3
-gathers bf16 parameters and reduces fp32 gradients: 6 bytes a parameter through a node's link,
-hardly more for many nodes than for a few. It computes 4 operations a parameter and token. So the
-number of parameters cancels. With $F$ operations a second of a device, and $B$ bytes a second of a
-node's links together (or of NVLink, if that is less), backward can hide its messages from
+**Predict.** A device's tokens in a step stay the same. Backward of stage 3 gathers bf16 parameters
+and reduces fp32 gradients: 6 bytes a parameter through a node's link, hardly more for many nodes
+than for a few. It computes 4 operations a parameter and token. So the number of parameters cancels.
+With $F$ operations a second of a device, and $B$ bytes a second of a
+node's links together (or of NVLink, if that is less), backward can hide its bytes from
 
 $$ t^* = \frac{6}{4} \cdot \frac{F}{B} $$
 
-tokens a device on.
+tokens a device on. A ring's starts come on top, and grow with $n$. *Efficiency* is the speed of a
+device, divided by that of a device that waits for nothing.
 """
 
 # %%
@@ -561,7 +563,7 @@ for key in NODES:
 ends = [values[-1] for _, values in curves.values()]
 figures.lines(
     curves,
-    title=f"1024 H100 keep {min(ends):.0%} to {max(ends):.0%}, by tokens and links",
+    title=f"1024 H100 reach an efficiency of {min(ends):.0%} to {max(ends):.0%}",
     xlabel="devices",
     ylabel="efficiency",
     log="x",
@@ -591,9 +593,8 @@ find(
 
 # %% [markdown]
 r"""
-**Explain.** So an efficiency means nothing before tokens for each device and the node's link are
-known. More devices for *one batch* have fewer tokens each; below $t^*$ the messages, which do not
-shrink, set the step.
+**Explain.** Publish an efficiency with all three. More devices for *one batch* have fewer tokens
+each; below $t^*$ the messages, which do not shrink, set backward's time.
 
 ## The slowest of a thousand
 
@@ -633,15 +634,15 @@ restart takes ten, and checkpoints come as often as is best. How much of the tim
 
 # %%
 usual = Losses.usual()
-rates = {"Llama 3": usual.hours, "Kokolis": 1024 * 7.9}
+rates = {"Llama 3": (usual.hours, 16384), "Kokolis": (1024 * 7.9, 1024)}  # counted on
 left = {
-    name: [replace(usual, hours=each).useful(n) for n in (64, 1024, 16384)]
-    for name, each in rates.items()
+    name: [replace(usual, hours=each).useful(n) for n in (64, 1024, 16384) if n <= most]
+    for name, (each, most) in rates.items()
 }
 
 # %% tags=["plumbing"]
 rows = [
-    (name, f"{rates[name]:,.0f}", *(f"{share:.1%}" for share in shares))
+    (name, f"{rates[name][0]:,.0f}", *[f"{share:.1%}" for share in shares], "")[:5]
     for name, shares in left.items()
 ]
 comms.print(table(rows, ["failures of", "hours of one device", "64", "1024", "16,384"]))
@@ -659,10 +660,10 @@ find(
 """
 ## Ask for your own
 
-Measure on the devices that you have, and ask for more of them. `python -m microddp.plan` takes a
-model's `config.json`, and tokens a second of each of a few devices. Here torchtitan's 5762 on 8
-stands for yours. *Exposed* is what a device waits for messages (waiting for the slowest
-comes on top), *left* the share of the time that failures leave:
+Measure on the devices that you have, and ask for more. `python -m microddp.plan` takes a model's
+`config.json`, and tokens a second of each of some devices. Here torchtitan's 5762 on 8 stands for
+yours. *Exposed* is what a device waits for messages (waiting for the slowest comes on top), *left*
+the share of the time that failures leave:
 """
 
 # %%
@@ -682,10 +683,10 @@ The command goes on with its errors where it was checked. (torchtitan also publi
 its H100 have 96 GB, the limit `memory` here 80.) `--failure-hours` sets the rate, `--price` adds a
 price, `--cheapest` searches, `--library` lists devices and links with sources.
 
-Ask it how things compare, on one class of machine: which link, stage, or number of tokens is
-faster; what share of a measured speed is kept; what failures leave. Do not ask it for days and a
-price without a measurement, which of two classes of machine is faster, or what a network does that
-falls short of its specification. It knows no tensor or pipeline parallelism, and no experts.
+Ask it what share of a measured speed more devices of one class keep. How links, stages and numbers
+of tokens compare was not checked here. Do not ask it for days and a price without a measurement,
+which of two classes of machine is faster, or what a network does that falls short of its
+specification. It knows no tensor or pipeline parallelism, and no experts.
 
 ## Where it breaks: believing a fit
 
@@ -705,10 +706,9 @@ assert times > 5
 # %% [markdown]
 r"""
 :::{admonition} On GPUs
-Programs, clocks and $t^*$ stay. The CPUs' work for messages is left out, and NCCL's choices come.
-Before you trust a plan, train for some minutes on one node and on two, give the first as
-`--measured`, and hold the plan for two against what you got. Networks may fall short of their
-specification: in the [Ultra-Scale
+Programs, clocks and $t^*$ stay; NCCL's choices come. Before you trust a plan, train on one node and
+on two, give the first as `--measured`, and hold the plan for two against what you got. Networks may
+fall short of their specification: in the [Ultra-Scale
 Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook) (February 2025) a training
 kept 39 % of its speed from 8 to 256 H100. Measure yours with `all_reduce_perf` of nccl-tests.
 :::
@@ -718,9 +718,8 @@ kept 39 % of its speed from 8 to 256 H100. Measure yours with `all_reduce_perf` 
 - A step is a program for each device, and a collective waits for the last. With latency and
   bandwidth that says what messages demand, not what else slows devices down.
 - Hold a model against a guess that needs none, where it was not fitted.
-- From $t^* = \frac64 \frac FB$ tokens a device on, messages can be hidden. The slowest device and
-  failures cost more with more devices.
-- Give the planner a measurement.
+- From $t^* = \frac64 \frac FB$ tokens a device on, backward can hide its bytes. A ring's starts,
+  the slowest device and failures cost more with more devices.
 
 ## Exercises
 
@@ -735,12 +734,12 @@ kept 39 % of its speed from 8 to 256 H100. Measure yours with `all_reduce_perf` 
 
    </details>
 
-2. Gradients are reduced in bf16, too. What becomes of $t^*$?
+2. Gradients are reduced in bf16, too. What becomes of $t^*$? And for DDP with fp32 gradients?
 
    <details class="solution"><summary>Solution</summary>
 
    Backward sends $2 + 2$ bytes a parameter instead of 6: $t^* = \frac44 \frac FB$, a third fewer
-   tokens.
+   tokens. DDP's all-reduce sends each gradient twice: $t^* = \frac84 \frac FB$.
 
    </details>
 

@@ -18,8 +18,8 @@ SLOW, FAST = Timing((2.0, 2.2, 1.8, 2.0)), Timing((1.0, 1.0, 1.0, 1.0))
 def test_a_comparison_is_larger_for_what_is_faster():
     fast = compare(FAST, SLOW)
     assert (fast.faster, fast.slower, fast.alike) == (True, False, False)
-    assert str(fast) == "2.00 times as fast (1.80 to 2.00)"
-    assert fast.say("A ring", "a tree") == "A ring is 2.00 times as fast (1.80 to 2.00) as a tree"
+    assert str(fast) == "2.00 times as fast (1.95 to 2.05)"
+    assert fast.say("A ring", "a tree") == "A ring is 2.00 times as fast (1.95 to 2.05) as a tree"
     slow = compare(SLOW, FAST)
     assert (slow.faster, slow.slower, slow.alike) == (False, True, False)
     assert slow.ratio == pytest.approx(0.5)
@@ -40,10 +40,9 @@ def test_what_reads_as_one_is_not_told_apart(rounds):
 @pytest.mark.parametrize(
     ("predicted", "words"),
     [
-        (1.95, "2 s (1.8 s to 2 s), with the predicted 1.95 s within the quartiles"),
-        (1.0, "2 s (1.8 s to 2 s), 100% longer than the predicted 1 s"),
-        (4.0, "2 s (1.8 s to 2 s), 50% less than the predicted 4 s"),
-        (2.005, "2 s (1.8 s to 2 s), within 0.5% of the predicted 2.01 s"),
+        (1.96, "2 s (1.95 s to 2.05 s), with the predicted 1.96 s within the quartiles"),
+        (1.0, "2 s (1.95 s to 2.05 s), 100% longer than the predicted 1 s"),
+        (4.0, "2 s (1.95 s to 2.05 s), 50% less than the predicted 4 s"),
     ],
 )
 def test_a_prediction_is_within_the_quartiles_or_off_in_a_direction(predicted, words):
@@ -51,6 +50,12 @@ def test_a_prediction_is_within_the_quartiles_or_off_in_a_direction(predicted, w
     assert str(prediction) == words
     assert [prediction.held, prediction.longer, prediction.shorter].count(True) == 1
     assert prediction.off == pytest.approx(2 / predicted - 1)
+
+
+def test_a_prediction_that_is_off_by_nothing_says_so():
+    prediction = Prediction(2.005, Timing((2.0, 2.0, 2.0)))
+    assert str(prediction) == "2 s (2 s to 2 s), within 0.5% of the predicted 2 s"
+    assert prediction.shorter
 
 
 @on_ranks(1, 2, 3)

@@ -61,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{link.name}; simulated, not measured"
     )
     rows = like(options.device, bool(options.measured))
-    print(as_table(plans, training, rows))
+    met = (options.measured[1], options.strategies[0]) if options.measured else None
+    print(as_table(plans, training, rows, met))
     print(fill(ranges(rows), 100))
     if options.measured:
         rate, count = options.measured
@@ -223,34 +224,42 @@ def on_as_many(rows: Sequence[Compared], devices: int) -> Sequence[Compared]:
     return most[: max(LEAST, sum(8 * row.devices >= devices for row in rows))]
 
 
-def as_table(plans: Sequence[Plan], training: Training, beside: Sequence[Compared]) -> str:
+def as_table(
+    plans: Sequence[Plan],
+    training: Training,
+    beside: Sequence[Compared],
+    measured: tuple[int, str] | None = None,
+) -> str:
     """Write a table with a line for each plan, and the whole training where it has an end.
 
     Args:
         plans: plans.
         training: training that was planned.
         beside: published figures, of whose errors ranges are made.
+        measured: devices and strategy of which the speed was measured: no range there.
     """
     rows: list[list[Any]] = []
     for each in plans:
         rate = each.tokens_per_second
+        exact = (each.devices, each.strategy) == measured
         low, high = middle(on_as_many(beside, each.devices))
         row: list[Any] = [
             each.devices,
             each.strategy,
             f"{1e3 * each.step:,.4g}",
             f"{1e3 * each.exposed:,.3g}",
-            f"{rate:,.0f} ({low * rate:,.0f} to {high * rate:,.0f})",
+            f"{rate:,.0f}" + ("" if exact else f" ({low * rate:,.0f} to {high * rate:,.0f})"),
             f"{each.efficiency:.1%}",
             f"{each.memory / 1e9:.3g}",
             each.limit,
         ]
         if each.seconds is not None:
             hours = each.device_hours or 0.0
-            spread = [_days(each.seconds / share) for share in (1.0, high, low)]
+            days, least, most = (_days(each.seconds / share) for share in (1.0, high, low))
+            days += "" if exact else f" ({least} to {most})"
             row += [
                 f"{each.useful:.1%}",
-                "{} ({} to {})".format(*spread) if each.fits else "",
+                days if each.fits else "",
                 f"{hours:,.0f}" if each.fits else "",
             ]
         if each.price is not None:

@@ -32,8 +32,15 @@ class Timing:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The lower and upper quartile in seconds; half of all measurements lie between."""
-        return self.percentile(25), self.percentile(75)
+        """The lower and upper quartile in seconds; half of all measurements lie between.
+
+        Interpolated between the two nearest, as NumPy does: of four measurements the smallest and
+        the third would lean to one side.
+        """
+        if len(self.seconds) == 1:
+            return self.seconds[0], self.seconds[0]
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return low, high
 
     def ratio(self, other: Timing) -> Timing:
         """This by another timing of the same run, round by round, so that both had the same luck.

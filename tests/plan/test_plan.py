@@ -296,10 +296,14 @@ def test_the_command_line_says_its_error_with_every_number(capsys, tmp_path):
 def test_a_measured_speed_is_carried_to_more_devices(capsys, tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(LLAMA_8B))
-    said = run(capsys, "--config", config, "--tokens", 16384, "--recompute", "selective",
-               "--strategies", "zero3", "--devices", 8, 128, "--measured", "5762@8")  # fmt: skip
+    said = run(capsys, "--config", config, "--tokens", 8192, "--recompute", "full", "--devices",
+               8, 128, "--strategies", "zero3", "zero1", "--measured", "5762@8", "--in-all", 1e12,
+               )  # fmt: skip
     assert "5,762 on 8 with zero3 are measured: no range there." in said
-    assert "5,762 (" in said
+    plans = [line for line in said.splitlines() if line.split()[1:2] in (["zero3"], ["zero1"])]
+    # Of tokens a second and of days, but not where the speed was measured.
+    assert [line.count(" to ") for line in plans] == [0, 2, 2, 2]
+    assert " 5,762 " in plans[0]
     assert "published shares of speed kept lie within them" in " ".join(said.split())
     rows = [row for row in compare_published() if row.kind == "speed kept"]
     assert on_as_many(rows, 8) == sorted(rows, key=lambda row: -row.devices)

@@ -28,8 +28,10 @@ def test_a_timing_has_the_usual_statistics():
     assert timing.median == 10.5
     assert timing.percentile(95) == 19
     assert timing.percentile(100) == 20
-    assert timing.spread == (5, 15)
-    assert str(Timing((0.001, 0.002, 0.003))) == "2 ms (1 to 3)"
+    assert timing.spread == (5.75, 15.25)
+    assert Timing((4.0, 1.0, 3.0, 2.0)).spread == (1.75, 3.25)
+    assert Timing((7.0,)).spread == (7, 7)
+    assert str(Timing((0.001, 0.002, 0.003))) == "2 ms (1.5 to 2.5)"
 
 
 @given(
