@@ -5,8 +5,8 @@ r"""
 Must every rank keep everything? A model that does not fit one GPU cannot be trained by DDP on a
 thousand. Yet an all-reduce is a reduce-scatter and an all-gather, and between the two each rank has
 an n-th of the sum: all it needs to update an n-th of the model. This chapter puts the optimizer
-there, then frees what is no longer needed, until a rank keeps an n-th of everything. It counts what
-is kept and sent, and measures when that costs time.
+there, then frees what is no longer needed, until a rank keeps an n-th of the state, and a block or
+two, and measures when that costs time.
 """
 
 # %% tags=["imports"]
@@ -73,8 +73,8 @@ ranks in three stages:
 | 2 | and the gradients | $4 + 4/n + 8/n$ |
 | 3 | and the parameters | $(4 + 4 + 8)/n$ |
 
-Stage 1 leaves every rank $8\Psi$ bytes, and stage 2 $4\Psi$, however many there are.
-Stage 3 has no such floor.
+Stage 1 leaves every rank $8\Psi$ bytes, and stage 2 $4\Psi$, however many there are. Stage 3 has no
+such floor.
 """
 
 # %% [markdown] index=["ZeroRedundancyOptimizer"]
@@ -83,8 +83,7 @@ r"""
 
 **Build.** A `FlatParamGroup` lays the parameters of a module side by side in one flat tensor, as a
 bucket does with gradients. An n-th of that is this rank's `shard`, in the same memory: what an
-optimizer writes there, `unshard` sends to all. (Zeros pad the tensor to a multiple of n.) The
-methods are named as in PyTorch:
+optimizer writes there, `unshard` sends to all. The methods are named as in PyTorch:
 """
 
 
@@ -140,7 +139,7 @@ Adam treats each value by itself, so its one parameter may as well be an n-th of
 as with DDP. And it keeps $8/n$ bytes of each parameter for Adam, instead of 8.
 
 **Measure.** Against microddp's DDP, on the same four batches. With three ranks and more the two may
-add in another order, so that bits differ. `try_out` asserts that weights are DDP's within 0.1 % and
+add in another order. `try_out` asserts that weights are DDP's within 0.1 % and
 $10^{-5}$. It counts the bytes sent, and those behind parameters, gradients and Adam's means
 whenever a layer begins to compute, or one of its gradients is ready:
 """
@@ -227,8 +226,9 @@ try_out("stage 1", stage_1)
 
 In stage 1 all gradients are there when backward ends, but a rank has no use for the others'
 shards. **Build.** Make the groups smaller, one for each layer, and reduce-scatter a group as soon
-as backward has all of its gradients. Then they are freed. (Here a parameter without a
-gradient would keep its group waiting for ever. microddp counts it as zero when backward ends.)
+as backward has all of its gradients. Then they are freed. (Gradients are counted here: if a layer's
+bias got none, the next step would count the weight's again, and fail, reducing with one missing.
+microddp takes it as zero when backward ends.)
 """
 
 
@@ -274,7 +274,7 @@ A layer needs its parameters only when it computes, forward and backward. **Buil
 description, of shape and place, and a *storage*, the memory behind it. `reshard` resizes the flat
 tensor's storage to nothing. The description stays, and so do its views: the layer's parameters, and
 what autograd has saved of them. `unshard` resizes the storage again, puts this rank's shard in, and
-gathers the others': all views are valid again. (So does PyTorch.)
+gathers the others': all views are valid again.
 """
 
 
@@ -332,20 +332,18 @@ try_out("stage 3", stage_3)
 
 # %% [markdown]
 r"""
-No step unshards at its end: the next forward does.
-
 ## What was sent, what was kept
 
 **Predict.** Parameters travel twice in stage 3, before forward and before backward, and gradients
 once: $3\,\frac{n-1}{n}S$, one and a half times DDP's bytes. The most that a rank keeps is what the
 table of the stages says, and besides, while backward is at a layer, that layer's whole gradients in
-stage 2, and in stage 3 its whole parameters, too:
+stage 2, and in stage 3 its whole parameters, too (with a copy of this rank's shard):
 """
 
 # %%
 largest = 4 * max(parameter_count(layer) for layer in build().layers)  # bytes
 gradients = (1 - 1 / n) * largest  # an n-th of them is in the table already
-whole = {2: gradients, 3: gradients + largest}  # in stage 3 a rank's shard is there twice
+whole = {2: gradients, 3: gradients + largest}
 
 # %% tags=["plumbing"]
 count = parameter_count(build())
@@ -381,9 +379,9 @@ find(comms, "sent-and-kept", several=(n > 1, said), alone=(n == 1, "One rank div
 
 # %% [markdown] index=["DTensor", "FSDP1 and FSDP2"]
 r"""
-**Explain.** (Play the step, or point at a moment.) In DDP and in stage 1 gradients pile up in
-backward, whole. In stages 2 and 3 only one layer's are whole at a time. Not counted: activations,
-the flat copy that `post_backward` makes to send, and DDP's buckets while they hold no gradients.
+**Explain.** In DDP and in stage 1 gradients pile up in backward, whole. In stages 2 and 3 only one
+layer's are whole at a time. Not counted: activations, the flat copy that `post_backward` makes to
+send, and DDP's buckets while they hold no gradients.
 
 ## The same in microddp
 
@@ -436,8 +434,9 @@ find(
 
 # %% [markdown]
 r"""
-PyTorch's `fully_shard` (FSDP2) is used in the same way. It leaves whole what is in no block, and
-the last block if `reshard_after_forward=False` is given for it. It cuts *each parameter* into rows,
+PyTorch's `fully_shard` (FSDP2) is used in the same way. After forward it does not reshard the
+outermost module's own parameters (they are sharded otherwise), nor the last block if
+`reshard_after_forward=False` is given for it. It cuts *each parameter* into rows,
 while microddp, and FSDP1 before it, cut a flat tensor wherever an n-th ends. Its parameters are
 `DTensor`s: such a tensor knows its whole shape, and which part of it is here
 ([documentation](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html), read in
@@ -517,8 +516,9 @@ A block of Llama has $8d + 4f$ values of a token, $f$ being the width of its fee
 much of a published run does that explain? torchtitan reports 82.4 GiB on each of 8 H100 of 96 GB,
 and 67.0 on each of 128, for Llama 3.1 8B with 16,384 tokens a GPU ([December
 2024](https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md)).
-It recomputes selectively. A block keeps its input, attention's output and every second matrix
-product (query, value, gate and down), in all $4\frac{1}{4} d + f$ values:
+It recomputes selectively. A block keeps its input, attention's output and, of the seven matrix
+products, in order, the 1st, 3rd, 5th and 7th (query, value, gate and down), in all
+$4\frac{1}{4} d + f$ values:
 """
 
 # %% tags=["plumbing"]
@@ -535,16 +535,14 @@ rows += [(name, f"{size / GiB:.1f}", "") for name, size in acts.items()]
 rows += [("all, on 8", "", "82.4"), ("less on 128", f"{state[8] - state[128]:.1f}", "15.4")]
 comms.print(table(rows, ["GiB a GPU, Llama 3.1 8B", "worked out", "published"]))
 left = 82.4 - state[8] - list(acts.values())[1] / GiB
-copies = left / (4 * 16_384 * 128_256 / GiB)
-comms.print(f"worked out: {82.4 - left:.0f} GiB of 82.4")
-comms.print(f"left for the loss, buffers, allocator: {left:.0f} GiB, {copies:.1f} copies of logits")
+comms.print(f"left for the loss, buffers, allocator: {left:.0f} GiB of 82.4")
 
 # %% [markdown]
 r"""
 ZeRO divides the first line only. So in the next table a star marks what fits 80 GB in mixed
 precision, *with* activations of 8192 tokens, all blocks recomputed, and two copies of the logits in
-fp32. It leaves out buffers, and what the allocator cannot use. (Shapes of SmolLM2 1.7B and Llama
-3.)
+fp32. Left out are blocks gathered whole, buffers, and what the allocator cannot use. (Shapes of
+SmolLM2 1.7B and Llama 3.)
 """
 
 # %% tags=["plumbing"]
@@ -591,14 +589,14 @@ So of a step $T$, *the share hidden of what can be hidden* is
 
 $$h = \frac{C + f + b - T}{C + f + b - T_0}$$
 
-Below 0, a step took more than with nothing hidden: starts count, and waiting for a core.
+Below 0, a step took more than with nothing hidden.
 
 **Predict.** Stages 1 and 2 should beat DDP where messages take as long as computing: microddp
 gathers in the next forward, and can hide half of the messages behind it. Stage 3 prefetches all
 blocks except the first. While $M$ is below $\frac{2}{3} C$ it should lose only that gather and the
-last reduction, together $M/L$: with ten layers $0.1 M$, or 0.07 of $f + b = 1.45 M$, so 0.93 are
-hidden. Beyond, messages take longer than computing, and DDP sends fewer bytes. (Starts are left
-out: DDP's of $L$ messages, stage 3's of $3L - 1$ halves.)
+last reduction, together $M/L$: with ten layers $0.10 M$ of $f + b = 1.45 M$ cannot be hidden, 7 %,
+so $h = 0.93$. (Left out are starts: of $L$ all-reduces in DDP, of $3L - 1$ gathers or reductions in
+stage 3, each half an all-reduce.)
 
 **Measure.** On devices of known speed, which pause as long as they would compute: a scale model of
 four machines with an A100 and 25 Gbit/s each, that train 355 million parameters in bf16, and the
@@ -648,9 +646,9 @@ find(
 
 # %% [markdown]
 """
-In each round each strategy takes a step, and a device alone, and an all-reduce of everything is
-timed. At the middle scale stages 1 and 2 take steps, too, and PyTorch's `fully_shard`. $M/C$ is of
-the medians; a share hidden is the median of the rounds' shares:
+In each round each strategy takes a step, and a device alone, and $M$ is timed. At the middle scale
+stages 1 and 2 take steps, too, and PyTorch's `fully_shard`. $M/C$ is of the medians; a share hidden
+is the median of the rounds' shares:
 """
 
 
@@ -781,9 +779,6 @@ find(
 
 # %% [markdown]
 r"""
-**Explain.** Messages longer than computing are in $T_0$. What else a step waits for is not measured
-by itself.
-
 ## Beside PyTorch's own
 
 **Predict.** PyTorch's `fully_shard` prefetches on CUDA streams. A CPU has none, so there it starts
@@ -848,16 +843,17 @@ r"""
 ## Who carries?
 
 **Predict.** A pausing device leaves its core free to send. Where CPUs compute, the same cores carry
-(chapter 05), so what stage 3 sends beside DDP's bytes, the second gather, should show.
+(chapter 05). So there the second gather, which stage 3 sends beside DDP's bytes, should show
+while $M$ is below $\frac{2}{3} C$, where $T_0$ is $C$ for both.
 
 **Measure.** The same code where ranks really compute, on ranks with a core of their own (only they
-go on from here), with few samples and many:
+go on from here):
 """
 
 # %%
 timed = comms.timed()
 n, rank = timed.world_size, timed.rank
-WIDTH, SAMPLES = 512, (128, 1024)
+WIDTH, SAMPLES = 512, (1024, 2048)
 ADAMW = partial(torch.optim.AdamW, lr=1e-4)
 wide = FullMLP(WIDTH, depth=8).to(timed.device)
 computed = {}
@@ -867,36 +863,41 @@ for samples in SAMPLES:
     computed[samples] = measure(calls_on(real, 1, ENDS), timed, warmup=1, repeat=4)
 
 # %% tags=["plumbing"]
-rows, extra, part, odd = [], [], [], False
-more = sum(sent_by(wide)["zero3"]) - 1  # all-reduces that stage 3 sends beside DDP's
-for samples, found in computed.items():
+runs = {"pausing": (times[first], stages[first].model)} if base.sides else {}
+runs |= {f"{samples} samples": (found, wide) for samples, found in computed.items()}
+rows, extra, half, odd = [], {}, [], False
+for name, (found, its) in runs.items():
     C, M = found["alone"].median, found["M"].median
+    more = sum(sent_by(its)["zero3"]) - 1  # all-reduces that stage 3 sends beside DDP's
     shown = [round(1e3 * s) for s in (C, found["ddp"].median, found["zero3"].median, more * M)]
-    share = hidden(found, "zero3", wide).median
-    rows.append((samples, f"{M / C:.2f}", *map(str, shown), f"{share:.2f}"))
-    longer = shown[2] - shown[1]
-    extra.append(f"{longer:+} ms with {samples} samples (the second gather alone: {shown[3]} ms)")
-    part.append(longer / max(1, shown[3]))
-    odd |= min(shown[1:3]) < shown[0]
-headers = ["samples a rank", "M/C", "C, ms", "DDP, ms", "stage 3, ms", "second gather alone, ms"]
+    share = hidden(found, "zero3", its).median
+    rows.append((name, f"{M / C:.2f}", *map(str, shown), f"{share:.2f}"))
+    if M <= 2 / 3 * C:
+        longer = shown[2] - shown[1]
+        extra[name] = f"{longer:+} ms at M/C {M / C:.2f} (the second gather alone: {shown[3]} ms)"
+        if name != "pausing":
+            half.append(longer >= shown[3] / 2)
+            odd |= min(shown[1:3]) < shown[0]
+headers = ["", "M/C", "C, ms", "DDP, ms", "stage 3, ms", "second gather alone, ms"]
 timed.print(table(rows if n > 1 else [], [*headers, "share hidden by stage 3"]))
 
 # %% tags=["plumbing"]
-said = f"Where ranks compute, stage 3's step differs from DDP's by {' and '.join(extra)}"
-show = f"{said}. Half of the gather or more shows in {sum(p >= 0.5 for p in part)} of {len(part)}"
-much = max(part) > 1
+pausing = f"where they pause, by {extra.pop('pausing')}; " if "pausing" in extra else ""
+said = f"Stage 3's step differs from DDP's: {pausing}where ranks compute, by"
+said = f"{said} {' and '.join(extra.values())}."
+judged = n > 1 and bool(half)
 find(
     timed,
     "second-gather",
     uneven=(
-        n > 1 and odd,
-        f"{said}. But some step took less than computing alone: the rounds are too uneven.",
+        judged and odd,
+        f"{said} But some step took less than computing alone: uneven rounds.",
     ),
-    much=(
-        n > 1 and much and not odd,
-        f"{show}; what is beyond the whole of it was not measured by itself.",
+    shows=(
+        judged and not odd,
+        f"{said} Where they compute, it is half the gather or more in {sum(half)} of {len(half)}.",
     ),
-    shows=(n > 1 and not much and not odd, f"{show}."),
+    beyond=(n > 1 and not judged, "In these rounds M was above two thirds of C: no test."),
     alone=(n == 1, "One rank passes on nothing."),
 )
 
@@ -906,13 +907,12 @@ On GPUs, published comparisons of stage 3 with DDP differ. In the paper on FSDP 
 611 million and 2.28 billion parameters on A100s ([Zhao et al., VLDB
 2023](https://arxiv.org/abs/2304.11277), section 5.2). A user of OLMo with 1 billion parameters got
 8034 tokens a second from each of four GPUs by DDP, and 1747 by FSDP with the model as one block
-([allenai/OLMo 762](https://github.com/allenai/OLMo/issues/762), December 2024). Among the
-differences: DDP averaged once for many micro-batches, and FSDP gathers for each (exercise 3).
+([allenai/OLMo 762](https://github.com/allenai/OLMo/issues/762), December 2024). DDP averaged once
+for many micro-batches, and FSDP gathers for each (exercise 3).
 
 :::{admonition} On GPUs
-NCCL has kernels for both halves, and FSDP2 starts them on streams of their own, while the CPU is
-ahead with its calls. But NCCL's kernels take some of the GPU's processors: beside them, matrix
-products of FSDP on H100s took twice as long ([PyTorch
+NCCL has kernels for both halves, and FSDP2 starts them on streams of their own. But they take some
+of the GPU's processors: beside them, matrix products of FSDP on H100s took twice as long ([PyTorch
 143988](https://github.com/pytorch/pytorch/issues/143988), December 2024). $M/C$ is worked out below
 for 8 billion parameters in bf16 and 16,384 tokens a device. While $1.5 M/C$ is below 1, $T_0$ of
 stage 3 is $C$: computing is enough to hide behind. To try: `python -m microddp.bench sharded`.
@@ -932,7 +932,7 @@ timed.print(table(rows, ["worked out, not measured", "M/C", "stage 3: 1.5 M/C"])
 
 **The norm of a shard.** A rank that clips by the norm of its n-th finds too small a number, and
 each rank finds another. microddp's {func}`~microddp.parts.clip_grad_norm` adds up squares over the
-ranks (chapter 17).
+ranks (chapter 17); PyTorch's `clip_grad_norm_` does so for `DTensor`s.
 
 **A checkpoint of one rank's shards.** `if rank == 0: save(model.state_dict())` was right with DDP.
 Now it saves an n-th: flat shards, under the names of whole parameters. On every rank,
@@ -962,6 +962,7 @@ assert rank or whole == count
 autograd calls a backward hook of the *module* twice, when each use's *input* has its gradient, and
 the hook of a *parameter* once, when both uses' gradients have been added up. A step that reduces at
 the first call sends half a gradient, and frees parameters that the other use still needs.
+With `checkpoint(use_reentrant=True)`, second line, the parameter's hook is called twice, too.
 (microddp reduces a block when backward has passed the block's first use in forward.)
 """
 
@@ -969,10 +970,11 @@ the first call sends half a gradient, and frees parameters that the other use st
 twice, calls = nn.Linear(4, 4), []
 twice.register_full_backward_hook(lambda *_: calls.append("module"))
 twice.weight.register_post_accumulate_grad_hook(lambda _: calls.append("parameter"))
-twice(twice(torch.ones(1, 4, requires_grad=True))).sum().backward()
-timed.print(" -> ".join(calls))
-assert calls.index("module") < calls.index("parameter")
-assert (calls.count("module"), calls.count("parameter")) == (2, 1)
+for use, count_of in (twice, 1), (partial(checkpoint, twice, use_reentrant=True), 2):
+    calls.clear()
+    use(use(torch.ones(1, 4, requires_grad=True))).sum().backward()
+    timed.print(" -> ".join(calls))
+    assert (calls.count("module"), calls.count("parameter")) == (2, count_of)
 
 # %% [markdown] index=["meta device", "deferred initialisation"]
 r"""
@@ -1035,8 +1037,8 @@ find(
     "limited",
     trained=(
         bool(said[1]),
-        f"With 192 MiB allowed, stage 3, which needs {needed[1]} a rank, trained; DDP, which needs "
-        f"{needed[0]}, was refused memory.",
+        f"With 192 MiB allowed, stage 3 trained: {needed[1]} a rank by the table, and two whole "
+        f"blocks. DDP was refused memory: it needs more than 192 MiB, {needed[0]} by the table.",
     ),
     left_out=(not said[1], "Left out: this system holds no process to a limit on its memory."),
 )
@@ -1047,11 +1049,11 @@ r"""
 
 - An all-reduce is a reduce-scatter and an all-gather. Put the optimizer between them, and each rank
   keeps an n-th of its state for the same bytes.
-- Stage 3 keeps an n-th of everything and sends up to half as much again, for each micro-batch anew:
-  work out $M/C$ before you choose it.
+- Stage 3 keeps an n-th of the state, and a block or two. It sends up to half as much again, for
+  each micro-batch anew: work out $M/C$ before you choose it.
 - Sharding divides state, not activations: count both before you say that a model fits.
-- Sum squares over the ranks before you clip, let all ranks save, and count a gradient as complete
-  when its parameter says so.
+- Sum squares over the ranks before you clip, let all ranks save, and reduce a gradient when all
+  uses are passed, not when a module's hook says so (*A module used twice*).
 
 ## Exercises
 
@@ -1069,7 +1071,7 @@ $ python -m microddp.labs start 16
 
    The parameter 2, the gradient $2/n$, the optimizer $12/n$: $2 + 14/n$ bytes, 16 GB and $112/n$
    GB. That is below 80 for $n \ge 2$: 72 GB with two. In stage 1 it is $4 + 12/n$: 32 GB and $96/n$
-   GB, which is 80 with two and fits with three. Activations have to fit, too.
+   GB, which is 80 with two and fits with three.
 
    </details>
 
@@ -1078,12 +1080,11 @@ $ python -m microddp.labs start 16
 
    <details class="solution"><summary>Solution</summary>
 
-   Do not register `post_forward` for `model.layers[-1]`. That hook reshards the layer, and it also
-   arranges the second unshard. So the layer is all-gathered once and reduced once,
+   Do not register `post_forward` for `model.layers[-1]`. That hook reshards it, and arranges the
+   second unshard. So the layer is all-gathered once and reduced once,
    $2\,\frac{n-1}{n}$ times its bytes instead of 3: a twenty-fourth less for eight equal layers.
    What is kept at most stays the same: it is whole at the end of forward and when backward begins,
-   while no other layer is. In PyTorch: `fully_shard(model.layers[-1],
-   reshard_after_forward=False)`.
+   while no other layer is.
 
    </details>
 
@@ -1097,9 +1098,9 @@ $ python -m microddp.labs start 16
    twice and reduces once for each: $32 \cdot 1.5 = 48$. (A single block, as the user's, stays whole
    after forward: 32.) With `no_sync()` it still gathers twice for each, and reduces once:
    $32 + 0.5 = 32.5$. For that each rank keeps whole gradients, 4 bytes of each parameter, as in
-   stage 1. With `reshard_after_forward=False`, too, it gathers once: $32 \cdot 0.5 + 0.5 = 16.5$.
-   PyTorch's `set_reshard_after_backward(False)`, until the last, leaves one gather and one
-   reduction, half an all-reduce each: 1, as DDP, with memory for whole parameters.
+   stage 1. With `reshard_after_forward=False`, and PyTorch's
+   `set_reshard_after_backward(False)` until the last, one gather and one reduction are left: 1, as
+   DDP, with memory for whole parameters.
 
    </details>
 """

@@ -167,7 +167,6 @@ class FlatParamGroup:
         """
         if self.is_unsharding or (self.shard_params and not self.is_sharded):
             return
-        self.wait_for_mean()  # while the parameters are the shards these gradients are of
         if self.shard_params:
             self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
             self.shard_of(self.unsharded).copy_(self.shard)
