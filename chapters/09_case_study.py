@@ -4,9 +4,9 @@ r"""
 
 What does a second device gain on a model that people train? Whoever pays for it wants to know, and
 what to set so that it gains more. The model is SmolLM2-360M, a decoder of 32 layers, or on a CPU a
-small one of its kind. It learns to tell whether two sentences say the same. A *global batch of 16
-pairs* is taken by one device, or split. Then a scale model of a published run climbs a ladder, one
-change after the other, each in milliseconds a pair.
+small one of its kind, trained to tell whether two sentences say the same. A *global batch of 16
+pairs* is taken by one device, or split. Then a scale model of a published run climbs a ladder of
+changes, in milliseconds a pair.
 
 It needs `pip install "microddp[llm]"`; without the Hugging Face hub, `transformers` is enough.
 """
@@ -54,8 +54,8 @@ timed.print(f"{n} of {comms.world_size} ranks are timed")
 ## The case
 
 The course that this book continues, [microddp](https://github.com/kiankyars/microddp), published
-two times in 2025, in fp32 on GLUE's MRPC: for 16 pairs on one GPU, and for 8 + 8 on two of a node.
-They are seconds a batch:
+two timings in 2025, in fp32 on GLUE's MRPC: seconds a batch, of 16 pairs on one GPU, and of 8 + 8
+on two of a node:
 """
 
 # %%
@@ -64,10 +64,9 @@ timed.print(f"published: two GPUs are {ONE_GPU / TWO_GPUS:.2f} times as fast as 
 
 # %% [markdown]
 """
-Weights and pairs come from the hub. Where it cannot be reached, weights are random, and the
-sentences are from NumPy's and PyTorch's documentation: what both say of the same function is a
-*paraphrase*. On a CPU, and on GPUs that ranks share or that have no room, the model is a small one
-of the same kind:
+Weights and pairs come from the hub. Without it, weights are random, and the sentences are NumPy's
+and PyTorch's documentation: what both say of the same function is a *paraphrase*. On a CPU, and on
+GPUs that ranks share or that have no room, the model is a small one, always of random weights:
 """
 
 # %%
@@ -97,7 +96,8 @@ tokens, mask, labels = case.train.tensors
 
 **Predict.** The loss of a batch is the mean over its pairs. Shards are equal, so the mean of the
 ranks' losses is the loss of the batch, and the averaged gradients are its gradients. Both runs
-should agree up to rounding.
+should agree up to rounding. (A short run shows
+that, not learning.)
 
 **Build.** One step, for the whole chapter, of one or several micro-batches, of which only the last
 averages gradients (chapter 06):
@@ -151,14 +151,15 @@ figures.lines(
 
 # %% [markdown]
 r"""
-**Explain.** The curves lie on each other. So what follows compares two ways to do the same thing.
+**Explain.** A split of the same batch is the same training. A larger batch (a second micro-batch,
+the ladder's last two rungs) is another, and bf16 rounds.
 
 ## On real cores
 
 **Predict.** The small model really computes here, a rank on each core. A split saves half of its
 computing, and adds an all-reduce. Backward ends with the embedding, a third of the bytes. The
-default buckets (1 MiB, then 25) are two, of which the larger one waits for it. With
-`bucket_cap_mb=1` more is sent before.
+default buckets (1 MiB, then 25) are two; the larger holds the embedding, so it leaves after
+backward. With `bucket_cap_mb=1` more is sent before.
 """
 
 # %%
@@ -197,8 +198,7 @@ if n > 1:
 
 # %% [markdown] index=["profiler", "profile"]
 r"""
-**Explain.** What a split saves in computing it pays on the link. And cores share caches and memory,
-and carry the messages, too. Of GPUs this says little.
+**Explain.** Cores share caches and memory, and carry the messages, too.
 
 ## The profile
 
@@ -374,19 +374,19 @@ begins when it ends. So $k$ micro-batches of $b$ pairs, with messages of $M$ in 
 
 $$ k\,t(b) + \max(l M, \; M - \tfrac{2}{3} t(b)) . $$
 
-The smaller cap gains the difference of $l\,M$, where the last bucket is what is waited for.
-Messages in bf16 halve $M$, two micro-batches share one, and more pairs a device share one $f$, all
-of which is charged to each micro-batch. (The last two rungs are larger global batches, and so
-another training.)
+The first rung is the split alone, in buckets of 25 MiB (DDP's default without its small first one).
+It is changed by a smaller cap, which gains the difference of $l\,M$ where the last bucket is waited
+for, or by bf16, which halves $M$. On top of bf16, two micro-batches share one $M$; on top of both,
+more pairs a device share one $f$.
 """
 
 # %%
 SHARE = size // n  # pairs of a device
 LINKS = {"in a node, NVLink": ("400gbit", 1, n), "between machines, 100 Gbit/s": ("100gbit", n, 1)}
 LADDER = {  # the rung it adds to, pairs a device, bucket_cap_mb, hook, micro-batches
-    "as it comes": ("one device", SHARE, 25, None, 1),
-    "bucket_cap_mb=1": ("as it comes", SHARE, 1, None, 1),
-    "bf16 messages": ("as it comes", SHARE, 25, halved, 1),
+    "split alone": ("one device", SHARE, 25, None, 1),
+    "bucket_cap_mb=1": ("split alone", SHARE, 1, None, 1),
+    "bf16 messages": ("split alone", SHARE, 25, halved, 1),
     "+ 2 micro-batches": ("bf16 messages", SHARE, 25, halved, 2),
     "+ 16 pairs a device": ("+ 2 micro-batches", 16, 25, halved, 2),
 }
@@ -403,8 +403,7 @@ def predict(rung, M, n):
 # %% [markdown]
 """
 **Build.** The full model on the stage: gradients so many times smaller, and the caps with them. A
-layer has four equal ones, as the matrices of attention have together as many values as each of the
-MLP's three. PyTorch's own DDP sends:
+layer has four equal ones. PyTorch's own DDP sends:
 """
 
 
@@ -472,7 +471,7 @@ def on_gpus():
 ## The ladder
 
 **Measure.** All rungs in turns, for each kind of link. Times are divided by how much slower the
-stage is:
+stage is; ratios are taken round by round:
 """
 
 
@@ -488,7 +487,7 @@ def climb(calls, slower):
 # %%
 climbed, start, usual = {}, {}, timed.box and timed.box.links[0].option
 if usual:
-    relink(timed, "250mbit")  # of the same time in messages, a quarter of the bytes
+    relink(timed, "250mbit")  # four times slower: a quarter of the bytes takes as long
 if ON_GPUS:
     climbed["these GPUs"] = climb(*on_gpus())
 elif timed.box and n > 1:
@@ -519,9 +518,9 @@ for where, rungs in climbed.items():
     timed.print(table(rows, headers, floats=("", ".2f", "", ".2f")))
 
 # %% tags=["plumbing"]
-top, comes = list(LADDER)[-1], "as it comes"
+top, plain = list(LADDER)[-1], "split alone"
 for where, rungs in speeds.items():
-    title = f"{n} devices {where}: {rungs[comes].ratio:.2f}, at the top {rungs[top].ratio:.2f}"
+    title = f"{n} devices {where}: {rungs[plain].ratio:.2f}, at the top {rungs[top].ratio:.2f}"
     figures.speed_ups({name: speed.times for name, speed in rungs.items()}, n, title=title)
 
 # %% tags=["plumbing"]
@@ -529,36 +528,39 @@ for name, where in zip(("in-a-node", "between-machines"), LINKS, strict=True):
     if where in climbed:
         rungs, best = climbed[where], speeds[where][top]
         beside = {rung: compare(rungs[rung], rungs[LADDER[rung][0]]) for rung in LADDER}
-        one, first, last_rung = (f"{rungs[r].median * 1e3:.1f}" for r in ("one device", comes, top))
+        one, first, last_rung = (f"{rungs[r].median * 1e3:.1f}" for r in ("one device", plain, top))
+        sorted_out = "; ".join(
+            f"{side}: {', '.join(r for r in LADDER if getattr(beside[r], side)) or 'none'}"
+            for side in ("faster", "slower", "alike")
+        )
         said = (
-            f"To scale, {where}, a pair takes {one} ms on one GPU, {first} on {n} as it "
-            f"comes, and {last_rung} on the top rung, which is {best.than('one')}. "
-            f"Beside the rung that each adds to, faster: "
-            f"{', '.join(r for r in LADDER if beside[r].faster) or 'none'}; "
-            f"slower: {', '.join(r for r in LADDER if beside[r].slower) or 'none'}."
+            f"To scale, {where}, a pair takes {one} ms on one GPU, {first} split on {n}, "
+            f"and {last_rung} on the top rung, which is {best.than('one')}. "
+            f"Beside the rung that each adds to, {sorted_out}."
         )
         find(timed, name, **best.sides(said))
 
 # %% tags=["plumbing"]
 where = "in a node, NVLink"
 if where in climbed and n == 2:
-    published = Prediction(TWO_GPUS / 16, climbed[where][comes])
+    published = Prediction(TWO_GPUS / 16, climbed[where][plain])
     find(
         timed,
         "published",
-        **published.sides(f"To scale, a pair of 8 + 8 takes {published}: f and c came from it."),
+        **published.sides(
+            f"To scale, a pair of 8 + 8 takes {published}. That is no independent "
+            f"check: f and c were derived from the published time."
+        ),
     )
 
 # %% tags=["plumbing"]
 tops = [speed[top].faster for speed in speeds.values()]
-first = {
-    where: next((rung for rung in LADDER if speed[rung].faster), "no rung")
-    for where, speed in speeds.items()
-}
+same = [rung for rung, (_, pairs, *_, k) in LADDER.items() if k * pairs == SHARE]
+best = {where: max(same, key=lambda r: speeds[where][r].ratio) for where in speeds}
 said = "; ".join(
-    f"{where}, {n} devices train {speed[comes].ratio:.2f} times as fast as one, as it comes, and "
-    f"{speed[top].ratio:.2f} times on the top rung, {max(0.0, n - speed[top].ratio):.2f} short of "
-    f"{n} (first ahead of one device: {first[where]})"
+    f"{where}, {n} devices train {speed[plain].ratio:.2f} times as fast as one by the split alone, "
+    f"at the same global batch up to {speed[best[where]].ratio:.2f} times ({best[where]}), and on "
+    f"the top rung, with a larger one, {speed[top].ratio:.2f} times"
     for where, speed in speeds.items()
 )
 said = f"What a second device gains: {said}."
@@ -573,22 +575,21 @@ find(
 
 # %% [markdown]
 r"""
-**Explain.** In a node messages are short beside the computing, so no change to them can gain much;
-what every device repeats is $f$. In the published profile, of four GPUs, the GPU is used for 15.2 %
-of a step, communication takes 20.9 %, and the CPU, which starts kernels, 61.1 %. So larger
-micro-batches, `torch.compile` or CUDA graphs come first. Between machines, bytes do: send half,
-less often, then share $f$ among more pairs.
+**Explain.** In a node messages are short beside the computing, so by the formula no change to them
+gains much; what every device repeats is $f$. In the published profile the GPU is used for 15.2 % of
+a step, and the CPU, which starts kernels, for 61.1 %. So larger micro-batches, `torch.compile` or
+CUDA graphs come first. One GPU with 32 pairs takes $f/32 + c = 3.6$ ms a pair, two with 8 each 3.4:
+fill one first. Between machines, bytes come first: send half, less often, then share $f$ among more
+pairs.
 
-A stage's start of a message is longer beside its computing than a cluster's: `bucket_cap_mb=1`
-pays for more of them, which the formula leaves out, and the embedding is still one message. The
-hook converts on the CPU, which is not to scale either, and Python between the pauses makes each
-rung a little longer than predicted.
+The formula leaves out the starts of messages, of which a smaller cap needs more. The hook converts
+on the CPU, and Python runs between the pauses: neither is to scale, and both only add time.
 
 :::{admonition} On GPUs
-The order of the rungs follows from $M/t$, which stays. NCCL's kernels take processors from backward
-while they send, so less is hidden than the formula says. With `torchrun --nproc-per-node=2` on a
-GPU node this chapter climbs with the case's own model. Here is the formula for 8 devices, with the
-same 16 pairs (on the top rung 16 for each device, twice):
+The order of the rungs follows from $M/t$, the same on stage and cluster. NCCL's kernels take
+processors from backward while they send, so less is hidden than the formula says. Run it with
+`torchrun --nproc-per-node=2` on a GPU node. Here is the formula for 8 devices, with the same 16
+pairs (on the top rung 16 for each device, twice):
 :::
 """
 
@@ -601,9 +602,9 @@ for words, shape in {
     "8 machines of an H100, 25 Gbit/s": ("25gbit", 8, 1),
 }.items():
     M = messages(shape).messages
-    seconds = [predict(rung, M, 8) for rung in (comes, "bf16 messages", top)]
+    seconds = [predict(rung, M, 8) for rung in (plain, "bf16 messages", top)]
     rows.append((words, M / (f + 2 * c), *(ONE_GPU / 16 / s for s in seconds)))
-headers = ["worked out, not measured", "M / t(2)", comes, "bf16 messages", "top rung"]
+headers = ["worked out, not measured", "M / t(2)", plain, "bf16 messages", "top rung"]
 timed.print(table(rows, headers, floats=("", *[".2f"] * 4)))
 
 # %% [markdown] index=["padding"]
@@ -647,7 +648,8 @@ comparison of losses finds the mistake, too, if every shard is padded to its own
 ## A model that does not fit
 
 DDP keeps everything on every rank: weights, gradients and AdamW's two moments, 16 bytes for each
-parameter in fp32. Where that is too much, each rank keeps an n-th: {doc}`16_sharding`.
+parameter in fp32, and 4 more in buckets if gradients are no views of them. Where that is too much,
+each rank keeps an n-th: {doc}`16_sharding`.
 
 ## What to take along
 
@@ -671,9 +673,8 @@ parameter in fp32. Where that is too much, each rank keeps an n-th: {doc}`16_sha
    $$ s_k = \frac{s}{s + o + k\,(1 - s - o)} . $$
 
    Solved for o with $s_2 = 0.25$, that is $o = 0.422 + 2 \cdot 0.578 - 0.422 / 0.25 = -0.11$. No
-   optimizer takes less than nothing. So something else changed between the two runs: the all-reduce
-   of the second must have been shorter in relation to a micro-batch, for example because ranks
-   waited less in it.
+   optimizer takes less than nothing. So something else changed: the second run's all-reduce must
+   have been shorter beside a micro-batch.
 
    </details>
 
