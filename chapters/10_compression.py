@@ -69,10 +69,11 @@ def hook(state, bucket):
 # %% [markdown]
 r"""
 **Predict.** The stage is a scale model of eight machines with an A100 and 25 Gbit/s each (chapter
-03), on links of 200 Mbit/s. $M$, all messages alone, takes longer than the two thirds of $C$ in
-which backward could hide it. In bf16 it takes half.
+03), on links of 200 Mbit/s. There are two buckets: one leaves halfway through backward, one at its
+end. With $M$ for all messages alone a step takes $\max(C, \frac{2}{3}C + \frac{1}{2}M) +
+\frac{1}{2}M$. In bf16 $M$ is half.
 
-**Measure.** In two buckets. (Gradients are made matrices for a later section.)
+**Measure.** (Gradients are made matrices for a later section.)
 """
 
 # %%
@@ -99,7 +100,12 @@ calls = {"one device": stage.step("none"), "fp32": step_with()}
 calls["bf16"] = step_with((in_bf16, own), hook)
 steps = measure(calls, comms, repeat=5)
 
+
 # %% tags=["plumbing"]
+def in_two_buckets(C, M):
+    return max(C, 2 / 3 * C + M / 2) + M / 2
+
+
 gain = compare(steps["bf16"], steps["fp32"])
 speeds = {name: stage.speed_up(steps[name], steps["one device"]) for name in ("fp32", "bf16")}
 said = (
@@ -108,8 +114,8 @@ said = (
 )
 if stage.sides:
     C, M = stage.sides[1].compute, stage.sides[1].messages
-    ideal = max(C, C / 3 + M) / max(C, C / 3 + M / 2)
-    said += f" By C and M alone, without starts, it would be {ideal:.1f} times as fast."
+    ideal = in_two_buckets(C, M) / in_two_buckets(C, M / 2)
+    said += f" By C and M alone it would be {ideal:.2f} times as fast."
 find(comms, "half", **gain.sides(said if n > 1 else "One rank has nothing to send."))
 figures.speed_ups(
     {name: speed.times for name, speed in speeds.items()},
@@ -212,7 +218,8 @@ r"""
 Models of 1B and 7B trained well on 96 GPUs with bf16 sums, were unstable on 384, and stable again
 with sums in fp32 ([PyTorch issue 106395](https://github.com/pytorch/pytorch/issues/106395), August
 2023, which does not tell whether this was the reason). With hundreds of ranks, add up in fp32:
-`MixedPrecisionPolicy(reduce_dtype=torch.float32)` for `fully_shard`, or as below.
+`MixedPrecisionPolicy(reduce_dtype=torch.float32)` for `fully_shard`, which sends 32 bits again, or
+as below, with 16.
 
 ## Where it breaks: sums in fp16
 
@@ -400,8 +407,8 @@ for name, average in ("bf16", in_bf16), ("in two phases", in_bf16_twice), ("int8
 
 # %% [markdown]
 r"""
-What the second rounding leaves out, microddp's `int8` and `sign` add to what the part's owner
-keeps, $n$ times, since an owner is one $n$-th of the mean.
+What the second rounding leaves out, microddp's `int8` and `sign` add $n$ times to what the part's
+owner keeps, since that is divided by $n$ later.
 
 **Measure.** The bytes that leave a rank, by the formulas of {mod}`microddp.compression` and
 counted, and how far one message is from the mean. `random-k` sends values at places that all ranks
@@ -485,12 +492,12 @@ r"""
 ## Momentum
 
 **Predict.** Error feedback makes gradients late. In a valley of curvature $L$ SGD with a rate of
-$\eta$ is stable while $\eta L < 2$; with gradients $\tau$ steps old, up to some $\pi/2\tau$ only.
-Momentum of 0.9 repeats a gradient, ten times in the end, which is ten times the rate. So where most
-waits diverges first: the mean of what the ranks keep, by the mean gradient of above, as norms.
+$\eta$ is stable while $\eta L < 2$; with gradients many steps old, $\tau$, only while $\eta L <
+\pi/2\tau$. Momentum of 0.9 is ten times the rate in the end. So where most waits, runs should
+diverge first. For $\tau$ stands the norm of the mean of what ranks keep without momentum, by the
+mean gradient's.
 
-**Measure.** A rate of 0.1, with error feedback. A run *diverges* if its last epoch's loss is above
-its first:
+**Measure.** A rate of 0.1. A run *diverges* if its last epoch's loss is above its first:
 """
 
 # %%
@@ -521,9 +528,8 @@ if pair:
 r"""
 **Explain.** `random-k:0.01` sends a value once in a hundred steps. `sign` sends a block's mean
 magnitude for every value: too much for small ones, which are taken back later, and too little for
-large ones, which wait. `top-k` sends first
-what has waited longest. int8 and bf16 leave little to wait. Where much
-waits, lower the rate, or apply momentum before the choice, as [deep gradient
+large ones, which wait. `top-k` sends what has piled up to most. Where much waits, lower the rate,
+or apply momentum before the choice, as [deep gradient
 compression](https://arxiv.org/abs/1712.01887) does (Lin and others, 2018).
 
 ## Where it pays
@@ -535,9 +541,9 @@ $$ B^* = \frac{S_0 - S_c}{c} $$
 
 bytes a second, the *break-even*. On a slower link compression pays.
 
-**Measure.** Two ranks, 8 MiB, messages alone. Each round has a $c$, so $c$ and $B^*$ are ranges,
-from quartile to quartile, over 1 Gbit/s. Over 4 Gbit/s $c$ should be the same; if it is larger
-there, the break-evens are stated too high:
+**Measure.** Two ranks, 8 MiB, messages alone. Each round has a $c$: its time, less a plain
+all-reduce's, plus $(S_0 - S_c)/B$; noise can make it negative. Stated are quartiles over 1 Gbit/s.
+Over 4 Gbit/s $c$ should be the same:
 """
 
 # %%
@@ -592,24 +598,23 @@ if pair:
         high=(bool(larger) and not smaller, f"{said}: where it is larger, B* is too high."),
         low=(bool(smaller) and not larger, f"{said}: where it is smaller, B* is too low."),
         both=(bool(larger) and bool(smaller), f"{said}: there B* is too high, here too low."),
-        even=(bool(made) and not larger and not smaller, f"{said}: none is shown."),
+        even=(bool(made) and not larger and not smaller, f"{said}: no bias is shown."),
         left_out=(not made, "Left out, with the break-evens."),
     )
 
 # %% [markdown]
 r"""
 **Explain.** A break-even belongs to a processor, and to two ranks: with more, bytes and $c$ are
-others. If backward hides $b$ seconds of the plain all-reduce, there is less to save: $B^*$ shrinks
-to $(S_0 - S_c)/(c + b)$.
+others. If backward hides $b$ seconds of the plain all-reduce, $B^*$ shrinks, at worst, with nothing
+compressed hidden, to $(S_0 - S_c)/(c + b)$.
 
 ## From slow links to a cluster's
 
-**Predict.** A step takes $\max(C, \frac{1}{3}C + M)$ or more (chapter 04), with the $M$ of what is
-sent. On a slow link it follows the bytes; once $M$ is below $\frac{2}{3}C$, fewer bytes gain
-nothing. And what leaves out much needs more steps: what counts is steps, times a step.
+**Predict.** A step in two buckets takes what it took above, or more, with the $M$ of what is sent.
+Fewer bytes gain most where $M$ is most of it; once $M$ is below $\frac{2}{3}C$, half of $M$ at
+best. And what leaves out much needs more steps: what counts is steps, times a step.
 
-**Measure.** The stage's eight devices, with this chapter's own hooks, on links from 50 Mbit/s to
-800. (200 stand for the named cluster's 25 Gbit/s.)
+**Measure.** The stage's devices, with this chapter's own hooks, on links from 50 Mbit/s to 800:
 """
 
 
@@ -636,8 +641,8 @@ for mbit in LINKS:
 
 # %% [markdown]
 r"""
-The steps are those of the digits, 14 an epoch, without momentum, to the loss that the all-reduce
-has after seven of its ten epochs:
+The steps are those of the digits, 14 an epoch, to the loss that the all-reduce has after seven of
+its ten epochs. They come from the two ranks with `Compression`, without momentum, in whole epochs:
 """
 
 # %%
@@ -652,7 +657,10 @@ comms.broadcast(epochs)
 needed = {name: e for name, e in zip(BUILT, epochs.tolist(), strict=True) if e < math.inf}
 
 # %% tags=["plumbing"]
-to_loss = {m: {k: 14 * e * t[k].median for k, e in needed.items()} for m, t in by_link.items()}
+to_loss = {}
+for m, t in by_link.items():
+    ratios = {k: compare(t[k], t["all-reduce"]).ratio for k in needed}
+    to_loss[m] = {k: 14 * e * t["all-reduce"].median / ratios[k] for k, e in needed.items()}
 comms.print("epochs to the loss:", ", ".join(f"{k} {e:.0f}" for k, e in needed.items()))
 
 
@@ -683,23 +691,23 @@ find(comms, "links", measured=(bool(LINKS), said), left_out=(not LINKS, missing)
 if LINKS and stage.sides:
     C, M = stage.sides[1].compute, stage.sides[1].messages * 200 / 800
     gain = compare(by_link[800]["int8"], by_link[800]["all-reduce"])
-    ideal = max(C, C / 3 + M) / max(C, C / 3 + M / 4)
+    ideal = in_two_buckets(C, M) / in_two_buckets(C, M / 4)
     said = f"Over 800 Mbit/s a step with int8 is {gain.than('one in fp32')}; by C and M alone it is"
     find(comms, "fast-link", **gain.sides(f"{said} {ideal:.2f} times."))
 
 # %% [markdown]
 r"""
-**Explain.** Where links are quick, what is left is $C$; the last of two buckets, which starts when
-backward has ended; copies, which are of fewer bytes, too; the starts (an all-reduce has one, two
-phases have two); and $c$. Two cores compress for eight devices here, so $c$ is overstated. And the
-digits do not tell how many more steps *your* model takes.
+**Explain.** $C$ and $M$ leave out copies, of fewer bytes, too; starts (two phases have two); and
+$c$, overstated here, where all devices share a machine's cores. And the digits do not tell how many
+more steps *your* model takes.
 
 Of more than 200 set-ups on GPUs in data centres, compression beat a well-tuned synchronous training
 in 6 ([Agarwal and others](https://arxiv.org/abs/2103.00543), MLSys 2022): there links are fast,
 backward hides much, and what is gathered grows with the ranks.
 
 :::{admonition} On GPUs
-The bytes and what is lost stay; NCCL adds bf16 hop by hop, too. $c$ shrinks: to round is a pass
+Bytes and losses stay; NCCL's rings and trees add bf16 hop by hop, too (NVLS in the
+switch). $c$ shrinks: to round is a pass
 through a memory much faster than any link; top-k and QR take longer. Try `bf16_compress_hook`
 first: if $M/C$ is then below two thirds, the rest can be hidden. PyTorch's PowerSGD sends whole
 gradients in the first `start_powerSGD_iter` steps (1000, if not set).
@@ -721,8 +729,8 @@ r"""
 - What is not sent has to be kept. It arrives late, and momentum repeats it: try a lower rate.
 - What is quantised travels in two phases, and is the same share of a plain all-reduce for any
   number of ranks. What has places of its own is gathered, and grows.
-- Compression pays below a bandwidth of $(S_0 - S_c)/c$, less what backward hides. Compare the time
-  to a loss, not the time of a step.
+- Compression pays below a bandwidth of $(S_0 - S_c)/c$, lower if backward hides messages. Compare
+  times to a loss, not of a step.
 
 On either wrapper: `ddp.register_comm_hook(*microddp.compression.hook("power:4", comms))`; for a
 whole training run, `python -m microddp.train --compress power:4`. The next chapter sends less
