@@ -322,8 +322,9 @@ So n devices should be
 
 $$ \frac{n\,C}{C + M} = \frac{n}{1 + M/C} $$
 
-times as fast as one, and less by what starts cost: a step has a message for each layer. (The
-table's "start of a message" is what an all-reduce of one layer takes more than its share of $M$.)
+times as fast as one, and less by what starts cost: a step has a message for each parameter, and
+here a layer has only one. (The table's "start of a message" is the time of one layer's all-reduce,
+less its share of $M$.)
 
 **Measure.** First a look at a step: of three, the one of median length, on two of the devices.
 """

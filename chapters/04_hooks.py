@@ -113,7 +113,7 @@ if few:
 if few:
     early = sum(row.nbytes for row in rows if row.seconds < rows[-1].seconds / 2)
     share = few.all_gather_data(early / gradient_bytes(half))[0]  # rank 0's, on all
-    said = f"After half the time of backward {share:.0%} of the bytes are ready."
+    said = f"After half the time of backward {share:.1%} of the bytes are ready."
     find(few, "ready-early", early=(share > 0, said), late=(share == 0, said))
     figures.gradient_order(
         rows,
@@ -511,18 +511,24 @@ carried["devices"] = compare_strategies(KINDS, pauses, timed, data, pausing_loss
 gains = {who: compare(times["hooks"], times["naive"]) for who, times in carried.items()}
 rows = [(who, *map(str, times.values()), str(gains[who])) for who, times in carried.items()]
 timed.print(table(rows, ["computing is done by", "alone", "naive", "hooks", "hooks against naive"]))
-less = gains["cores"].ratio < gains["devices"].ratio
+less, several = gains["cores"].ratio < gains["devices"].ratio, timed.world_size > 1
 said = (
     f"Where cores compute and carry, hooks are {gains['cores'].than('naive')}; where they only "
-    f"carry, hooks are {gains['devices'].than('naive')}."
+    f"carry, hooks are {gains['devices'].than('naive')}"
 )
-find(timed, "who-carries", less=(less, said), more=(not less, said))
+find(
+    timed,
+    "who-carries",
+    less=(several and less, f"{said}: less, as predicted."),
+    more=(several and not less, f"{said}: not less. The prediction failed."),
+    alone=(not several, "One rank has nothing to carry."),
+)
 
 # %% [markdown]
 r"""
 **Explain.** Overlap is not saving: it helps only if the message uses nothing that backward needs. A
 network card takes messages off the host. On a GPU the sums of NCCL take some of its processors, and
-slow backward down. A processor that is its own network card has nothing to hide behind.
+slow backward down. A processor that is its own network card hides only what it would wait for.
 
 ## What to take along
 

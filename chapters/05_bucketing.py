@@ -68,9 +68,9 @@ for nbytes in ROW:
 
 # %% [markdown]
 r"""
-However small it is, an all-reduce has $2(n-1)$ rounds around a ring, and each wakes a process up. A
-large chunk on the link hides much of that. So the time has a floor $t_0$; above it count the bytes,
-and an $\alpha$ for what the link does not hide:
+However small it is, an all-reduce has $2(n-1)$ rounds around a ring, one after the other, and each
+wakes a process up. So this chapter's model has a floor $t_0$; above it count the bytes, and an
+$\alpha$ for what a large message takes beyond them:
 
 $$ t(m) = \max(t_0, \; \alpha + \beta m) . $$
 
@@ -99,7 +99,7 @@ def message(nbytes):
 figures.times_by_size(
     {"all-reduce": timings},
     models={"all-reduce": message},
-    title=f"A floor of {human_seconds(floor)}, then {human_seconds(max(beta, 0) * MIB)} a MiB",
+    title=f"Small ones {human_seconds(floor)}, then {human_seconds(max(beta, 0) * MIB)} a MiB",
 )
 
 # %% tags=["plumbing"]
@@ -537,8 +537,8 @@ r"""
 
 **Predict.** A scale model can be trusted only if its speed does not matter: a stage of another
 speed, with the same numbers without units, must give the same speed-ups. Of these, $n$ and $M/C$
-can be kept. Start/C cannot: each stage measures its own. From all three a naive step's speed-up
-follows, as in chapter 03.
+can be set. Start/C cannot: each stage measures its own. From all three a naive step's speed-up is
+predicted, as in chapter 03.
 
 **Measure.** The stage again, on links of 500 Mbit/s, beside what the first one gave:
 """

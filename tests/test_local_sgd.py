@@ -108,6 +108,24 @@ def test_diloco_is_its_algorithm(comms):
 
 
 @on_ranks(2)
+def test_diloco_begins_where_the_warm_up_ends(comms):
+    """As one that begins with the weights of then."""
+    module, _ = trained(comms, 8, every=3, warm_up=2, outer=DILOCO)
+    expected = replica()
+    inner = torch.optim.SGD(expected.parameters(), lr=0.05)
+    for step in range(2):
+        train_alone(expected, inner, comms, step)
+        average_gradients(expected, comms)
+        inner.step()
+    local = LocalSteps(expected, comms, every=3, outer=DILOCO)
+    for step in range(2, 8):
+        train_alone(expected, inner, comms, step)
+        inner.step()
+        local.after_step()
+    torch.testing.assert_close(flat(module), flat(expected), rtol=1e-12, atol=1e-12)
+
+
+@on_ranks(2)
 def test_the_wrong_sign_is_noticed(comms):
     """Local minus original: the shared weights would go away from where the ranks went."""
 
