@@ -346,7 +346,7 @@ headers = [
     "devices",
     "M/C",
     "naive, times as fast as one",
-    "all hidden",
+    "all hidden that can be",
 ]
 comms.print(table(rows, headers))
 
@@ -526,7 +526,7 @@ find(
 
 # %% [markdown]
 r"""
-**Explain.** Overlap is not saving: it helps only if the message uses nothing that backward needs. A
+**Explain.** Overlap is not saving: it helps as far as messages leave backward what it needs. A
 network card takes messages off the host. On a GPU the sums of NCCL take some of its processors, and
 slow backward down. A processor that is its own network card hides only what it would wait for.
 

@@ -317,10 +317,10 @@ same, so half the bytes take half the time. On yours, run `reduce_scatter_perf` 
 r"""
 ## When it hangs
 
-Collectives are paired by their order, and a rank in one waits for what others have to send, until
-the time-out. Most mistakes below are functions that take the ranks that do it otherwise. `outcomes`
-makes one in a group of its own, with a time-out of one second, and returns how each rank fared: its
-error, or "went on". (With NCCL a time-out ends the process, so there none is made.)
+Collectives are paired by their order, and a rank in one waits for the others, to send or to take,
+until the time-out. Most mistakes below are functions that take the ranks that do it otherwise.
+`outcomes` makes one in a group of its own, with a time-out of one second, and returns how each rank
+fared: its error, or "went on". (With NCCL a time-out ends the process, so there none is made.)
 """
 
 # %%

@@ -11,6 +11,7 @@ stock PyTorch. The file at the end, which this page also runs, needs `pip instal
 import copy
 import itertools
 import os
+import pkgutil
 import re
 import socket
 import statistics
@@ -35,9 +36,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 import microddp
 from microddp import figures
+from microddp.allreduce import ring_all_reduce
 from microddp.data import CHARACTERS, ShardedBatches, load_digits, load_text
 from microddp.findings import compare, find
 from microddp.report import table
+from microddp.shared import all_reduce_hook
 from microddp.timing import measure
 from microddp.workloads import Transformer, token_loss
 
@@ -745,6 +748,13 @@ def and_alone(**change):
     return training(**change), training(lambda model: model, 0, 1, **change)
 
 
+def with_ring(model):
+    wrapped = DistributedDataParallel(model)
+    hook = lambda state, bucket: all_reduce_hook(state, bucket)  # noqa: E731
+    wrapped.register_comm_hook((comms, ring_all_reduce), hook)
+    return wrapped
+
+
 def on_other_threads():
     before = torch.get_num_threads()
     torch.set_num_threads(1 if before > 1 else 2)
@@ -759,6 +769,7 @@ half = [copy.deepcopy(part.state_dict()) for part in training(last=5)]
 pairs = {
     "the same run again": (training(), plain),
     "resumed after 5 of 10 steps": (training(state=half, first=5), plain),
+    "ring instead of the backend's sum": (training(with_ring), plain),
     "another number of threads": (on_other_threads(), plain),
     "one process": and_alone(),
     "one process, float64": and_alone(dtype=torch.float64),
@@ -776,7 +787,7 @@ rows = [(name, "equal" if name in same else "differ", f"{far[name]:.0e}") for na
 comms.print(table(rows, ["changed", "bits", "apart, of how far they moved"]))
 
 # %% tags=["plumbing"]
-changes = list(far)[:4]
+changes = list(far)[:5]
 kept, largest = len({*changes} & {*same}), max(far[name] for name in changes)
 said = f"The bits stay in {kept} of the first {len(changes)} rows; the others part by at most "
 said += f"{largest:.0e} of how far they moved."
@@ -961,6 +972,30 @@ QUESTIONS["It crashes"] = [
     ("Does memory run out?", "smaller micro-batches (14); sharded state (16)"),
 ]
 figures.questions(QUESTIONS)
+
+# %% [markdown]
+r"""
+## Under other names
+
+What takes the place of this book's parts, looked up in the installed PyTorch:
+"""
+
+# %% tags=["plumbing"]
+NAMES = """
+02 microddp.init                          torch.distributed.init_process_group
+03 microddp.data.ShardedBatches           torch.utils.data.DistributedSampler
+04 microddp.hooks.AllReduceHooks          torch.Tensor.register_post_accumulate_grad_hook
+06 microddp.DDP                           torch.nn.parallel.DistributedDataParallel
+10 microddp.DDP.register_comm_hook     torch.nn.parallel.DistributedDataParallel.register_comm_hook
+13 microddp.train.checkpoint             torch.distributed.checkpoint.async_save
+16 microddp.sharding.fully_shard         torch.distributed.fsdp.fully_shard
+"""
+
+# %% tags=["plumbing"]
+rows = [line.split() for line in NAMES.splitlines() if line]
+for name in itertools.chain(*(names for _, *names in rows)):
+    pkgutil.resolve_name(name)
+comms.print(table(rows, ["chapter", "here", "in PyTorch"]))
 
 # %% [markdown]
 r"""

@@ -5,7 +5,7 @@ r"""
 How is sharded training run? You care because stage 3 over all devices sends all parameters and
 gradients over the slowest links, too, and what helps (two levels, what to keep whole, precision,
 accumulation, the right optimizer) is easily set the wrong way, without an error. This chapter
-builds each one small, and counts what crosses which link.
+builds each one small, and counts what leaves a node.
 """
 
 # %% tags=["imports"]
@@ -419,7 +419,7 @@ find(
 # %% [markdown]
 r"""
 PyTorch's gradients are DTensors, which know the mesh: its `get_total_norm` and `clip_grad_norm_`
-are right. Your own `all_reduce` of a norm is not.
+are right. Your own `all_reduce` of a norm over all ranks is not.
 """
 
 # %% [markdown] index=["mixed precision", "master weights", "MixedPrecisionPolicy"]
