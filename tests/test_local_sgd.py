@@ -47,15 +47,21 @@ def trained(comms, steps, optimizer=torch.optim.SGD, lr=0.05, **options):
     return module, local
 
 
+def trained_together(comms, steps):
+    """A replica after so many data-parallel steps, and its optimizer."""
+    module = replica()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    for step in range(steps):
+        train_alone(module, optimizer, comms, step)
+        average_gradients(module, comms)
+        optimizer.step()
+    return module, optimizer
+
+
 @on_ranks(1, 2, 3)
 def test_a_meeting_after_each_step_is_data_parallel_training(comms):
     module, _ = trained(comms, 6, every=1)
-    expected = replica()
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.05)
-    for step in range(6):
-        train_alone(expected, optimizer, comms, step)
-        average_gradients(expected, comms)
-        optimizer.step()
+    expected, _ = trained_together(comms, 6)
     torch.testing.assert_close(flat(module), flat(expected), rtol=1e-12, atol=1e-12)
     check_replicas(module, comms)
 
@@ -111,12 +117,7 @@ def test_diloco_is_its_algorithm(comms):
 def test_diloco_begins_where_the_warm_up_ends(comms):
     """As one that begins with the weights of then."""
     module, _ = trained(comms, 8, every=3, warm_up=2, outer=DILOCO)
-    expected = replica()
-    inner = torch.optim.SGD(expected.parameters(), lr=0.05)
-    for step in range(2):
-        train_alone(expected, inner, comms, step)
-        average_gradients(expected, comms)
-        inner.step()
+    expected, inner = trained_together(comms, 2)
     local = LocalSteps(expected, comms, every=3, outer=DILOCO)
     for step in range(2, 8):
         train_alone(expected, inner, comms, step)

@@ -164,10 +164,10 @@ class Timeline(Recorder):
     def _recorded(self) -> list[tuple[str, str, float, float, int | None]]:
         for future in self._under_way:
             future.wait()
-        until = self._origin.until
-        # On CUDA a collective may be complete before the stream that launched it has come to where
-        # its span starts: then it took no time.
-        return [
-            (lane, name, until(start), max(until(start), until(end)), nbytes)
-            for lane, name, start, end, nbytes in self._spans
-        ]
+        recorded = []
+        for lane, name, start, end, nbytes in self._spans:
+            began, ended = self._origin.until(start), self._origin.until(end)
+            # On CUDA a collective may be complete before the stream that launched it has come to
+            # where its span starts: then it took no time.
+            recorded.append((lane, name, began, max(began, ended), nbytes))
+        return recorded
