@@ -198,7 +198,8 @@ if n > 1:
 
 # %% [markdown] index=["profiler", "profile"]
 r"""
-**Explain.** Cores share caches and memory, and carry the messages, too.
+**Explain.** Half a batch computes for half as long at best, and what the link then takes is above.
+Cores share caches and memory, and carry the messages, too.
 
 ## The profile
 
@@ -251,17 +252,17 @@ timed.print(table(rows, headers, floats=".1%"))
 
 # %% tags=["plumbing"]
 said = (
-    f"With a second micro-batch all-reduce's share is {second.median:.0%} ({low:.0%} to "
-    f"{high:.0%} in three profiles); {guess:.0%} was predicted."
+    f"With a second micro-batch all-reduce's share is {second.median:.1%} ({low:.1%} to "
+    f"{high:.1%} in three profiles); {guess:.1%} was predicted."
 )
 held, higher = low <= guess <= high, guess < low
 if n > 1:
     find(
         timed,
         "share",
-        held=(held, said),
-        higher=(higher, said),
-        lower=(not held and not higher, said),
+        held=(held, f"{said} It held."),
+        higher=(higher, f"{said} All three are higher."),
+        lower=(not held and not higher, f"{said} All three are lower."),
     )
 accumulated = Prediction(longer.median, pair_of_two)
 said = (
@@ -313,7 +314,7 @@ for name, arguments in {
     got = gradients(*arguments)
     rows.append((name, got.nbytes, ((got - exact).norm() / exact.norm()).item()))
     gc.collect()
-timed.print(table(rows, ["", "bytes of gradients", "off by"], floats=".1e"))
+timed.print(table(rows, ["", "bytes of .grad", "off by"], floats=".1e"))
 timed.print(f"'halved' sent {sum(sent):,} bytes, {sum(sent) / total:.2f} of the gradients'")
 assert 2 * sum(sent) == total
 assert max(row[2] for row in rows[1:]) < 2**-7  # bf16 keeps 8 bits
@@ -349,7 +350,8 @@ How long a GPU computes follows from the two published times. A step of 8 pairs 
 the last bucket's message over NVLink (at the 368 GB/s measured on 8 H200, ring, [ML
 engineering](https://github.com/stas00/ml-engineering), August 2026). With the 75.1 ms of 16 pairs
 that makes two equations for a step of $b$ pairs, $t(b) = f + c\,b$. The part $f$ is the same for
-any number of pairs: starts of kernels, reading of weights, the optimizer:
+any number of pairs: starts of kernels, reading of weights, and the optimizer, which the formula
+below counts once too often with two micro-batches:
 """
 
 
@@ -375,9 +377,9 @@ begins when it ends. So $k$ micro-batches of $b$ pairs, with messages of $M$ in 
 $$ k\,t(b) + \max(l M, \; M - \tfrac{2}{3} t(b)) . $$
 
 The first rung is the split alone, in buckets of 25 MiB (DDP's default without its small first one).
-It is changed by a smaller cap, which gains the difference of $l\,M$ where the last bucket is waited
-for, or by bf16, which halves $M$. On top of bf16, two micro-batches share one $M$; on top of both,
-more pairs a device share one $f$.
+It is changed by a smaller cap, which helps where a step waits for the last bucket alone, and then
+gains the difference of $l\,M$; or by bf16, which halves $M$. On top of bf16, two micro-batches
+share one $M$; on top of both, more pairs a device share one $f$.
 """
 
 # %%
@@ -487,7 +489,7 @@ def climb(calls, slower):
 # %%
 climbed, start, usual = {}, {}, timed.box and timed.box.links[0].option
 if usual:
-    relink(timed, "250mbit")  # four times slower: a quarter of the bytes takes as long
+    relink(timed, "250mbit")  # a quarter of the usual: messages may be four times smaller
 if ON_GPUS:
     climbed["these GPUs"] = climb(*on_gpus())
 elif timed.box and n > 1:
@@ -563,7 +565,7 @@ said = "; ".join(
     f"the top rung, with a larger one, {speed[top].ratio:.2f} times"
     for where, speed in speeds.items()
 )
-said = f"What a second device gains: {said}."
+said = f"What a second device gains, to scale: {said}."
 find(
     timed,
     "answer",
@@ -576,17 +578,18 @@ find(
 # %% [markdown]
 r"""
 **Explain.** In a node messages are short beside the computing, so by the formula no change to them
-gains much; what every device repeats is $f$. In the published profile the GPU is used for 15.2 % of
-a step, and the CPU, which starts kernels, for 61.1 %. So larger micro-batches, `torch.compile` or
-CUDA graphs come first. One GPU with 32 pairs takes $f/32 + c = 3.6$ ms a pair, two with 8 each 3.4:
-fill one first. Between machines, bytes come first: send half, less often, then share $f$ among more
-pairs.
+gains much; each device pays $f$ in full, however few its pairs. In the published profile the GPU is
+used for 15.2 % of a step, and the CPU, which starts kernels, for 61.1 %. So larger micro-batches,
+`torch.compile` or CUDA graphs come first. One GPU with 32 pairs takes $f/32 + c = 3.6$ ms a pair,
+two with 8 each 3.4: fill one first. Between machines bytes come first, at the same global batch:
+send half. Where it may grow, more pairs a device share both $f$ and $M$.
 
 The formula leaves out the starts of messages, of which a smaller cap needs more. The hook converts
 on the CPU, and Python runs between the pauses: neither is to scale, and both only add time.
 
 :::{admonition} On GPUs
-The order of the rungs follows from $M/t$, the same on stage and cluster. NCCL's kernels take
+By the formula the order of the rungs follows from $M/t$, the same on stage and cluster; the starts
+and the hook, which are dearer here, can change it on the stage. NCCL's kernels take
 processors from backward while they send, so less is hidden than the formula says. Run it with
 `torchrun --nproc-per-node=2` on a GPU node. Here is the formula for 8 devices, with the same 16
 pairs (on the top rung 16 for each device, twice):
@@ -642,8 +645,9 @@ assert rows[1][1] < 1e-5
 
 # %% [markdown] index=["FSDP", "fully_shard", "ZeRO", "sharding"]
 r"""
-The fix: give the tokenizer a padding token, and set `model.config.pad_token_id` to it. The
-comparison of losses finds the mistake, too, if every shard is padded to its own length.
+The fix: give the tokenizer a padding token, and set `model.config.pad_token_id` to it. If every
+shard is padded to its own length, the comparison of losses finds the mistake, too; here all are
+padded to the longest pair of the global batch, so it cannot.
 
 ## A model that does not fit
 
@@ -659,7 +663,8 @@ each rank keeps an n-th: {doc}`16_sharding`.
 - Short messages: give each device more pairs. Long ones: bf16
   messages, and more pairs for each average.
 - A bucket cap moves bytes forward, except those of the parameter whose gradient comes last.
-- Say what a share is a share of, and take a profile more than once.
+- Say of what a share is: of a step, of kernel time, of computing and messages. And take a profile
+  more than once.
 
 ## Exercises
 

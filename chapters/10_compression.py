@@ -24,7 +24,7 @@ from microddp.comms import MessageCounter
 from microddp.compression import Compression, compress_hook, compressor
 from microddp.data import ShardedBatches, load_digits
 from microddp.ddp import DDP
-from microddp.findings import compare, find
+from microddp.findings import Prediction, compare, find
 from microddp.hosts import relink
 from microddp.model import FullMLP, parameter_count
 from microddp.report import human_bytes, table
@@ -310,7 +310,7 @@ r"""
 ## Where it breaks: what was not sent is forgotten
 
 **Predict.** Without error feedback a value that is never among the largest is never sent. With it,
-what is kept grows until it is large enough, and is sent as a whole.
+what is kept grows until, in time, it is large enough, and is sent as a whole.
 
 **Measure.** One value in a hundred or in a thousand is sent, the rest kept or forgotten:
 """
@@ -365,7 +365,8 @@ way. To gather them, $s$ bytes each, costs a rank $s(n-1)$.
 **Predict.** The ring's idea helps (chapter 02). Each rank is sent its part of all gradients,
 compressed, and adds it up in fp32; then it compresses the mean, and sends it to all. Each phase
 sends $\frac{n-1}{n}s$ bytes: together a quarter of a plain all-reduce for int8, a 32nd for
-sign, and half for bf16, with a sum in fp32, for any $n$. (Scales, and whole blocks, come on top.)
+sign, and half for bf16, with a sum in fp32, for any $n$. (Scales come on top,
+and here whole blocks: microddp's own does not pad.)
 
 **Build.** The first phase is an *all-to-all* (chapter 07):
 """
@@ -407,8 +408,8 @@ for name, average in ("bf16", in_bf16), ("in two phases", in_bf16_twice), ("int8
 
 # %% [markdown]
 r"""
-What the second rounding leaves out, microddp's `int8` and `sign` add $n$ times to what the part's
-owner keeps, since that is divided by $n$ later.
+What the second rounding leaves out is an error of the mean. In microddp's `int8` and `sign` the
+part's owner keeps $n$ times that, since the next mean divides it by $n$.
 
 **Measure.** The bytes that leave a rank, by the formulas of {mod}`microddp.compression` and
 counted, and how far one message is from the mean. `random-k` sends values at places that all ranks
@@ -494,8 +495,8 @@ r"""
 **Predict.** Error feedback makes gradients late. In a valley of curvature $L$ SGD with a rate of
 $\eta$ is stable while $\eta L < 2$; with gradients many steps old, $\tau$, only while $\eta L <
 \pi/2\tau$. Momentum of 0.9 is ten times the rate in the end. So where most waits, runs should
-diverge first. For $\tau$ stands the norm of the mean of what ranks keep without momentum, by the
-mean gradient's.
+diverge first. We estimate $\tau$: the norm of what ranks keep at the end without momentum (their
+mean), by that of the mean gradient above.
 
 **Measure.** A rate of 0.1. A run *diverges* if its last epoch's loss is above its first:
 """
@@ -518,9 +519,11 @@ if pair:
     pair.print(table(rows, headers))
     lost = {m: [k for k in waiting if final[k, m] is None] for m in (0.0, 0.9)}
     with_it = " and ".join(f"{k} ({waiting[k]:.2g} gradients waiting)" for k in lost[0.9])
+    held = max((k for k in waiting if k not in lost[0.9]), key=waiting.get, default="none")
     said = (
         f"Diverged with momentum 0.9: {with_it or 'none'}; without: "
-        f"{' and '.join(lost[0.0]) or 'none'}; of {len(waiting)} each."
+        f"{' and '.join(lost[0.0]) or 'none'}; of {len(waiting)} each. The most that waited where "
+        f"momentum did not diverge: {waiting.get(held, 0):.2g} gradients ({held})."
     )
     find(pair, "momentum", some=(bool(lost[0.9]), said), none=(not lost[0.9], said))
 
@@ -528,9 +531,9 @@ if pair:
 r"""
 **Explain.** `random-k:0.01` sends a value once in a hundred steps. `sign` sends a block's mean
 magnitude for every value: too much for small ones, which are taken back later, and too little for
-large ones, which wait. `top-k` sends what has piled up to most. Where much waits, lower the rate,
-or apply momentum before the choice, as [deep gradient
-compression](https://arxiv.org/abs/1712.01887) does (Lin and others, 2018).
+large ones, which wait. `top-k` sends what has piled up to most. Where much waits, by the
+formula a lower rate helps; [deep gradient compression](https://arxiv.org/abs/1712.01887) applies
+momentum before the choice (Lin and others, 2018).
 
 ## Where it pays
 
@@ -541,9 +544,9 @@ $$ B^* = \frac{S_0 - S_c}{c} $$
 
 bytes a second, the *break-even*. On a slower link compression pays.
 
-**Measure.** Two ranks, 8 MiB, messages alone. Each round has a $c$: its time, less a plain
-all-reduce's, plus $(S_0 - S_c)/B$; noise can make it negative. Stated are quartiles over 1 Gbit/s.
-Over 4 Gbit/s $c$ should be the same:
+**Measure.** Two ranks, 8 MiB, messages alone. Of each round $c$ is the compressed time, less the
+plain one, plus the sending that was saved, $(S_0 - S_c)/B$; noise can make it negative. Stated are
+quartiles over 1 Gbit/s. Over 4 Gbit/s $c$ should be the same:
 """
 
 # %%
@@ -610,7 +613,7 @@ compressed hidden, to $(S_0 - S_c)/(c + b)$.
 
 ## From slow links to a cluster's
 
-**Predict.** A step in two buckets takes what it took above, or more, with the $M$ of what is sent.
+**Predict.** A step in two buckets takes what the formula above gives with the $M$ of what is sent.
 Fewer bytes gain most where $M$ is most of it; once $M$ is below $\frac{2}{3}C$, half of $M$ at
 best. And what leaves out much needs more steps: what counts is steps, times a step.
 
@@ -638,21 +641,34 @@ if LINKS:
 for mbit in LINKS:
     relink(comms, f"{mbit}mbit")
     by_link[mbit] = measure(ways, comms, warmup=mbit == LINKS[0], repeat=3)
+if LINKS:  # int8's first phase alone, on the slowest links
+    parts = torch.zeros(n, 1 << 15, dtype=torch.int8)
+    alone = measure({"": partial(comms.all_to_all, parts)}, comms, repeat=5)[""]
+    by_bytes = Prediction((n - 1) * len(parts[0]) * comms.box.seconds_per_byte, alone)
 
 # %% [markdown]
 r"""
 The steps are those of the digits, 14 an epoch, to the loss that the all-reduce has after seven of
-its ten epochs. They come from the two ranks with `Compression`, without momentum, in whole epochs:
+its ten epochs, by a straight line between epochs. They come from the two ranks with `Compression`,
+without momentum. It keeps what is not sent, also for int8 and power:4; what that costs a step is
+not in these times:
 """
 
+
 # %%
+def reached(losses, target):
+    for epoch, (before, loss) in enumerate(itertools.pairwise(losses), start=1):
+        if loss <= target:
+            return epoch + (before - target) / (before - loss)
+    return math.inf
+
+
 BUILT = ("all-reduce", *HOOKS, "top-k:0.01")
 epochs = torch.zeros(len(BUILT), device=comms.device)
 if pair:
-    target = runs["all-reduce", 0.0][3 * EPOCHS // 4 - 1]
+    target = runs["all-reduce", 0.0][3 * EPOCHS // 4 - 1].item()
     for i, name in enumerate(BUILT):
-        there_yet = [*(runs[name, 0.0] <= target).nonzero().flatten().tolist(), math.inf]
-        epochs[i] = there_yet[0] + 1
+        epochs[i] = reached(runs[name, 0.0].tolist(), target)
 comms.broadcast(epochs)
 needed = {name: e for name, e in zip(BUILT, epochs.tolist(), strict=True) if e < math.inf}
 
@@ -661,7 +677,7 @@ to_loss = {}
 for m, t in by_link.items():
     ratios = {k: compare(t[k], t["all-reduce"]).ratio for k in needed}
     to_loss[m] = {k: 14 * e * t["all-reduce"].median / ratios[k] for k, e in needed.items()}
-comms.print("epochs to the loss:", ", ".join(f"{k} {e:.0f}" for k, e in needed.items()))
+comms.print("epochs to the loss:", ", ".join(f"{k} {e:.1f}" for k, e in needed.items()))
 
 
 def winner(mbit):
@@ -688,6 +704,11 @@ if LINKS:
         f"Mbit/s {winner(800)}."
     )
 find(comms, "links", measured=(bool(LINKS), said), left_out=(not LINKS, missing))
+
+# %% tags=["plumbing"]
+if LINKS:
+    said = f"An all-to-all over {LINKS[-1]} Mbit/s, alone, took {by_bytes}, by its bytes."
+    find(comms, "all-to-all", **by_bytes.sides(said))
 if LINKS and stage.sides:
     C, M = stage.sides[1].compute, stage.sides[1].messages * 200 / 800
     gain = compare(by_link[800]["int8"], by_link[800]["all-reduce"])
@@ -698,19 +719,21 @@ if LINKS and stage.sides:
 # %% [markdown]
 r"""
 **Explain.** $C$ and $M$ leave out copies, of fewer bytes, too; starts (two phases have two); and
-$c$, overstated here, where all devices share a machine's cores. And the digits do not tell how many
-more steps *your* model takes.
+$c$, overstated here, where all devices share a machine's cores. In int8's all-to-all each rank
+sends to all others at once: where several send to the same one, they share its link, while another
+link is idle. So it takes longer than its bytes say. In a ring each link has one sender. And the
+digits do not tell how many more steps *your* model takes.
 
 Of more than 200 set-ups on GPUs in data centres, compression beat a well-tuned synchronous training
 in 6 ([Agarwal and others](https://arxiv.org/abs/2103.00543), MLSys 2022): there links are fast,
 backward hides much, and what is gathered grows with the ranks.
 
 :::{admonition} On GPUs
-Bytes and losses stay; NCCL's rings and trees add bf16 hop by hop, too (NVLS in the
-switch). $c$ shrinks: to round is a pass
-through a memory much faster than any link; top-k and QR take longer. Try `bf16_compress_hook`
-first: if $M/C$ is then below two thirds, the rest can be hidden. PyTorch's PowerSGD sends whole
-gradients in the first `start_powerSGD_iter` steps (1000, if not set).
+Bytes and losses stay; NCCL's rings and trees add bf16 hop by hop, too (with NVLS the switch adds).
+$c$ shrinks: to round is a pass through a memory much faster than any link; top-k and QR take
+longer. Try `bf16_compress_hook` first: if $M/C$ is then below two thirds, all but the last bucket's
+can be hidden. PyTorch's PowerSGD sends whole gradients in the first `start_powerSGD_iter` steps
+(1000, if not set).
 :::
 """
 
@@ -719,7 +742,7 @@ rows = [(side.words, 2 * side.ratio, side.ratio, side.ratio / 2) for side in kno
 headers = ["M/C, worked out, not measured", "fp32", "bf16", "int8"]
 comms.print(table(rows, headers, floats=".2f"))
 hidden = sum(row[1] < 2 / 3 for row in rows)
-comms.print(f"below two thirds, where all can hide, in fp32 already: {hidden} of {len(rows)}")
+comms.print(f"all but the last bucket can hide, in fp32 already: {hidden} of {len(rows)}")
 
 # %% [markdown]
 r"""

@@ -211,10 +211,10 @@ find(
 
 # %% [markdown] index=["asynchronous averaging", "large batch"]
 r"""
-**Explain.** AdamW's first steps are its largest: they go by the sign of one gradient, later ones by
-averaged gradients, which partly cancel. And over a meeting each rank keeps its own averages.
-*Post-local* SGD ([Lin and others, 2018](https://arxiv.org/abs/1808.07217)) first
-averages gradients, then meets less often.
+**Explain.** AdamW's first steps go by the sign of one gradient; later ones by averaged gradients,
+which partly cancel, and at a rate that falls. A meeting does not share these averages: after it
+each rank goes on in its own direction. *Post-local* SGD ([Lin and others,
+2018](https://arxiv.org/abs/1808.07217)) first averages gradients, then meets less often.
 
 ## Loss by steps, by bytes, by time
 
@@ -240,7 +240,7 @@ def accumulate(every):
 # %% [markdown]
 """
 And why wait for a meeting? Train on while the average travels. It arrives a step late, and what
-was learned meanwhile is added:
+was learned meanwhile is added. (One that is under way at the end is dropped here.)
 """
 
 
@@ -278,7 +278,7 @@ def three(way, make=adamw):
     return [Curves([[pair[i] for pair in run] for run in seen], LOOK) for i in (0, 1)]
 
 
-WAYS = {"DDP": ddp} | {f"H = {h}": local_sgd(h) for h in (4, 16, 128)} | {"never": never}
+WAYS = {"DDP": ddp} | {f"H = {h}": local_sgd(h) for h in (1, 4, 16, 128)} | {"never": never}
 both = {name: three(way) for name, way in WAYS.items()}
 both["H = 4, late"] = three(late(4))
 for factor in (4, 16):
@@ -314,14 +314,14 @@ draw(lambda _: 1, f"By steps: DDP ends at {drawn['DDP'][-1]:.2f}, {last}", "step
 # %% tags=["plumbing"]
 ALONE = n == 1, "One rank has nobody to meet."
 gap = (drawn["never"][-1] - drawn["DDP"][-1]) or 1
-lost = ", ".join(f"{k} loses {(drawn[k][-1] - drawn['DDP'][-1]) / gap:.0%}" for k in [*WAYS][1:4])
+lost = ", ".join(f"{k} loses {(drawn[k][-1] - drawn['DDP'][-1]) / gap:.0%}" for k in [*WAYS][1:5])
 above = [k for k in runs if runs[k].beside(runs["never"]) == "above"]
 sentence = (
     f"Never ends at {runs['never']}, its mean at {both['never'][1]}, DDP at {runs['DDP']}. Of the "
     f"gap to DDP {lost}. Worse than never: "
     f"{' and '.join(f'{k} at {runs[k]}' for k in above) or 'nothing'}."
 )
-worst = n > 1 and all(runs["never"].beside(runs[k]) == "above" for k in [*WAYS][:4])
+worst = n > 1 and all(runs["never"].beside(runs[k]) == "above" for k in [*WAYS][:5])
 find(
     comms,
     "never",
@@ -348,6 +348,7 @@ behind backward, two thirds of $c$. Meetings add $t_S/H$ to $c$; a late one hide
 STEP = {
     "never": lambda c, _: c,
     "DDP": lambda c, t: c / 3 + max(2 / 3 * c, t),
+    "H = 1": lambda c, t: c + t,
     "H = 4": lambda c, t: c + t / 4,
     "H = 16": lambda c, t: c + t / 16,
     "H = 4, late": lambda c, t: c + max(0, t - c) / 4,
@@ -424,8 +425,9 @@ r"""
 ## What to pick
 
 **Predict.** The time to a loss is its steps times the time of one, here for the stage's cluster on
-several links, in units of $c$. Steps are known to 16; a large model may need others. Stars mark a
-column's best and what is within 15 %:
+several links. Its $M/C$ stands for $t_S/c$, and $C$, computing without the optimizer, is the unit.
+Losses were looked at every 16 steps, so steps are good to 16; a large model has others. Stars mark
+a column's best and what is within 15 %:
 """
 
 # %%
@@ -445,7 +447,7 @@ columns = [
     mark_least([f"{t:.0f}" for t in column.values()], [*column.values()], within=1.15)
     for column in times.values()
 ]
-headers = [f"to {TARGET:.2f}", *(f"{g} Gbit/s, t_S/c {r:.3g}" for g, r in LINKS.items())]
+headers = [f"to {TARGET:.2f}", *(f"{g} Gbit/s, M/C {r:.3g}" for g, r in LINKS.items())]
 comms.print(table(zip(needed, *columns, strict=True), headers).replace("inf", "  -"))
 
 
@@ -460,6 +462,8 @@ draw(
     f"Of these, over 25 Gbit/s first at {TARGET:.2f}: {first(25, drawn)}",
     "time, in steps of a device alone",
 )
+
+# %% tags=["plumbing"]
 answer = "; ".join(f"over {gbit} Gbit/s {first(gbit, needed)}" for gbit in LINKS)
 low = min(runs[k].mean[-1] for k in runs if k[0] == "H")
 known = n > 1 and needed["DDP"] < math.inf
@@ -470,7 +474,8 @@ find(
     known=(
         known,
         f"How rarely can ranks agree? First at a loss of {TARGET:.2f}, or within 15 %: {answer}. "
-        f"For this loss only: DDP ends at {drawn['DDP'][-1]:.2f}, no H below {low:.2f}.",
+        f"Steps are good to {LOOK}. For this loss only: DDP ends at {drawn['DDP'][-1]:.2f}, with "
+        f"plain means no H below {low:.2f}.",
     ),
     unknown=(n > 1 and not known, "These runs are too short."),
 )
@@ -527,8 +532,9 @@ assert same
 # %% [markdown]
 r"""
 **Predict.** If all meetings agreed, rate $\eta$ and momentum $\mu$ would in the end go $\eta / (1 -
-\mu)$ times as far as the ranks: 7 times, or 1.4 with 0.5. To come within a tenth of that takes 21
-meetings, or 3 with 0.5, and this run has 16. So a small momentum should do better.
+\mu)$ times as far as the ranks: 7 times, or 1.4 with 0.5. But the inner rate falls, and what
+momentum carries on from early, larger steps goes too far later. So a small momentum should do
+better.
 
 **Measure.**
 """
@@ -540,7 +546,8 @@ outer = {momentum: three(nesterov(momentum))[1] for momentum in (0.9, 0.5)}
 plain = runs["H = 16"]
 sentence = (
     f"Momentum 0.9 ends at {outer[0.9]}, {outer[0.9].beside(plain)} the plain mean of H = 16, at "
-    f"{plain}. Momentum 0.5 ends at {outer[0.5]}, {outer[0.5].beside(plain)} it."
+    f"{plain}. Momentum 0.5 ends at {outer[0.5]}, {outer[0.5].beside(plain)} it. "
+    f"(Never: {runs['never']}.)"
 )
 find(comms, "diloco", **outer[0.9].sides(plain, sentence))
 
@@ -597,13 +604,14 @@ r"""
 AdamW's moments are not averaged, either: a checkpoint has to hold those of all ranks.
 
 :::{admonition} On GPUs
-Losses do not depend on the device. $t_S/c$ changes, and with it the best $H$: below two thirds DDP
+Losses are the same, up to rounding. $t_S/c$ changes, and with it the best $H$: below two thirds DDP
 hides its messages, and rare meetings only lose steps. Measure your $c$ and $t_S$. PyTorch has
 `PostLocalSGDOptimizer`, torchft DiLoCo.
 :::
 
 Worked out, not measured, for 1B parameters in bf16 (fp32 weights double $t_S$) and 4096 tokens a
-device; DDP where its step is below $1.1\,c$:
+device: DDP where its step is below $1.1\,c$, or else $10\,t_S/c$, beyond which a rarer meeting wins
+less than a tenth:
 """
 
 # %% tags=["plumbing"]
@@ -616,14 +624,14 @@ rows = [
     )
     for side in sides
 ]
-comms.print(table(rows, ["", "t_S / c", "DDP, or H = 10 t_S / c"]))
+comms.print(table(rows, ["", "t_S / c", "DDP, or H at most"]))
 
 # %% [markdown]
 r"""
 ## What to take along
 
-- With plain SGD, averaging weights after each step is averaging gradients. Judge others by the gap
-  between never and DDP.
+- With plain SGD, averaging weights after each step is averaging gradients. Of others ask what share
+  of the gap between DDP and never a way loses.
 - A step takes $c + t_S/H$: beyond $H = 10\,t_S/c$ less than a tenth of $c$ is left to win.
 
 ## Exercises

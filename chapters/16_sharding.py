@@ -380,8 +380,8 @@ find(comms, "sent-and-kept", several=(n > 1, said), alone=(n == 1, "One rank div
 # %% [markdown] index=["DTensor", "FSDP1 and FSDP2"]
 r"""
 **Explain.** In DDP and in stage 1 gradients pile up in backward, whole. In stages 2 and 3 only one
-layer's are whole at a time. Not counted: activations, the flat copy that `post_backward` makes to
-send, and DDP's buckets while they hold no gradients.
+layer's are whole at a time. Not counted: activations; the flat copy that `post_backward` makes to
+send, which stage 1 here makes of all gradients; and DDP's buckets while they hold no gradients.
 
 ## The same in microddp
 
@@ -391,8 +391,8 @@ computes, it unshards the next one in the order of the step before, and reduce-s
 while backward goes on. Two blocks are whole at a time. `shard_blocks` calls it for each block, then
 for the rest. It leaves the *last* block whole after forward, because backward begins with it.
 
-**Predict.** Two gathers and a reduction make 3, and of $L$ equal blocks one is gathered once: $(3 -
-\frac{1}{L}) \frac{n-1}{n}S$ bytes in a step:
+**Predict.** Two gathers and a reduction make 3, and of $L$ equal blocks the last is gathered once:
+$(3 - \frac{1}{L}) \frac{n-1}{n}S$ bytes in a step:
 """
 
 # %%
@@ -512,13 +512,14 @@ find(
 
 # %% [markdown]
 r"""
-A block of Llama has $8d + 4f$ values of a token, $f$ being the width of its feed-forward part. How
-much of a published run does that explain? torchtitan reports 82.4 GiB on each of 8 H100 of 96 GB,
-and 67.0 on each of 128, for Llama 3.1 8B with 16,384 tokens a GPU ([December
+A block of Llama has $8d + 4f$ values of a token, $f$ being the width of its feed-forward part (keys
+and values as attention gets them, repeated for all heads). How much of a published run does that
+explain? torchtitan reports 82.4 GiB on each of 8 H100 of 96 GB, and 67.0 on each of 128, for Llama
+3.1 8B with 16,384 tokens a GPU ([December
 2024](https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md)).
 It recomputes selectively. A block keeps its input, attention's output and, of the seven matrix
-products, in order, the 1st, 3rd, 5th and 7th (query, value, gate and down), in all
-$4\frac{1}{4} d + f$ values:
+products, in order, the 1st, 3rd, 5th and 7th: query, value (a quarter of $d$, not repeated yet),
+gate and down, in all $4\frac{1}{4} d + f$ values:
 """
 
 # %% tags=["plumbing"]
@@ -596,7 +597,7 @@ gathers in the next forward, and can hide up to a third of $C$ behind it. Stage 
 blocks except the first. While $M$ is below $\frac{2}{3} C$ it should lose only that gather and the
 last reduction, together $M/L$: with ten layers $0.10 M$ of $f + b = 1.45 M$ cannot be hidden, 7 %,
 so $h = 0.93$. (Left out are starts: of $L$ all-reduces in DDP, of $3L - 1$ gathers or reductions in
-stage 3, each half an all-reduce.)
+stage 3, each half an all-reduce. What they take of $C$ is found below.)
 
 **Measure.** On devices of known speed, which pause as long as they would compute: a scale model of
 four machines with an A100 and 25 Gbit/s each, that train 355 million parameters in bf16, and the
@@ -753,13 +754,16 @@ find(
 first = next(iter(shares))
 model, share = stages[first].model, shares[first]["zero3"]
 lost = parameter_count(elements(model)[0]) / parameter_count(model)
-promised = 1 - lost / sum(sent_by(model)["zero3"])
-ratio = times[first]["M"].median / times[first]["alone"].median
+sums = sum(sent_by(model)["zero3"])
+promised = 1 - lost / sums
+M, starts = times[first]["M"].median, halves / 2 * base.sides[1].start if base.sides else 0.0
+ratio = M / times[first]["alone"].median
 third = [f"{share['zero3'].median:.2f} at {label[key]}" for key, share in shares.items()]
 low, high = share.spread
 said = (
     f"Of what can be hidden stage 3 hid {', '.join(third)}. At {label[first]}, with quartiles of "
-    f"{low:.2f} and {high:.2f}, {promised:.2f} was predicted"
+    f"{low:.2f} and {high:.2f}, {promised:.2f} was predicted "
+    f"({promised - starts / (sums * M):.2f} with the starts of its messages)"
 )
 
 # %% tags=["plumbing"]
@@ -842,8 +846,8 @@ own.close()
 r"""
 ## Who carries?
 
-**Predict.** A pausing device leaves its core free to send. Where CPUs compute, the same cores carry
-(chapter 05). So there the second gather, which stage 3 sends beside DDP's bytes, should show
+**Predict.** A pausing device leaves its core to those that send. Where CPUs compute, the same cores
+carry (chapter 05). So there the second gather, which stage 3 sends beside DDP's bytes, should show
 while $M$ is below $\frac{2}{3} C$, where $T_0$ is $C$ for both.
 
 **Measure.** The same code where ranks really compute, on ranks with a core of their own (only they

@@ -95,8 +95,8 @@ torch.testing.assert_close(mine, mean.tensor_split(k)[inside.rank])
 # %% [markdown]
 r"""
 Counters see the messages of rows, of columns, and of a ring of all ranks, in which a message
-crosses nodes if its two ranks are of different ones. Summed over the ranks of a node, "between" is
-what the node's uplink, its link to other nodes, carries:
+crosses nodes if its sender and its receiver are in different ones. Summed over the ranks of a node,
+"between" is what the node's uplink, its link to other nodes, carries:
 """
 
 
@@ -368,8 +368,8 @@ find(comms, "what-to-keep", **last.sides(said if n > 1 else "One rank gathers no
 # %% [markdown]
 r"""
 By default PyTorch keeps only the outermost module's own parameters whole. For the last block set
-`reshard_after_forward=False`. `reshard_after_forward=8` keeps an eighth of each block, for a second
-gather among 8 ranks.
+`reshard_after_forward=False`. `reshard_after_forward=8` keeps an eighth of each block: more memory
+than to free it, but the second gather stays among 8 ranks.
 
 ## Where it breaks: the norm over all ranks
 
@@ -567,7 +567,8 @@ PyTorch has switches, methods of the outermost module
 
 The switches keep their value. Set reductions on again *before* the last backward, or each `p.grad`
 stays `None`: the optimizer's step changes nothing, without an error. On two nodes of 8 A100 with
-Ethernet and HSDP, a step of one micro-batch took 22.2 s; one of four, averaged once, 54.3 s
+Ethernet and HSDP, a step of one micro-batch took 22.2 s, so that four averaged each take 88.8 s;
+averaged once, they took 54.3 s
 ([cosmos-framework 162](https://github.com/NVIDIA/cosmos-framework/pull/162), August 2026).
 """
 
@@ -617,10 +618,10 @@ find(
 
 # %% [markdown]
 r"""
-PyTorch's DTensors know that they are slices: of a product each rank computes its rows, and gathers
-the other factor. **Predict.** Each of Muon's five iterations has three products: 15 all-gathers for
-one matrix, each of which a product waits for. **Measure.** With the gradients of the section on
-norms:
+PyTorch's DTensors know that they are slices: of a product $AB$ each rank computes its rows, and for
+that gathers all of $B$. **Predict.** Each of Muon's five iterations has three products: 15
+all-gathers for one matrix, each of which a product waits for. **Measure.** With the gradients of
+the section on norms:
 """
 
 
@@ -746,9 +747,9 @@ r"""
 **Whose work?** A rank that owns more makes the others wait. With $s$ the smaller side of a matrix
 and $l$ the larger, Muon's three products take $2 s^2 l + s^3$ multiplications. **Predict.** The
 largest matrix first, each to the rank that has least so far
-({func}`~microddp.sharding.owned.owners`): that is even until the mean falls below the largest
-matrix, which one rank then has alone. The model is SmolLM2-360M (chapter 09) without embeddings,
-224 matrices:
+({func}`~microddp.sharding.owned.owners`): that is even as long as a rank's share is more than the
+largest matrix; from there on the owner of one sets the time. The model is SmolLM2-360M (chapter 09)
+without embeddings, 224 matrices:
 """
 
 # %% tags=["plumbing"]
@@ -791,9 +792,9 @@ find(
 r"""
 On your data: `python -m microddp.train --optimizer muon --schedule owned` (Muon for matrices, Adam
 for the rest; owners by numbers of values). In Megatron-LM on 32 GB300 an owner for each matrix, by
-the same rule, took the optimizer's step from 632 ms, where all gather and compute all (356 ms in
-distributed mode), to 157 ms ([issue 6676](https://github.com/NVIDIA/Megatron-LM/issues/6676),
-August 2026).
+the same rule, took the optimizer's step from 632 ms, where every rank gathers and computes all (356
+ms where they split each matrix), to 157 ms ([issue
+6676](https://github.com/NVIDIA/Megatron-LM/issues/6676), August 2026).
 
 ## Checkpoints
 
@@ -855,7 +856,8 @@ find(
     "checkpoint",
     once=(
         max(ours, theirs) < 1.5 * SIZE,
-        f"{wrote}. Loaded as stage 3 over all, the weights are the same, up to rounding.",
+        f"{wrote}. Loaded as stage 3 over all, microddp's weights are the saved ones, bit for bit"
+        f"{'; DCP loads the same, up to rounding' if theirs else ''}.",
     ),
     more=(max(ours, theirs) >= 1.5 * SIZE, f"{wrote}."),
 )
@@ -917,12 +919,13 @@ sharded --ranks-per-node 8`, beside PyTorch's.
 
 - Two levels: reduce-scatter in the node, all-reduce between nodes. Count what leaves a node to
   find a swapped mesh.
-- Of what fits, take what sends least between nodes: HSDP; then stage 3 that keeps all (as much as
-  DDP's one ring); then stage 3 that keeps the last block.
+- Of what fits, take what sends least between nodes. In one precision that is HSDP; then stage 3
+  that keeps all (as much as DDP's one ring); then stage 3 that keeps the last block. With gathers
+  in bf16 and sums in fp32 count again (exercise 1).
 - Sum the squares of a norm over the ranks of one node (the shard dimension), not over all.
-- Gather in bf16 for memory and for stage 3; sum in fp32, keep masters in fp32.
+- Gather in bf16: whole blocks and gathers halve. Sum in fp32, keep masters in fp32.
 - Accumulate sharded, and average between nodes once.
-- An optimizer of whole matrices needs owners, not slices.
+- Give an optimizer of whole matrices owners of whole ones; of slices it gathers every factor.
 
 ## Exercises
 
@@ -943,7 +946,8 @@ $ python -m microddp.labs start 17
    128 GB divided by 8 is 16 GB, divided by 64 is 2 GB. HSDP all-reduces in fp32: $2 \cdot
    \frac{7}{8} \cdot 32 = 56$ GB leave a node. Stage 3: two gathers of 16 GB and a reduce-scatter of
    32 GB, $\frac{63}{64} \cdot 64 = 63$ GB. By bytes HSDP saves a ninth. It saves more by short
-   rings; and with accumulation, since stage 3 sends its 63 GB for each micro-batch.
+   rings; and with accumulation, since stage 3 sends its 63 GB for each micro-batch. Stage 3 that
+   keeps all blocks gathers once: 47 GB, less than HSDP, for 16 GB more on every rank.
 
    </details>
 
