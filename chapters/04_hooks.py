@@ -317,8 +317,8 @@ if stage.sides and n > 1:
     least = max(here.compute, here.compute / 3 + here.messages)
     limit = Prediction(max(here.compute, least + here.layers * here.start), hooks)
     said = (
-        f"The limit of a step is {human_seconds(least)}, and with its starts "
-        f"{human_seconds(limit.predicted)}. It took {limit}."
+        f"The limit of a step is {human_seconds(least)}; with its starts "
+        f"{human_seconds(limit.predicted)} are predicted. It took {limit}."
     )
     find(comms, "hooks-limit", **limit.sides(said))
 

@@ -242,7 +242,7 @@ if here:
     best = " and ".join(repr(name) for name in ranked if ms[name] == min(ms.values()))
     right = "right" if sorted(ranked, key=guess.get) == ranked else "not"
     said += f" The prediction names {'it too' if named == first else repr(named)}, and the order of"
-    said += f" all is {right}; for the cluster it names {best}."
+    said += f" the medians is {right}; for the cluster it names {best}."
 won = compare(taken[first], base).faster
 find(
     comms,
@@ -548,8 +548,8 @@ Before you buy a network, in this order:
 
 1. Time the step without averaging (DDP's `no_sync()`), on as many ranks. What averaging adds is all
    that can be won.
-2. Look at every rank. The network costs no more than the shortest wait of any rank. What others
-   wait longer is for slow ranks.
+2. Look at every rank. Beside what hiding costs, the network costs no more than the shortest wait of
+   any rank. What others wait longer is for slow ranks.
 3. Split communication into exposed and hidden. Exposed costs its time, hidden as much as it slows
    computing.
 4. Rank what can be changed by the milliseconds that it saves, predict before you try, and try.

@@ -526,14 +526,15 @@ for where, rungs in speeds.items():
     figures.speed_ups({name: speed.times for name, speed in rungs.items()}, n, title=title)
 
 # %% tags=["plumbing"]
+WORDS = ("faster", "slower", "not told apart")
 for name, where in zip(("in-a-node", "between-machines"), LINKS, strict=True):
     if where in climbed:
         rungs, best = climbed[where], speeds[where][top]
         beside = {rung: compare(rungs[rung], rungs[LADDER[rung][0]]) for rung in LADDER}
         one, first, last_rung = (f"{rungs[r].median * 1e3:.1f}" for r in ("one device", plain, top))
         sorted_out = "; ".join(
-            f"{side}: {', '.join(r for r in LADDER if getattr(beside[r], side)) or 'none'}"
-            for side in ("faster", "slower", "alike")
+            f"{word}: {', '.join(r for r in LADDER if getattr(beside[r], side)) or 'none'}"
+            for side, word in zip(("faster", "slower", "alike"), WORDS, strict=True)
         )
         said = (
             f"To scale, {where}, a pair takes {one} ms on one GPU, {first} split on {n}, "
@@ -588,8 +589,8 @@ The formula leaves out the starts of messages, of which a smaller cap needs more
 on the CPU, and Python runs between the pauses: neither is to scale, and both only add time.
 
 :::{admonition} On GPUs
-By the formula the order of the rungs follows from $M/t$, the same on stage and cluster; the starts
-and the hook, which are dearer here, can change it on the stage. NCCL's kernels take
+By the formula what the rungs gain follows from $M/t$, the same on stage and cluster; the starts and
+the hook, which are dearer here, change it on the stage. NCCL's kernels take
 processors from backward while they send, so less is hidden than the formula says. Run it with
 `torchrun --nproc-per-node=2` on a GPU node. Here is the formula for 8 devices, with the same 16
 pairs (on the top rung 16 for each device, twice):

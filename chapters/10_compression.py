@@ -729,11 +729,11 @@ in 6 ([Agarwal and others](https://arxiv.org/abs/2103.00543), MLSys 2022): there
 backward hides much, and what is gathered grows with the ranks.
 
 :::{admonition} On GPUs
-Bytes and losses stay; NCCL's rings and trees add bf16 hop by hop, too (with NVLS the switch adds).
-$c$ shrinks: to round is a pass through a memory much faster than any link; top-k and QR take
-longer. Try `bf16_compress_hook` first: if $M/C$ is then below two thirds, all but the last bucket's
-can be hidden. PyTorch's PowerSGD sends whole gradients in the first `start_powerSGD_iter` steps
-(1000, if not set).
+With rings bytes and losses stay; NCCL's rings and trees add bf16 hop by hop, too (with NVLS the
+switch adds). $c$ shrinks: to round is a pass through a memory much faster than any link; top-k and
+QR take longer. Try `bf16_compress_hook` first: if $M/C$ is then below two thirds, all but the last
+bucket's can be hidden. PyTorch's PowerSGD sends whole gradients in the first `start_powerSGD_iter`
+steps (1000, if not set).
 :::
 """
 

@@ -336,7 +336,8 @@ find(comms, "accumulate", **this.sides(other, sentence))
 
 # %% [markdown]
 r"""
-**Explain.** With AdamW, DDP and $H = 1$ are not the same: each rank divides by the size of its own,
+**Explain.** What $H = 1$ loses is no price of meeting rarely. With AdamW, DDP and $H = 1$ are not
+the same: each rank divides by the size of its own,
 noisier gradients. A large batch gives a
 better direction, but one step.
 
