@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
 from microddp.allreduce import bus_bandwidth
@@ -19,6 +18,7 @@ from microddp.comms import Comms
 from microddp.report import human_bytes
 from microddp.shared import (
     ALL_REDUCES,
+    SCATTER_GATHERS,
     refused,
     region_of,
     shared_all_gather,
@@ -160,9 +160,7 @@ def _call(collective: str, name: str, comms: Comms) -> Call:
     backend: dict[str, Call] = {
         "all_reduce": comms.all_reduce,
         "broadcast": comms.broadcast,
-        "all_gather": lambda whole: dist.all_gather_into_tensor(
-            whole, whole.tensor_split(comms.world_size)[comms.rank].clone(), group=comms.group
-        ),
+        "all_gather": lambda whole: SCATTER_GATHERS[BACKEND].all_gather(whole, comms),
     }
     if name == BACKEND:
         return backend[collective]

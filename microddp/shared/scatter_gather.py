@@ -101,14 +101,17 @@ class ScatterGather:
         return future
 
 
+# PyTorch 2.13 renamed both, and warns of the names that 2.11 and 2.12 have.
+
+
 def _reduce_scatter(flat: torch.Tensor, comms: Comms) -> None:
     out = flat.tensor_split(comms.world_size)[comms.rank]
-    call: Any = dist.reduce_scatter_tensor
+    call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     call(out, flat, group=comms.group)
 
 
 def _all_gather(flat: torch.Tensor, comms: Comms) -> None:
-    call: Any = dist.all_gather_into_tensor
+    call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     call(flat, flat.tensor_split(comms.world_size)[comms.rank], group=comms.group)
 
 

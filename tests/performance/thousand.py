@@ -32,8 +32,11 @@ def watch(owner, name, half, nbytes):
 
 
 watch(dist.ProcessGroup, "allreduce", "all_reduce", lambda args: args[1][0].nbytes)
-watch(dist, "reduce_scatter_tensor", "reduce_scatter", lambda args: args[1].nbytes)
-watch(dist, "all_gather_into_tensor", "all_gather", lambda args: args[0].nbytes)
+scatter, gather = "reduce_scatter_single", "all_gather_single"
+if not hasattr(dist, gather):  # before PyTorch 2.13
+    scatter, gather = "reduce_scatter_tensor", "all_gather_into_tensor"
+watch(dist, scatter, "reduce_scatter", lambda args: args[1].nbytes)
+watch(dist, gather, "all_gather", lambda args: args[0].nbytes)
 found = {}
 # PyTorch's own DDP calls from C++.
 for kind in (name for name, made in STRATEGIES.items() if made.averages and name != "torch"):
