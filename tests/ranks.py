@@ -1,8 +1,12 @@
 """Jobs of real processes: a function run on every rank of a group, bounded in time."""
 
+import contextlib
 import functools
+import io
 import os
+import runpy
 import socket
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -72,6 +76,19 @@ def _be_a_rank(join: bool, function: Callable[..., Any], *arguments: Any) -> Any
     result = body(comms, *arguments)
     comms.close()
     return result
+
+
+def run_module(name: str, ranks: int, *arguments: object, timeout: float = 120.0) -> str:
+    """What rank 0 prints of ``torchrun -m name arguments``, with ranks that are forked."""
+    return run(_be_the_module, ranks, name, *map(str, arguments), join=False, timeout=timeout)[0]
+
+
+def _be_the_module(name: str, *arguments: str) -> str:
+    torch.set_num_threads(1)  # as torchrun has it
+    sys.argv = [name, *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        runpy.run_module(name, run_name="__main__")
+    return said.getvalue()
 
 
 def _wait_until_all_started() -> None:

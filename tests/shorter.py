@@ -27,7 +27,11 @@ SHORTER = {
         "STEPS = 12": "STEPS = 5",
         "(1, 2) * 3": "(1, 2)",
     },
-    "10": {"EPOCHS, VALUES = 10": "EPOCHS, VALUES = 3", '"layers": 24': '"layers": 2'},
+    "10": {
+        "EPOCHS, VALUES = 10": "EPOCHS, VALUES = 2",
+        "ShardedBatches(digits.train, 96": "ShardedBatches(digits.train, 384",
+        '"layers": 24': '"layers": 2',
+    },
     "11": {
         "STEPS, LOOK = 256, 16": "STEPS, LOOK = 64, 16",
         "for seed in range(3)": "for seed in range(1)",

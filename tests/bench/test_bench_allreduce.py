@@ -1,27 +1,18 @@
 """The benchmarks' command line: what it measures, writes and refuses."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
-from ranks import on_ranks
+from ranks import on_ranks, run_module
 
 from microddp.bench.__main__ import main
 from microddp.bench.allreduce import Row, check_chunks, check_sum, conclusions
 from microddp.shared import ALL_REDUCES, shared_all_gather
 
-BENCH = ("-m", "microddp.bench", "allreduce")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
-
-def run(*command):
-    done = subprocess.run(
-        [*map(str, command)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def bench(*options, ranks=2):
+    return run_module("microddp.bench", ranks, *options)
 
 
 def refused(*arguments, complaint, capsys):
@@ -36,7 +27,7 @@ def refused(*arguments, complaint, capsys):
 def test_reports_every_algorithm_against_the_backend(tmp_path):
     report, plot = tmp_path / "report.json", tmp_path / "plot.png"
     options = ("--size-mb", "1", "--check", "--iters", "3", "--json", report, "--plot", plot)
-    printed = run(*TORCHRUN, *BENCH, *options)
+    printed = bench("allreduce", *options)
     assert "gloo, 2 ranks on " in printed
     assert "Every result was the exact sum." in printed
     rows = json.loads(report.read_text())["rows"]
@@ -60,7 +51,7 @@ def test_reports_every_algorithm_against_the_backend(tmp_path):
 def test_reports_other_collectives(tmp_path, collective, factor):
     report = tmp_path / "report.json"
     options = ("--collective", collective, "--size-mb", "0.1", "--check", "--iters", "2")
-    printed = run(*TORCHRUN, *BENCH, *options, "--json", report)
+    printed = bench("allreduce", *options, "--json", report)
     assert "Every result was the exact tensor." in printed
     rows = json.loads(report.read_text())["rows"]
     assert [row["algorithm"] for row in rows] == ["backend", "shared"]

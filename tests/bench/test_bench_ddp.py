@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from ranks import on_ranks
-from test_bench_allreduce import TORCHRUN, refused, run
+from test_bench_allreduce import bench, refused
 
 from microddp.bench.ddp import (
     COPIES,
@@ -23,14 +23,12 @@ from microddp.bench.rows import numbers_of, quartiles
 from microddp.report import MIB
 from microddp.timing import Timing
 
-BENCH = ("-m", "microddp.bench", "ddp")
-
 
 def test_reports_every_strategy_against_torch(tmp_path):
     report = tmp_path / "report.json"
     options = ("--models", "MLP 128", "--bucket-cap-mb", "1", "--iters", "3", "--json", report)
     options += ("--compress", "int8", "power:2", "--all-reduce", "shared", "auto")
-    printed = run(*TORCHRUN, *BENCH, *options)
+    printed = bench("ddp", *options)
     assert "gloo, 2 ranks on " in printed
     assert "ddp takes " in printed
     assert "ddp, copies takes " in printed

@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from test_bench_allreduce import TORCHRUN, run
+from test_bench_allreduce import bench
 
 
 def test_reports_every_way_with_what_it_keeps(tmp_path):
     report = tmp_path / "report.json"
     options = ("--models", "MLP 512", "--iters", "2", "--warmup", "1", "--json", report)
-    printed = run(*TORCHRUN, "-m", "microddp.bench", "sharded", *options)
+    printed = bench("sharded", *options)
     assert "gloo, 2 ranks on " in printed
     assert "zero3 takes " in printed
     rows = {row["way"]: row for row in json.loads(report.read_text())["rows"]}
@@ -27,9 +27,7 @@ def test_reports_every_way_with_what_it_keeps(tmp_path):
 def test_on_two_levels(tmp_path):
     report = tmp_path / "report.json"
     options = ("--models", "MLP 512", "--iters", "2", "--warmup", "1", "--json", report)
-    four = [*TORCHRUN[:-1], "--nproc-per-node=4"]
-    assert TORCHRUN[-1].startswith("--nproc-per-node")
-    run(*four, "-m", "microddp.bench", "sharded", "--ranks-per-node", "2", *options)
+    bench("sharded", "--ranks-per-node", 2, *options, ranks=4)
     rows = {row["way"]: row for row in json.loads(report.read_text())["rows"]}
     for way in ("hsdp", "torch hsdp"):
         assert rows[way]["kept"] == pytest.approx(rows[way]["predicted"], rel=0.05), way

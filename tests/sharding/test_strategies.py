@@ -137,7 +137,7 @@ def test_a_checkpoint_goes_on_in_another_stage(comms):
         comms.barrier()
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_muon_on_whole_matrices(comms):
     options = {"model": "transformer", "depth": 1, "width": 32, "optimizer": "muon", "epochs": 2}
     muon = dataclasses.replace(SMALL, **options)
