@@ -762,8 +762,8 @@ third = [f"{share['zero3'].median:.2f} at {label[key]}" for key, share in shares
 low, high = share.spread
 said = (
     f"Of what can be hidden stage 3 hid {', '.join(third)}. At {label[first]}, with quartiles of "
-    f"{low:.2f} and {high:.2f}, {promised:.2f} was predicted "
-    f"({promised - starts / (sums * M):.2f} with the starts of its messages)"
+    f"{low:.2f} and {high:.2f}, {promised:.2f} was predicted (its starts take "
+    f"{starts / (sums * M):.1%} of what can be hidden)"
 )
 
 # %% tags=["plumbing"]

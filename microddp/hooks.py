@@ -23,7 +23,7 @@ from microddp.timing import NOT_RECORDED, Instant, Recorder
 
 @dataclass(frozen=True)
 class GradientReady:
-    """When one parameter's gradient was ready in a backward pass.
+    """The moment at which one parameter's gradient was ready in a backward pass.
 
     Attributes:
         order: its place among all gradients, from 0; ``None`` if it got none.
