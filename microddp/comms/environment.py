@@ -1,4 +1,4 @@
-"""What the environment says of a job: torchrun's variables, and how long to wait for others."""
+"""A job's environment: torchrun's variables, and how long to wait for others."""
 
 from __future__ import annotations
 

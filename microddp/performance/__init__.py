@@ -1,4 +1,4 @@
-"""Where the time of a step goes, how long it should take, and what limits it."""
+"""The time of a step: its parts, how long it should take, and what limits it."""
 
 from microddp.performance.alive import bytes_alive
 from microddp.performance.analyzer import (

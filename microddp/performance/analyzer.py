@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: computing, waiting for communication, hiding it.
+"""The parts of a training step's time: computing, waiting for communication, hiding it.
 
 Whatever averages the gradients, a step is taken apart by the same rule. Communication is
 *exposed* while the rank waits for it and does nothing else, and *hidden* for the rest of the time

@@ -49,12 +49,12 @@ class Side:
 
     @property
     def unhidden(self) -> float:
-        """How many times as fast as one device all are, if nothing is hidden and starts are 0."""
+        """Speed of all devices beside one, if nothing is hidden and starts are 0."""
         return self.devices / (1 + self.ratio)
 
     @property
     def overlapped(self) -> float:
-        """How many times as fast, if all is hidden that backward can hide, two thirds of C."""
+        """The same if all is hidden that backward can hide, two thirds of C: at most this."""
         return self.devices / max(1, 1 / 3 + self.ratio)
 
     def in_words(self) -> dict[str, str]:

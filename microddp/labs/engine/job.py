@@ -94,7 +94,7 @@ def _on_a_host(keeper: int, host: int, run: Callable[[], int]) -> None:
 
 
 def _story(folder: Path, stage: Stage) -> str:
-    """Where ranks are that hang."""
+    """The places at which ranks hang."""
     nothing = "Nothing moved any more."
     try:
         _, ranks = examine(folder)

@@ -53,7 +53,7 @@ ALONE = "The ranks decided by different numbers. Gather the times of all."
 
 @dataclass(frozen=True)
 class Stamps:
-    """When the parts of a step ended, in seconds of this rank's clock.
+    """The moments at which the parts of a step ended, in seconds of this rank's clock.
 
     Attributes:
         begin: the step's begin; the batch is loaded next.
