@@ -125,11 +125,12 @@ The last block stays whole in between, since backward begins with it (chapter 16
 a node:
 
 - DDP, one ring of all: it leaves each node once, so $2\frac{n-1}{n}S$.
-- Stage 3 over all: $2 - \frac1L$ gathers and one reduction, so $(3 - \frac1L)\frac{n-1}{n}S$.
+- Stage 3 over all: $2 - \frac{1}{L}$ gathers and one reduction, so
+  $(3 - \frac{1}{L})\frac{n-1}{n}S$.
 - HSDP: each of $k$ ranks all-reduces $S/k$ over $m$ nodes: $2\frac{m-1}{m}S$. The gathers stay
   inside.
 - HSDP with its dimensions swapped: shards across nodes, replicas inside. All $k$ ranks of a node
-  gather and reduce the whole between nodes: $(3 - \frac1L)k\frac{m-1}{m}S$.
+  gather and reduce the whole between nodes: $(3 - \frac{1}{L})k\frac{m-1}{m}S$.
 
 **Measure.** With a model of four layers, and microddp's
 {func}`~microddp.sharding.fully_shard.fully_shard`, which takes the column as `replicas`. PyTorch's
@@ -238,11 +239,11 @@ they have 10 times as much (A100s: 19 times). Let $C$ be a step's computing, two
 backward, and $M$ an all-reduce of all gradients around one ring. By chapter 16 a step that sends
 for $f$ seconds in forward and $b$ in backward needs, with all hidden that can be,
 
-$$ T_0 = \max(\tfrac13 C, f) + \max(\tfrac23 C, b) $$
+$$ T_0 = \max(\tfrac{1}{3} C, f) + \max(\tfrac{2}{3} C, b) $$
 
 It allows $n$ devices to be $nC/T_0$ times as fast as one. In proportion to what leaves a node, DDP
-has $f = 0$ and $b = M$, stage 3 $f = \frac12 M$ and $b = (1 - \frac{1}{2L}) M$. For HSDP we neglect
-gathers inside the node: $f = 0$ and $b = \frac{m-1}{m}\frac{n}{n-1} M$.
+has $f = 0$ and $b = M$, stage 3 $f = \frac{1}{2} M$ and $b = (1 - \frac{1}{2L}) M$. For HSDP we
+neglect gathers inside the node: $f = 0$ and $b = \frac{m-1}{m}\frac{n}{n-1} M$.
 
 **Measure.** These three and one device, in the same rounds as what later sections compare; a ratio
 is the median of the rounds' ratios:
@@ -324,12 +325,12 @@ as fast as one by stage 3, 11.45 times by DDP and 11.63 by HSDP; $T_0$ allows 11
 
 **Predict.** With `reshard_after_forward=False` a block stays whole until its backward, and its
 second gather is saved. If $w$ of $L$ blocks stay, $wS/L$ is kept after forward, stage 3 sends $(3 -
-\frac wL) \frac{n-1}{n}S$, and $b = (1 - \frac{w}{2L}) M$.
+\frac{w}{L}) \frac{n-1}{n}S$, and $b = (1 - \frac{w}{2L}) M$.
 
 The last block is the first to keep. It is whole when forward ends, and when backward begins.
 *Prefetch* (a block is gathered while the one before it computes) could hide its second gather only
 behind what follows the blocks: head and loss. Each further block costs memory, and by $T_0$ saves
-time only while $b > \frac23 C$.
+time only while $b > \frac{2}{3} C$.
 
 **Measure.** Stage 3 over all keeps nothing, the last block (as microddp's strategies do, by
 {func}`~microddp.sharding.fully_shard.shard_blocks`), or all:
@@ -501,7 +502,7 @@ With four micro-batches to a step, when are gradients reduced?
   once.
 
 **Predict.** Inside, each reduction costs a node $(k-1)S$ and the gathers of each micro-batch $(2 -
-\frac1L)(k-1)S$. Between nodes each reduction costs $2\frac{m-1}{m}S$. Kept between two
+\frac{1}{L})(k-1)S$. Between nodes each reduction costs $2\frac{m-1}{m}S$. Kept between two
 micro-batches: $S/k$, $S$, $S/k$.
 
 **Measure.** Kept is what tensors have grown by after three micro-batches:

@@ -718,8 +718,8 @@ kept 39 % of its speed from 8 to 256 H100. Measure yours with `all_reduce_perf` 
 - A step is a program for each device, and a collective waits for the last. With latency and
   bandwidth that says what messages demand, not what else slows devices down.
 - Hold a model against a guess that needs none, where it was not fitted.
-- From $t^* = \frac64 \frac FB$ tokens a device on, backward can hide its bytes. A ring's starts,
-  the slowest device and failures cost more with more devices.
+- From $t^* = \frac{6}{4} \frac{F}{B}$ tokens a device on, backward can hide its bytes. A ring's
+  starts, the slowest device and failures cost more with more devices.
 
 ## Exercises
 
@@ -738,8 +738,8 @@ kept 39 % of its speed from 8 to 256 H100. Measure yours with `all_reduce_perf` 
 
    <details class="solution"><summary>Solution</summary>
 
-   Backward sends $2 + 2$ bytes a parameter instead of 6: $t^* = \frac44 \frac FB$, a third fewer
-   tokens. DDP's all-reduce sends each gradient twice: $t^* = \frac84 \frac FB$.
+   Backward sends $2 + 2$ bytes a parameter instead of 6: $t^* = \frac{4}{4} \frac{F}{B}$, a third
+   fewer tokens. DDP's all-reduce sends each gradient twice: $t^* = \frac{8}{4} \frac{F}{B}$.
 
    </details>
 
