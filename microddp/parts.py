@@ -41,6 +41,11 @@ class ParamShard:
     sharded_data: torch.Tensor
     sharded_param: nn.Parameter
 
+    def add_gradient(self, mean: torch.Tensor) -> None:
+        """Add to the gradient for the optimizer; if there is none, ``mean`` itself becomes it."""
+        before = self.sharded_param.grad
+        self.sharded_param.grad = mean if before is None else before + mean
+
 
 def own_parts(
     shards: Sequence[ParamShard], optimizer: torch.optim.Optimizer | None = None

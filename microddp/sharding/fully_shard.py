@@ -12,7 +12,6 @@ rank's shard of the mean becomes the gradient of its shard of the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -100,7 +99,8 @@ def fully_shard(
     if sharded_module_of(module):
         raise ValueError(f"rank {comms.rank}: expected a module that is not sharded, got one twice")
     check_dense(module, comms)
-    mine = list(dict.fromkeys(_outside_of_blocks(module)))
+    blocks = {m for m in module.modules() if sharded_module_of(m)}
+    mine = [m for _, m in module.named_modules(memo=blocks)]  # no block, and nothing inside one
     calls = materialise(mine, comms, initialise)
     # Groups of blocks that have a parameter in common with this module. An initialisation here
     # does not change their shards.
@@ -114,10 +114,9 @@ def fully_shard(
         group.reshard()
     tensors = dict.fromkeys(t for m in mine for t in own_tensors(m) if group_of(t) is None)
     names = {t: name for name, t in (*module.named_buffers(), *module.named_parameters())}
-    for ranks in (comms, replicas):
-        if ranks is not None:
-            check_structure(nn.Module(), ranks, {names[t]: describe(t) for t in tensors})
-            broadcast_tensors([*tensors], ranks)
+    for ranks in filter(None, (comms, replicas)):
+        check_structure(nn.Module(), ranks, {names[t]: describe(t) for t in tensors})
+        broadcast_tensors(tensors, ranks)
     groups = flat_param_groups(
         {names[t]: t for t in tensors if isinstance(t, nn.Parameter)},
         comms,
@@ -161,11 +160,3 @@ def shard_blocks(
     for block in blocks:
         fully_shard(block, comms, reshard_after_forward=block is not blocks[-1], **options)
     return fully_shard(module, comms, reshard_after_forward=False, **options)
-
-
-def _outside_of_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the module and its descendants, but no sharded one and nothing inside one."""
-    yield module
-    for child in module.children():
-        if sharded_module_of(child) is None:
-            yield from _outside_of_blocks(child)

@@ -81,8 +81,7 @@ class ShardedGradients(ShardedReducer):
         # Each element of a list waits for the groups of its parameters, the module for all others.
         group_of = {param.parameter: group for group in self.groups for param in group.params}
         blocks = elements(module)
-        inside = {m for block in blocks for m in block.modules()}
-        outside = [p for m in module.modules() if m not in inside for p in m.parameters(False)]
+        outside = [p for _, m in module.named_modules({*blocks}) for p in m.parameters(False)]
         for waits, its in [(module, outside), *((block, block.parameters()) for block in blocks)]:
             groups = list(filter(None, dict.fromkeys(map(group_of.get, its))))
             self._handles.append(waits.register_forward_pre_hook(partial(self._unshard, groups)))

@@ -5,10 +5,8 @@ from __future__ import annotations
 from microddp.comms import Comms
 from microddp.shared import cached_per_comms, machines_of
 
-Grid = tuple[Comms, Comms]
 
-
-def nodes_of(comms: Comms, node: int | None = None) -> Grid:
+def nodes_of(comms: Comms, node: int | None = None) -> tuple[Comms, Comms]:
     """Divide the ranks into nodes, and across them. A collective; the same groups each time.
 
     Args:
@@ -21,24 +19,13 @@ def nodes_of(comms: Comms, node: int | None = None) -> Grid:
     Raises:
         ValueError: the nodes would have different numbers of ranks.
     """
-    known = _known(comms)
-    if node not in known:
-        known[node] = _divide(comms, node)
-    return known[node]
+    return _divide(comms, node)
 
 
 @cached_per_comms
-def _known(_: Comms) -> dict[int | None, Grid]:
-    return {}
-
-
-def _divide(comms: Comms, node: int | None) -> Grid:
-    n = comms.world_size
-    nodes = (
-        machines_of(comms)
-        if node is None
-        else [[*range(first, min(n, first + node))] for first in range(0, n, node)]
-    )
+def _divide(comms: Comms, node: int | None) -> tuple[Comms, Comms]:
+    every = [*range(comms.world_size)]
+    nodes = machines_of(comms) if node is None else [every[i : i + node] for i in every[::node]]
     if len({len(ranks) for ranks in nodes}) > 1:
         raise ValueError(
             f"rank {comms.rank}: expected nodes of equal size, got {[len(r) for r in nodes]} ranks"

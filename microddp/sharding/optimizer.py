@@ -70,10 +70,9 @@ class ShardedOptimizer:
         """Update all parameters by their averaged gradients. A collective."""
         for group in self.flat_groups:
             for param in group.local_params:
-                gradient = param.parameter.grad
-                param.sharded_param.grad = (
-                    None if gradient is None else gradient.flatten()[param.param_range]
-                )
+                param.sharded_param.grad = None
+                if param.parameter.grad is not None:
+                    param.add_gradient(param.parameter.grad.flatten()[param.param_range])
         self.optimizer.step()
         for group in self.flat_groups:
             group.unshard()

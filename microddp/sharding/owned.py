@@ -55,16 +55,11 @@ def together(nbytes: Sequence[float], ranks: int, cap: float) -> list[list[int]]
         The numbers of each group's parameters.
     """
     groups: list[list[int]] = [[]]
-    held = 0.0  # by the last group
-    for i, size in enumerate(nbytes):
-        if len(groups[-1]) >= ranks and held >= cap:
+    for i in range(len(nbytes)):
+        full = len(groups[-1]) >= ranks and sum(nbytes[j] for j in groups[-1]) >= cap
+        if full and len(nbytes) - i >= ranks:  # fewer are too few for a group of their own
             groups.append([])
-            held = 0.0
         groups[-1].append(i)
-        held += size
-    if len(groups) > 1 and len(groups[-1]) < ranks:
-        last = groups.pop()
-        groups[-1] += last
     return groups
 
 
@@ -73,22 +68,20 @@ class OwnedGroup:
 
     Args:
         named: parameters of one dtype and device, by name.
-        owner: of each of them.
         comms: the ranks.
         by: the reduce-scatter and the all-gather to use.
 
     Attributes:
         parameters: all of them, views of the flat tensor.
-        owned: those of this rank, with the tensors for its optimizer.
+        owned: those of this rank by number, with the tensors for its optimizer.
         flat: n chunks of the size of the largest, of which the parameters are views.
         timeline: records collectives, and the wait for them.
     """
 
-    def __init__(
-        self, named: dict[str, nn.Parameter], owner: Sequence[int], comms: Comms, by: ScatterGather
-    ) -> None:
+    def __init__(self, named: dict[str, nn.Parameter], comms: Comms, by: ScatterGather) -> None:
         self.parameters, self.comms, self.by = list(named.values()), comms, by
         self.timeline: Recorder = NOT_RECORDED
+        owner = owners([p.numel() for p in self.parameters], comms.world_size)
         filled = [0] * comms.world_size
         places: list[tuple[int, int]] = []
         for p, rank in zip(self.parameters, owner, strict=True):
@@ -97,8 +90,7 @@ class OwnedGroup:
         chunk = max(filled)
         self.flat = self.parameters[0].detach().new_zeros(comms.world_size * chunk)
         self._starts = [rank * chunk + start for rank, start in places]
-        self.owned: list[ParamShard] = []
-        self._mine: list[int] = []  # their numbers
+        self.owned: dict[int, ParamShard] = {}
         for i, (name, p) in enumerate(named.items()):
             values = self._view(self.flat, i)
             values.copy_(p.detach())
@@ -106,8 +98,7 @@ class OwnedGroup:
             if owner[i] == comms.rank:
                 mine = nn.Parameter(values, p.requires_grad)
                 all_of_it = slice(0, p.numel())
-                self.owned.append(ParamShard(name, p.shape, all_of_it, values.view(-1), mine))
-                self._mine.append(i)
+                self.owned[i] = ParamShard(name, p.shape, all_of_it, values.view(-1), mine)
 
     def _view(self, flat: torch.Tensor, i: int) -> torch.Tensor:
         """View parameter i in a flat tensor."""
@@ -128,9 +119,8 @@ class OwnedGroup:
         """Wait for the means, and add what this rank owns to its optimizer's gradients."""
         with self.timeline.span("wait for gradients", lane="wait"):
             flat = reduced.wait()
-        for i, param in zip(self._mine, self.owned, strict=True):
-            mean, before = self._view(flat, i), param.sharded_param.grad
-            param.sharded_param.grad = mean if before is None else before + mean
+        for i, param in self.owned.items():
+            param.add_gradient(self._view(flat, i))
 
     def gather(self) -> Future:
         """Start to all-gather the parameters from their owners. A collective."""
@@ -155,16 +145,14 @@ def owned_groups(
         The groups, those of the last parameters first, as backward has them.
     """
     by, cap = scatter_gather(collectives, comms), bucket_caps(bucket_cap_mb)[-1]
-    kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
-    for name in [*named][::-1]:
-        kinds.setdefault((named[name].dtype, named[name].device), []).append(name)
-    groups = []
-    for names in kinds.values():
-        for members in together([named[name].nbytes for name in names], comms.world_size, cap):
-            group = {names[i]: named[names[i]] for i in members}
-            owner = owners([p.numel() for p in group.values()], comms.world_size)
-            groups.append(OwnedGroup(group, owner, comms, by))
-    return groups
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+    for name, p in reversed(named.items()):
+        kinds.setdefault((p.dtype, p.device), []).append((name, p))
+    return [
+        OwnedGroup(dict(alike[i] for i in members), comms, by)
+        for alike in kinds.values()
+        for members in together([p.nbytes for _, p in alike], comms.world_size, cap)
+    ]
 
 
 class OwnedOptimizer:
@@ -210,7 +198,7 @@ class OwnedOptimizer:
         optimizer_class(named.values(), **options)  # what it refuses, it refuses on every rank
         broadcast_tensors([p.data for p in named.values()], comms)
         self.groups = owned_groups(named, comms, bucket_cap_mb, collectives)
-        mine = [[param.sharded_param for param in group.owned] for group in self.groups]
+        mine = [[param.sharded_param for param in group.owned.values()] for group in self.groups]
         self._optimizers = [optimizer_class(each, **options) if each else None for each in mine]
 
     @property
@@ -228,7 +216,7 @@ class OwnedOptimizer:
         for group in self.groups:
             for p in group.parameters:
                 p.grad = None
-            for param in group.owned:
+            for param in group.owned.values():
                 param.sharded_param.grad = None
 
     def step(self) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import inf
 from typing import Any, cast
@@ -44,14 +43,6 @@ class ShardedParam(ParamShard):
     shard_range: slice
     unsharded_data: torch.Tensor
     stashed_grad: torch.Tensor | None = None
-
-    def to_sharded(self) -> None:
-        """Let the parameter be this rank's shard, 1-D, with the gradient of that."""
-        self.set_data(self.sharded_data)
-
-    def to_unsharded(self) -> None:
-        """Let the parameter be whole, with the gradient of the whole."""
-        self.set_data(self.unsharded_data)
 
     def set_data(self, data: torch.Tensor) -> None:
         """Give the parameter the data of its other form, and exchange the gradients."""
@@ -176,13 +167,12 @@ class FlatParamGroup:
         """Wait for the all-gather that :meth:`unshard` started, and make the parameters whole."""
         if self._all_gather is None:
             return
-        with self.timeline.span(f"wait for {self.params[0].name} ...", lane="wait"):
-            self._all_gather.wait()
+        self._wait(self._all_gather)
         self._all_gather = None
         if self.is_sharded:
             self.is_sharded = False
             for param in self.params:
-                param.to_unsharded()
+                param.set_data(param.unsharded_data)
 
     def reshard(self) -> None:
         """Make the parameters this rank's shards, and free the memory of the flat tensor.
@@ -194,13 +184,17 @@ class FlatParamGroup:
         if self.shard_params and not self.is_sharded:
             self.is_sharded = True
             for param in self.params:
-                param.to_sharded()
+                param.set_data(param.sharded_data)
             self.unsharded.untyped_storage().resize_(0)
 
     def _start(self, collective: CollectiveName, flat: torch.Tensor) -> Future:
         name = f"{collective} {self.params[0].name} ..."
         self.comms.agree(f"{name} of {len(self.params)} parameters")
         return self.collectives.start(collective, flat, self.comms, name, self.timeline)
+
+    def _wait(self, future: Future, what: str = "") -> torch.Tensor:
+        with self.timeline.span(f"wait for {what}{self.params[0].name} ...", lane="wait"):
+            return future.wait()
 
     # ---- gradients: flattened, and this rank's shard of their mean
 
@@ -231,10 +225,9 @@ class FlatParamGroup:
                 torch.mul(gradient, share, out=flat[param.flat_range])
         self._reduce_scatter = self._start("reduce-scatter", flat)
         if self.replicas and all_reduce:
-            self._start_all_reduce(self._reduce_scatter)
+            self._start_all_reduce(self._reduce_scatter, self.replicas)
 
-    def _start_all_reduce(self, reduce_scatter: Future) -> None:
-        assert self.replicas
+    def _start_all_reduce(self, reduce_scatter: Future, replicas: Comms) -> None:
         mean = self.shard.new_empty(self.shard_numel, dtype=self.reduce_dtype)
         partial, self._partial_mean = self._partial_mean, None
 
@@ -246,15 +239,14 @@ class FlatParamGroup:
 
         name = f"all-reduce {self.params[0].name} ..."
         self._all_reduce = self.collectives.all_reduce_after(
-            reduce_scatter.then(copy), mean, self.replicas, name, self.timeline
+            reduce_scatter.then(copy), mean, replicas, name, self.timeline
         )
 
     def wait_for_reduce_scatter(self) -> None:
         """Wait for the reduce-scatter, if one is pending, after which its flat tensor is free."""
         if self._reduce_scatter is None:
             return
-        with self._waiting():
-            mean = self.shard_of(self._reduce_scatter.wait())
+        mean = self.shard_of(self._wait(self._reduce_scatter, "gradients of "))
         self._reduce_scatter = None
         if self.replicas is None:
             self._add_to_gradients(mean)
@@ -266,21 +258,16 @@ class FlatParamGroup:
         """Wait for all that is pending, and add the mean to the shards' gradients."""
         self.wait_for_reduce_scatter()
         if self._all_reduce is not None:
-            with self._waiting():
-                mean = self._all_reduce.wait()
+            mean = self._wait(self._all_reduce, "gradients of ")
             self._all_reduce = None
             self._add_to_gradients(mean)
-
-    def _waiting(self) -> AbstractContextManager[object]:
-        return self.timeline.span(f"wait for gradients of {self.params[0].name} ...", lane="wait")
 
     def _add_to_gradients(self, mean: torch.Tensor) -> None:
         mean = mean.to(self.shard.dtype, copy=not self.keep_gradients)
         # With sharded parameters, one of which this rank has no value gets an empty gradient: a
         # loop over all gradients finds one for each.
         for param in self.params if self.shard_params else self.local_params:
-            sharded, values = param.sharded_param, mean[param.shard_range]
-            sharded.grad = values if sharded.grad is None else sharded.grad + values
+            param.add_gradient(mean[param.shard_range])
 
 
 def flat_param_groups(

@@ -16,19 +16,19 @@ class ShardedReducer(Switchable):
         groups: the flat parameter groups.
         params: the parameters of all groups.
         local_params: the ones of which this rank's shards have at least one value.
-        all_reduces: whether replicas, where there are any, average what is reduced now.
+        all_reduces: switches the averages among replicas, where there are any.
     """
 
     def __init__(self, groups: Iterable[FlatParamGroup]) -> None:
         self.groups = list(groups)
         self.params = [param for group in self.groups for param in group.params]
         self.local_params = [param for group in self.groups for param in group.local_params]
-        self.all_reduces = True
+        self.all_reduces = Switchable()
         self._pending: deque[FlatParamGroup] = deque()
 
     def reduce(self, group: FlatParamGroup) -> None:
         """Start a group's reduce-scatter. A collective, in the same order on every rank."""
-        group.post_backward(self.all_reduces)
+        group.post_backward(self.all_reduces.armed)
         self._pending.append(group)
         # One may be pending while the next is filled: each has memory for all of its gradients.
         if group.collectives.blocking or len(self._pending) > 1:

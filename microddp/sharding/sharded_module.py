@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
 
@@ -63,19 +63,14 @@ class ShardedModule:
         """
         return self.context.no_sync()
 
-    @contextmanager
-    def no_all_reduce(self) -> Iterator[None]:
+    def no_all_reduce(self) -> AbstractContextManager[None]:
         """Let each backward inside reduce among the ranks that divide the parameters, and no more.
 
         The first backward outside averages among the replicas what has accumulated: gradients stay
         sharded, and what is slow, the network between nodes, carries them once. Without replicas
         nothing is left out.
         """
-        before, self.context.all_reduces = self.context.all_reduces, False
-        try:
-            yield
-        finally:
-            self.context.all_reduces = before
+        return self.context.all_reduces.no_sync()
 
     def whole_state_dict(self) -> dict[str, Any]:
         """Gather the state dictionary that the model would have without sharding. A collective.

@@ -297,7 +297,7 @@ class Owned(Sharded):
 
     @property
     def local_params(self) -> list[ParamShard]:
-        return [param for group in self.groups for param in group.owned]
+        return [param for group in self.groups for param in group.owned.values()]
 
     def parameters(self) -> list[nn.Parameter]:
         none = nn.Parameter(torch.empty(0, device=self.comms.device))  # an optimizer wants one

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import TypeVar
+from typing import TypeVar, TypeVarTuple
 
 import torch
 import torch.distributed as dist
@@ -41,22 +41,26 @@ SLICE = 0.2  # seconds of waiting after which a rank checks that the others are 
 NOT_SHARED = -1
 MOST_PARTS = 256  # parts of others' memory kept mapped; each takes a descriptor
 T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 _OFFSET = struct.Struct("q")
 
 
-def cached_per_comms(make: Callable[[Comms], T]) -> Callable[[Comms], T]:
+def cached_per_comms(
+    make: Callable[[Comms, *Arguments], T],
+) -> Callable[[Comms, *Arguments], T]:
     """Decorate a function so that it is called once for each ``Comms``, and its result kept.
 
-    The result lives as long as the ``Comms``.
+    If it takes further arguments, it is called once for each value of these. The results live as
+    long as the ``Comms``.
     """
-    made: weakref.WeakKeyDictionary[Comms, T] = weakref.WeakKeyDictionary()
+    made: weakref.WeakKeyDictionary[Comms, dict[object, T]] = weakref.WeakKeyDictionary()
 
     @wraps(make)
-    def find(comms: Comms) -> T:
-        found = made.get(comms)
-        if found is None:
-            found = made[comms] = make(comms)
-        return found
+    def find(comms: Comms, *arguments: *Arguments) -> T:
+        results = made.setdefault(comms, {})
+        if arguments not in results:
+            results[arguments] = make(comms, *arguments)
+        return results[arguments]
 
     return find
 
