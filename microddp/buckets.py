@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from microddp.comms import Comms
+
 BUCKET_CAP_MB = 25.0
 # A small first bucket, so that communication begins early in backward. PyTorch's own default; its
 # developers disagree on what it gains (PyTorch issue 118421).
@@ -230,3 +232,17 @@ def sparse_gradients(model: nn.Module) -> list[bool]:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
     }
     return [id(p) in sparse for p in model.parameters() if p.requires_grad]
+
+
+def check_dense(model: nn.Module, comms: Comms) -> None:
+    """Refuse sparse gradients, which have no fixed place in a flat tensor.
+
+    Raises:
+        ValueError: a trained parameter would get one.
+    """
+    sparse = sparse_gradients(model)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    if found := [name for name, is_sparse in zip(names, sparse, strict=True) if is_sparse]:
+        raise ValueError(
+            f"rank {comms.rank}: expected dense gradients, got sparse ones of {', '.join(found)}"
+        )

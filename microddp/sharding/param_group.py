@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from microddp.buckets import sparse_gradients
 from microddp.comms import Comms
 from microddp.parts import ParamShard
 from microddp.shared import CollectiveName, Future, ScatterGather
@@ -293,17 +292,3 @@ def flat_param_groups(
 def group_of(parameter: torch.Tensor) -> FlatParamGroup | None:
     """Find the group that shards a parameter; ``None`` if none does."""
     return cast(FlatParamGroup | None, parameter.__dict__.get("_microddp_group"))
-
-
-def check_dense(model: nn.Module, comms: Comms) -> None:
-    """Refuse sparse gradients, which have no fixed place in a flat tensor.
-
-    Raises:
-        ValueError: a trained parameter would get one.
-    """
-    sparse = sparse_gradients(model)
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    if found := [name for name, is_sparse in zip(names, sparse, strict=True) if is_sparse]:
-        raise ValueError(
-            f"rank {comms.rank}: expected dense gradients, got sparse ones of {', '.join(found)}"
-        )

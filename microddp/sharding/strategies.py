@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from microddp.allreduce import ring_cost
-from microddp.buckets import bucket_caps
+from microddp.buckets import bucket_caps, check_dense
 from microddp.comms import Comms
 from microddp.parts import ParamShard, from_torch, load_parts, whole_state
 from microddp.program import Program
@@ -19,7 +19,6 @@ from microddp.sharding.fully_shard import shard_blocks
 from microddp.sharding.gradients import ShardedGradients
 from microddp.sharding.nodes import nodes_of
 from microddp.sharding.owned import owned_groups, owners, together
-from microddp.sharding.param_group import check_dense
 from microddp.sharding.reducer import ShardedReducer
 from microddp.sharding.sharded_module import ShardedModule
 from microddp.shared import AUTO
