@@ -170,6 +170,13 @@ def test_the_strategy(comms):
     assert sizes["hsdp"] == pytest.approx((3 / 2 - 1 / 2 / LAYERS + 1 / 2) * size, rel=0.001)
 
 
+@on_ranks(2)
+def test_equal_nodes_have_the_same_groups_each_time(comms):
+    assert nodes_of(comms, 1) is nodes_of(comms, 1)
+    assert nodes_of(comms, 1)[1].world_size == nodes_of(comms, 2)[0].world_size == 2
+    assert nodes_of(comms) is nodes_of(comms, None)
+
+
 @on_ranks(3)
 def test_nodes_of_different_sizes_are_refused(comms):
     with pytest.raises(ValueError, match=r"rank \d: expected nodes of equal size, got \[2, 1\]"):

@@ -88,6 +88,35 @@ def test_gathered_in_forward_each_layer_waits_for_its_own(comms):
     assert coming == [0, 0, 0, *3 * [3, 1, 0]]
 
 
+class Early(nn.Module):
+    """Uses a layer of its second block before the first one, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict({"only": nn.Linear(7, 7)}) for _ in range(2))
+        self.early = self.blocks[1]["only"]
+
+    def forward(self, x):
+        return self.early(self.blocks[0]["only"](self.early(x)))
+
+
+@on_ranks(2)
+def test_gathered_in_forward_what_is_used_outside_of_its_block_is_waited_for(comms):
+    model = Early()
+    sharded = ShardedGradients(model, comms, 1e-5, collectives="ring")
+    mine, coming = [*model.early.parameters()], []
+    groups = [g for g in sharded.groups if any(p.parameter is q for p in g.params for q in mine)]
+    model.early.register_forward_pre_hook(
+        lambda *_: coming.extend(group.is_unsharding for group in groups)
+    )
+    for _ in range(2):
+        model(torch.ones(2, 7)).sum().backward()
+        sharded.finish()
+        sharded.all_gather_in_forward()
+    sharded.remove()
+    assert coming == [False] * 8
+
+
 @on_ranks(2, 3)
 def test_clipped_by_the_norm_of_all_ranks(comms):
     right = by_ddp(comms, "sgd", clip=0.1)
