@@ -4,6 +4,7 @@ import logging
 
 import pytest
 from docutils import nodes
+
 from pages.mathml import _converted
 
 
