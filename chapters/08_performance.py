@@ -199,10 +199,9 @@ steps = {name: step_of(*change) for name, change in CHANGES.items()}
 times = measure(steps, comms, repeat=5)
 work = {name: max(1, compute) for name, (compute, *_) in CHANGES.items()}
 taken = {name: Timing(tuple(t / work[name] for t in times[name].seconds)) for name in CHANGES}
-guess, far = (
-    {name: predict(*CHANGES[name], side) / work[name] for name in CHANGES} if here else {}
-    for side in stage.sides[::-1] or (None, None)
-)
+far, guess = [
+    {name: predict(*CHANGES[name], side) / work[name] for name in CHANGES} for side in stage.sides
+] or ({}, {})
 
 # %% tags=["plumbing"]
 base = taken["as it is"]

@@ -590,8 +590,8 @@ on the CPU, and Python runs between the pauses: neither is to scale, and both on
 
 :::{admonition} On GPUs
 By the formula what the rungs gain follows from $M/t$, the same on stage and cluster; the starts and
-the hook, which are dearer here, change it on the stage. NCCL's kernels take
-processors from backward while they send, so less is hidden than the formula says. Run it with
+the hook, which are dearer here, change it on the stage. NCCL's kernels take processors from
+backward while they send, so less is hidden than the formula says. Run it with
 `torchrun --nproc-per-node=2` on a GPU node. Here is the formula for 8 devices, with the same 16
 pairs (on the top rung 16 for each device, twice):
 :::

@@ -364,9 +364,9 @@ way. To gather them, $s$ bytes each, costs a rank $s(n-1)$.
 
 **Predict.** The ring's idea helps (chapter 02). Each rank is sent its part of all gradients,
 compressed, and adds it up in fp32; then it compresses the mean, and sends it to all. Each phase
-sends $\frac{n-1}{n}s$ bytes: together a quarter of a plain all-reduce for int8, a 32nd for
-sign, and half for bf16, with a sum in fp32, for any $n$. (Scales come on top,
-and here whole blocks: microddp's own does not pad.)
+sends $\frac{n-1}{n}s$ bytes: together a quarter of a plain all-reduce for int8, a 32nd for sign,
+and half for bf16, with a sum in fp32, for any $n$. (Scales come on top, and here whole blocks:
+microddp's own does not pad.)
 
 **Build.** The first phase is an *all-to-all* (chapter 07):
 """
@@ -531,9 +531,9 @@ if pair:
 r"""
 **Explain.** `random-k:0.01` sends a value once in a hundred steps. `sign` sends a block's mean
 magnitude for every value: too much for small ones, which are taken back later, and too little for
-large ones, which wait. `top-k` sends what has piled up to most. Where much waits, by the
-formula a lower rate helps; [deep gradient compression](https://arxiv.org/abs/1712.01887) applies
-momentum before the choice (Lin and others, 2018).
+large ones, which wait. `top-k` sends what has piled up to most. Where much waits, by the formula a
+lower rate helps; [deep gradient compression](https://arxiv.org/abs/1712.01887) applies momentum
+before the choice (Lin and others, 2018).
 
 ## Where it pays
 

@@ -337,9 +337,8 @@ find(comms, "accumulate", **this.sides(other, sentence))
 # %% [markdown]
 r"""
 **Explain.** What $H = 1$ loses is no price of meeting rarely. With AdamW, DDP and $H = 1$ are not
-the same: each rank divides by the size of its own,
-noisier gradients. A large batch gives a
-better direction, but one step.
+the same: each rank divides by the size of its own, noisier gradients. A large batch gives a better
+direction, but one step.
 
 **Predict.** Let $c$ be a step of never, and $t_S$ a message of all weights. DDP hides what it can
 behind backward, two thirds of $c$. Meetings add $t_S/H$ to $c$; a late one hides behind a step:

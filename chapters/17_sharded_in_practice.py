@@ -862,7 +862,7 @@ find(
     once=(
         max(ours, theirs) < 1.5 * SIZE,
         f"{wrote}. Loaded as stage 3 over all, microddp's weights are the saved ones, bit for bit"
-        f"{'; DCP loads what PyTorch trained' if theirs else ''}.",
+        f"{'; DCP loads these, up to the rounding of two trainings' if theirs else ''}.",
     ),
     more=(max(ours, theirs) >= 1.5 * SIZE, f"{wrote}."),
 )

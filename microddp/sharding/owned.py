@@ -55,11 +55,14 @@ def together(nbytes: Sequence[float], ranks: int, cap: float) -> list[list[int]]
         The numbers of each group's parameters.
     """
     groups: list[list[int]] = [[]]
-    for i in range(len(nbytes)):
-        full = len(groups[-1]) >= ranks and sum(nbytes[j] for j in groups[-1]) >= cap
+    held = 0.0  # by the last group
+    for i, size in enumerate(nbytes):
+        full = len(groups[-1]) >= ranks and held >= cap
         if full and len(nbytes) - i >= ranks:  # fewer are too few for a group of their own
             groups.append([])
+            held = 0.0
         groups[-1].append(i)
+        held += size
     return groups
 
 
