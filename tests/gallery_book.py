@@ -14,6 +14,7 @@ from textwrap import dedent
 from typing import Any
 
 import psutil
+from warm import python
 
 EXTENSIONS = Path(__file__).parents[1] / "docs" / "_ext"
 
@@ -182,8 +183,9 @@ class Book:
             # A shell that starts the tests in the background makes them, and what they start,
             # deaf to Ctrl-C.
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        executable = sys.executable if inside else python()  # whose server is outside
         process = subprocess.Popen(
-            [*inside, sys.executable, "-u", "-m", "sphinx", *arguments, *folders],
+            [*inside, executable, "-u", "-m", "sphinx", *arguments, *folders],
             cwd=self.root.parent,
             env={**os.environ, "BOOK_BUILD": marker, "NO_COLOR": "1", **environment},
             stdout=subprocess.PIPE,

@@ -80,10 +80,11 @@ def _be_a_rank(join: bool, function: Callable[..., Any], *arguments: Any) -> Any
 
 def run_module(name: str, ranks: int, *arguments: object, timeout: float = 120.0) -> str:
     """What rank 0 prints of ``torchrun -m name arguments``, with ranks that are forked."""
-    return run(_be_the_module, ranks, name, *map(str, arguments), join=False, timeout=timeout)[0]
+    return run(be_the_module, ranks, name, *map(str, arguments), join=False, timeout=timeout)[0]
 
 
-def _be_the_module(name: str, *arguments: str) -> str:
+def be_the_module(name: str, *arguments: str) -> str:
+    """What a rank prints as ``torchrun -m name arguments`` would have it run."""
     torch.set_num_threads(1)  # as torchrun has it
     sys.argv = [name, *arguments]
     with contextlib.redirect_stdout(io.StringIO()) as said:

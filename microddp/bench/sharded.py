@@ -114,12 +114,16 @@ def _theirs(
 def _bytes(
     name: str, model: nn.Module, loss_fn: Loss, batch: Batch, comms: Comms, node: int
 ) -> tuple[int, int]:
-    """Return the bytes kept after backward, and the most, in the second step of a way."""
+    """Return the bytes kept after backward, and the most, in the second step of a way.
+
+    Counted on rank 0, which looks at all objects for it; 0 on the others.
+    """
     kept: list[int] = []
     during: list[int] = []
     _make(name, model, loss_fn, batch, comms, node)[0]()  # makes buffers that stay
-    gc.collect()
-    gc.freeze()  # leaves out the objects that exist already
+    if comms.rank == 0:
+        gc.collect()
+        gc.freeze()  # leaves out the objects that exist already
     step, model = _make(name, model, loss_fn, batch, comms, node)
 
     def look(*_: object) -> None:
@@ -132,6 +136,9 @@ def _bytes(
                 tensor.register_hook(look)  # type: ignore[no-untyped-call]
 
     step()
+    if comms.rank:
+        step()
+        return 0, 0
     blocks = elements(model)
     hooks = [m.register_forward_pre_hook(look) for m in [*blocks, model]]
     hooks += [m.register_forward_hook(watch) for m in blocks]

@@ -3,16 +3,31 @@
 import json
 
 import pytest
-from test_bench_allreduce import bench
+import torch
+from ranks import be_the_module, run
+from torch.nn.functional import mse_loss
+
+from microddp.bench import sharded
+from microddp.model import FullMLP
+
+
+def bench(ranks, report, *options):
+    """Run it; what rank 0 prints, and the rows of its file by way."""
+    usual = ("--models", "MLP 512", "--iters", "2", "--warmup", "1", "--json", str(report))
+    printed = run(_on_a_smaller_model, ranks, *usual, *options, join=False)[0]
+    return printed, {row["way"]: row for row in json.loads(report.read_text())["rows"]}
+
+
+def _on_a_smaller_model(*options):
+    values = torch.randn(32, 256)
+    sharded.models = lambda _: {"MLP 512": lambda: (FullMLP(256), mse_loss, (values, values))}
+    return be_the_module("microddp.bench", "sharded", *options)
 
 
 def test_reports_every_way_with_what_it_keeps(tmp_path):
-    report = tmp_path / "report.json"
-    options = ("--models", "MLP 512", "--iters", "2", "--warmup", "1", "--json", report)
-    printed = bench("sharded", *options)
+    printed, rows = bench(2, tmp_path / "report.json")
     assert "gloo, 2 ranks on " in printed
     assert "zero3 takes " in printed
-    rows = {row["way"]: row for row in json.loads(report.read_text())["rows"]}
     assert {"torch", "ddp", "torch zero1", "zero1", "zero2", "torch zero3", "zero3"} <= set(rows)
     assert rows["torch"]["to_ddp"] == rows["torch zero3"]["to_fsdp"] == 1
     for way, row in rows.items():
@@ -25,10 +40,7 @@ def test_reports_every_way_with_what_it_keeps(tmp_path):
 
 
 def test_on_two_levels(tmp_path):
-    report = tmp_path / "report.json"
-    options = ("--models", "MLP 512", "--iters", "2", "--warmup", "1", "--json", report)
-    bench("sharded", "--ranks-per-node", 2, *options, ranks=4)
-    rows = {row["way"]: row for row in json.loads(report.read_text())["rows"]}
+    _, rows = bench(4, tmp_path / "report.json", "--ranks-per-node", "2")
     for way in ("hsdp", "torch hsdp"):
         assert rows[way]["kept"] == pytest.approx(rows[way]["predicted"], rel=0.05), way
         assert rows[way]["kept"] > 1.9 * rows["zero3"]["kept"]

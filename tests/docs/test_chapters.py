@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 
 import jupytext
 import nbformat
@@ -11,16 +10,18 @@ import pytest
 from nbclient import NotebookClient
 from ranks import run
 from shorter import CHAPTERS, shortened, what_a_rank_prints
+from warm import python
 
 FOLDER = CHAPTERS["00"].parent
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+TORCHRUN = (python(), "-m", "torch.distributed.run", "--standalone")
 
 
 def output_of(*command, **environment):
+    usual = {"MICRODDP_TIMEOUT": "60", "MICRODDP_ROUNDS": "2", "PYTHON_EXEC": python()}
     done = subprocess.run(
         [*map(str, command)],
         cwd=FOLDER,
-        env={**os.environ, "MICRODDP_TIMEOUT": "60", "MICRODDP_ROUNDS": "2", **environment},
+        env={**os.environ, **usual, **environment},
         capture_output=True,
         text=True,
         timeout=200,
@@ -53,7 +54,7 @@ def test_runs_on_three_ranks(number, tmp_path):
 
 
 def test_runs_under_plain_python():
-    output = output_of(sys.executable, CHAPTERS["02"])
+    output = output_of(python(), CHAPTERS["02"])
     assert "microddp: one rank. For more: torchrun --nproc-per-node=4 02_all_reduce.py" in output
     assert "gloo, 1 rank on " in output
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ranks import run
 from torch.distributed.run import get_args_parser
 from torch.utils.data import DistributedSampler
+from warm import python
 
 from microddp.launch import JobFailed
 
@@ -274,9 +275,9 @@ def test_a_batch_that_cannot_be_shared():
 
 
 def command(*arguments, **options):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": python()}
     return subprocess.run(
-        [sys.executable, *map(str, arguments)],
+        [python(), *map(str, arguments)],
         **options,
         env=environment,
         capture_output=True,
@@ -342,7 +343,12 @@ class TestRestarts:
             for _ in range(2):
                 process = subprocess.Popen(
                     [sys.executable, *map(str, arguments)],
-                    env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+                    env={
+                        **os.environ,
+                        "OMP_NUM_THREADS": "1",
+                        "PYTHON_EXEC": python(),
+                        **environment,
+                    },
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     text=True,

@@ -3,13 +3,13 @@
 import os
 import re
 import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 from ranks import on_ranks
+from warm import python
 
 import microddp
 from microddp.comms import cpu_cores
@@ -48,7 +48,7 @@ comms.barrier()
 
 def doctor(*arguments, status=0, cwd=None, **environment):
     done = subprocess.run(
-        [sys.executable, "-m", "microddp.doctor", *map(str, arguments)],
+        [python(), "-m", "microddp.doctor", *map(str, arguments)],
         cwd=cwd,
         env=os.environ | environment,
         capture_output=True,

@@ -408,20 +408,20 @@ with microddp.init() as comms:
 class TestJobs:
     """Ordinary jobs of several machines."""
 
-    def test_eight_hosts(self, tmp_path):
+    def test_four_hosts(self, tmp_path):
         script = tmp_path / "job.py"
         script.write_text(JOB)
-        done = hosts("--hosts", 8, "--link", "1gbit", "--", script)
+        done = hosts("--hosts", 4, "--link", "1gbit", "--", script)
         assert done.returncode == 0, done.stderr
-        assert len(rows(done.stdout)) == 8
+        assert len(rows(done.stdout)) == 4
         described, numbers, timed = done.stdout.splitlines()[-3:]
         cores = len(os.sched_getaffinity(0))
         assert described.startswith(
-            f"gloo, 8 ranks on 8 hosts in a box with links of 1 Gbit/s, on {cores} core"
+            f"gloo, 4 ranks on 4 hosts in a box with links of 1 Gbit/s, on {cores} core"
         )
-        assert (", more ranks than cores, " in described) == (cores < 8)
+        assert (", more ranks than cores, " in described) == (cores < 4)
         assert numbers == f"1 {max(1, cores // 8)} 8e-09"
-        assert timed == f"{min(8, max(2, cores))}", "the others leave when it comes to computing"
+        assert timed == f"{min(4, max(2, cores))}", "the others leave when it comes to computing"
 
     def test_several_ranks_on_a_host_and_a_module(self):
         done = hosts(
