@@ -237,7 +237,8 @@ sharded one, is a machine's; `mesh.mesh` shows the rows.
 each node, NVLink inside, and messages in fp32. A node's hosts share an uplink of 100 Mbit/s; inside
 they have 10 times as much (A100s: 19 times). Let $C$ be a step's computing, two thirds of it
 backward, and $M$ an all-reduce of all gradients around one ring. By chapter 16 a step that sends
-for $f$ seconds in forward and $b$ in backward needs, with all hidden that can be,
+for $f$ seconds in forward and $b$ in backward needs, but for the first gather and the last
+reduction, which nothing hides, at least
 
 $$ T_0 = \max(\tfrac{1}{3} C, f) + \max(\tfrac{2}{3} C, b) $$
 
