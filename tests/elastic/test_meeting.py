@@ -1,12 +1,14 @@
 """When a generation is complete: whom a new server need not wait for."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
 
 import pytest
 
+from microddp.elastic import meeting
 from microddp.elastic.meeting import BEGIN, Meeting, is_gone
 from microddp.elastic.messages import machine_name
 
@@ -69,3 +71,25 @@ def test_all_who_live_are_waited_for(ended):
     assert meeting.is_complete()
     del meeting.connected[name(os.getppid())], meeting.come[name(os.getppid())]
     assert not meeting.is_complete()
+
+
+STARTS_A_SERVER = """
+import os, socket, subprocess, sys
+with socket.create_server(("127.0.0.1", 0)) as listening:
+    handle = listening.fileno()
+    server = [sys.executable, "-Es", sys.argv[1], str(handle), "1", str(os.getpid())]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+    print(subprocess.Popen(server, pass_fds=[handle], **pipes).pid)
+"""
+
+
+@linux
+def test_the_server_ends_with_who_started_it():
+    command = [sys.executable, "-c", STARTS_A_SERVER, meeting.__file__]
+    pid = int(subprocess.check_output(command, timeout=60))
+    end = time.monotonic() + 20
+    while not is_gone(name(pid)) and time.monotonic() < end:
+        time.sleep(0.05)
+    if not is_gone(name(pid)):
+        os.kill(pid, signal.SIGKILL)
+        pytest.fail("it is there after 20 seconds")
