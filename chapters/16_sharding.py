@@ -435,7 +435,7 @@ find(
 # %% [markdown]
 r"""
 PyTorch's `fully_shard` (FSDP2) is used in the same way. After forward it does not reshard the
-outermost module's own parameters (they are sharded otherwise), nor the last block if
+outermost module's own parameters (outside of steps they are sharded), nor the last block if
 `reshard_after_forward=False` is given for it. It cuts *each parameter* into rows,
 while microddp, and FSDP1 before it, cut a flat tensor wherever an n-th ends. Its parameters are
 `DTensor`s: such a tensor knows its whole shape, and which part of it is here
@@ -588,8 +588,9 @@ $b$ during backward, which computes for the rest:
 
 (The last layer is whole when backward begins, and stage 3 then gathers the one before.) If starting
 a message costs nothing, a step takes $C + f + b$ with nothing hidden behind computing. Not all can
-be hidden. Forward waits for $g$, and after the last gather one layer computes, for $C/3L$. Backward
-ends with $r$, when all is computed. So no step takes less than
+be hidden. Forward waits for $g$, and after the last gather one layer computes, for $\frac{C}{3L}$.
+Backward computes for $w$ before there is anything to send, and ends with $r$, when all is computed.
+So no step takes less than
 
 $$T_0 = g + \max(\frac{1}{3} C, f - g + \frac{C}{3L}) + \max(\frac{2}{3} C, b - r + w) + r$$
 
@@ -597,13 +598,14 @@ and of a step $T$, *the share hidden of what can be hidden* is
 
 $$h = \frac{C + f + b - T}{C + f + b - T_0}$$
 
-Below 0, a step took more than with nothing hidden.
+Below 0, a step took more than with nothing hidden; above 1, less than $C$ and $M$, timed apart,
+would allow.
 
 **Predict.** Stages 1 and 2 should beat DDP where messages take as long as computing: microddp
 gathers in the next forward, and can hide up to a third of $C$ behind it. Stage 3 prefetches all
-blocks except the first, so it should hide all that can be, except for starts. (Of $L$ all-reduces
-in DDP, of $3L - 1$ gathers or reductions in stage 3, each half an all-reduce. What they take of $C$
-is found below.)
+blocks except the first, so it should hide all that can be, except for starts. DDP starts $L$
+all-reduces, stage 3 $3L - 1$ gathers or reductions, each half an all-reduce; what that takes of $C$
+is found below.
 
 **Measure.** On devices of known speed, which pause as long as they would compute: a scale model of
 four machines with an A100 and 25 Gbit/s each, that train 355 million parameters in bf16, and the
@@ -776,7 +778,7 @@ third = [f"{share['zero3'].median:.2f} at {label[key]}" for key, share in shares
 low, high = share.spread
 said = (
     f"Of what can be hidden stage 3 hid {', '.join(third)}. At {label[first]}, with quartiles of "
-    f"{low:.2f} and {high:.2f}, {promised:.2f} was predicted, 1 less its starts"
+    f"{low:.2f} and {high:.2f}, {promised:.3f} was predicted, 1 less its starts"
 )
 
 # %% tags=["plumbing"]
@@ -792,10 +794,11 @@ find(
 # %% [markdown]
 r"""
 **Explain.** Where messages take longer than computing, all that delays a message delays the step,
-and stage 3 has three times as many as DDP. They are also slower than alone: in runs at $M/C$ 1 (two
-cores of an AMD EPYC for four devices, November 2026) its 29 gathers and reductions took 190 ms back
-to back, and 209 ms during a step, of which the link was idle for 13 ms more. Their rounds are
-Python's here, beside backward's, and a ring waits for its latest rank.
+and here messages are slower than alone. In runs at $M/C$ 1 (two cores of an AMD EPYC for four
+devices, November 2026) stage 3's 29 gathers and reductions took 190 ms back to back. During a step
+they took 209 ms, and between them the link was idle for another 13 ms. Their rounds are Python's,
+beside backward's, and a ring waits for its latest rank. What is missing at half that $M/C$ was not
+looked into.
 
 ## Beside PyTorch's own
 
@@ -862,7 +865,7 @@ r"""
 
 **Predict.** A pausing device leaves its core to those that send. Where CPUs compute, the same cores
 carry (chapter 05). So there the second gather, which stage 3 sends beside DDP's bytes, should show
-while $M$ is below $\frac{2}{3} C$, where $T_0$ is $C$ for both.
+while $M$ is below $\frac{2}{3} C$, where $T_0$ is $C + M/L$ for both.
 
 **Measure.** The same code where ranks really compute, on ranks with a core of their own (only they
 go on from here):
@@ -886,7 +889,8 @@ runs |= {f"{samples} samples": (found, wide) for samples, found in computed.item
 rows, extra, half, odd = [], {}, [], False
 for name, (found, its) in runs.items():
     C, M = found["alone"].median, found["M"].median
-    more = sum(sent_by(its)["zero3"]) - 1  # all-reduces that stage 3 sends beside DDP's
+    f, _, b, _ = sent_by(its)["zero3"]
+    more = f + b - 1  # all-reduces that stage 3 sends beside DDP's
     shown = [round(1e3 * s) for s in (C, found["ddp"].median, found["zero3"].median, more * M)]
     rows.append((name, f"{M / C:.2f}", *map(str, shown)))
     if M <= 2 / 3 * C:
@@ -1088,8 +1092,8 @@ $ python -m microddp.labs start 16
    <details class="solution"><summary>Solution</summary>
 
    The parameter 2, the gradient $2/n$, the optimizer $12/n$: $2 + 14/n$ bytes, 16 GB and $112/n$
-   GB. That is below 80 for $n \ge 2$: 72 GB with two. In stage 1 it is $4 + 12/n$: 32 GB and $96/n$
-   GB, which is 80 with two and fits with three.
+   GB. That alone is below 80 for $n \ge 2$: 72 GB with two. In stage 1 it is $4 + 12/n$: 32 GB and
+   $96/n$ GB, which is 80 with two, and 64 with three.
 
    </details>
 

@@ -52,7 +52,8 @@ line = socket.socket(socket.AF_UNIX)
 line.connect({address!r})
 umask = os.umask(0o22)
 os.umask(umask)
-order = sys.argv[1:], dict(os.environ), os.getcwd(), umask, files
+deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # started in the background
+order = sys.argv[1:], dict(os.environ), os.getcwd(), umask, files, deaf
 line.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
 with line.makefile("rw") as both:
     both.write(json.dumps(order) + "\\n")
@@ -154,7 +155,7 @@ def be(line: socket.socket, files: "array.array[int]") -> None:
     try:
         os.setsid()
         with line.makefile("r") as words:
-            arguments, environment, folder, umask, numbers = json.loads(words.readline())
+            arguments, environment, folder, umask, numbers, deaf = json.loads(words.readline())
         above = max(numbers) + 1
         line = socket.socket(fileno=fcntl.fcntl(line.detach(), fcntl.F_DUPFD_CLOEXEC, above))
         aside = [fcntl.fcntl(file, fcntl.F_DUPFD, above) for file in files]
@@ -163,6 +164,7 @@ def be(line: socket.socket, files: "array.array[int]") -> None:
         for file, number in zip(aside, numbers, strict=True):
             os.dup2(file, number)
             os.close(file)
+        signal.signal(signal.SIGINT, signal.SIG_IGN if deaf else signal.default_int_handler)
         line.send(f"{os.getpid()}\n".encode())
         os.umask(umask)
         os.chdir(folder)
