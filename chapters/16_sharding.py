@@ -584,15 +584,17 @@ $b$ during backward, which computes for the rest:
 | $g$, the first of them | $0$ | $M/2L$ | $M/2L$ |
 | $b$ | $M$ | $M/2$ | $M - M/2L$ |
 | $r$, the last of them | $M/L$ | $M/2L$ | $M/2L$ |
-| $w$, computing before there are any | $2C/3L$ | $2C/3L$ | $0$ |
+| $w$, computing before the first | $2C/3L$ | $2C/3L$ | $0$ |
 
 (The last layer is whole when backward begins, and stage 3 then gathers the one before.) If starting
 a message costs nothing, a step takes $C + f + b$ with nothing hidden behind computing. Not all can
 be hidden. Forward waits for $g$, and after the last gather one layer computes, for $\frac{C}{3L}$.
 Backward computes for $w$ before there is anything to send, and ends with $r$, when all is computed.
-So no step takes less than
+So no step takes less than $T_0 = F + B$, with
 
-$$T_0 = g + \max(\frac{1}{3} C, f - g + \frac{C}{3L}) + \max(\frac{2}{3} C, b - r + w) + r$$
+$$F = g + \max(\frac{1}{3} C, f - g + \frac{C}{3L})$$
+
+$$B = \max(\frac{2}{3} C, b - r + w) + r$$
 
 and of a step $T$, *the share hidden of what can be hidden* is
 
@@ -604,8 +606,8 @@ would allow.
 **Predict.** Stages 1 and 2 should beat DDP where messages take as long as computing: microddp
 gathers in the next forward, and can hide up to a third of $C$ behind it. Stage 3 prefetches all
 blocks except the first, so it should hide all that can be, except for starts. DDP starts $L$
-all-reduces, stage 3 $3L - 1$ gathers or reductions, each half an all-reduce; what that takes of $C$
-is found below.
+all-reduces. Stage 3 starts $3L - 1$ gathers or reductions, each half an all-reduce. What that takes
+of $C$ is found below.
 
 **Measure.** On devices of known speed, which pause as long as they would compute: a scale model of
 four machines with an A100 and 25 Gbit/s each, that train 355 million parameters in bf16, and the
