@@ -574,9 +574,9 @@ comms.print(table(rows, headers))
 r"""
 ## When does it cost time?
 
-Let $C$ be a device's computing in a step, $M$ an all-reduce of all gradients, and $L$ the number of
-equal layers. A strategy's messages take $f$ during forward, which computes for a third of $C$, and
-$b$ during backward, which computes for the rest:
+Let $C$ be a device's computing in a step, $L$ the number of equal layers, and $M$ the all-reduces
+of all their gradients, one after another. A strategy's messages take $f$ during forward, which
+computes for a third of $C$, and $b$ during backward, which computes for the rest:
 
 | | DDP | stages 1 and 2 | stage 3 |
 |---|---|---|---|
@@ -611,29 +611,36 @@ of $C$ is found below.
 
 **Measure.** On devices of known speed, which pause as long as they would compute: a scale model of
 four machines with an A100 and 25 Gbit/s each, that train 355 million parameters in bf16, and the
-same with twice and half as many tokens a step, on links of 500 Mbit/s.
+same with twice and half as many tokens a step. On links of 200 Mbit/s the stage takes about as long
+as the cluster would.
 """
 
 # %%
 usual = comms.box and comms.box.links[0].option
-if usual:
-    relink(comms, "500mbit")
-own = comms.subgroup(range(n))  # connections that begin at this speed
 WORK = {"parameters": 355e6, "tokens": 24_576, "layers": 10}
-base = set_stage(own, cluster("a100", "25gbit", nodes=n, node=1, **WORK))
+
+
+def stage_on(link):
+    if usual:
+        relink(comms, link)
+    own = comms.subgroup(range(n))  # connections that begin at this speed
+    return own, set_stage(own, cluster("a100", "25gbit", nodes=n, node=1, **WORK))
+
+
+own, base = stage_on("200mbit")
 comms.print(base)
 
 
 # %% tags=["plumbing"]
-def with_tokens(times):
+def with_tokens(times, stage):
     """The stage with so many times the tokens, and the computing."""
-    sides = tuple(replace(side, compute=times * side.compute) for side in base.sides)
-    return replace(base, model=pausing_model(work_of(sides[1]), own.device), sides=sides)
+    sides = tuple(replace(side, compute=times * side.compute) for side in stage.sides)
+    return replace(stage, model=pausing_model(work_of(sides[1]), comms.device), sides=sides)
 
 
 stages = {1: base}
 if base.sides:
-    stages = {times: with_tokens(times) for times in (2, 1, 0.5)}
+    stages = {times: with_tokens(times, base) for times in (2, 1, 0.5)}
 middle = 1
 
 # %% tags=["plumbing"]
@@ -665,8 +672,10 @@ is the median of the rounds' shares:
 
 # %%
 def calls_on(stage, cap_mb, names):
-    values = torch.zeros(gradient_bytes(stage.model) // 4, device=stage.comms.device)
-    calls = {"alone": stage.step("none"), "M": partial(stage.comms.all_reduce, values)}
+    sizes = map(parameter_count, elements(stage.model))
+    layers = [torch.zeros(size, device=stage.comms.device) for size in sizes]
+    reduce = stage.comms.all_reduce
+    calls = {"alone": stage.step("none"), "M": lambda: [*map(reduce, layers)]}
     for name in names:
         strategy = stage.strategy(name, cap_mb)
         optimizer = stage.make_optimizer(strategy.parameters())
@@ -795,13 +804,6 @@ find(
 
 # %% [markdown]
 r"""
-**Explain.** Where messages take longer than computing, all that delays a message delays the step,
-and here messages are slower than alone. In runs at $M/C$ 1 (two cores of an AMD EPYC for four
-devices, November 2026) stage 3's 29 gathers and reductions took 190 ms back to back. During a step
-they took 209 ms, and between them the link was idle for another 13 ms. Their rounds are Python's,
-beside backward's, and a ring waits for its latest rank. What is missing at half that $M/C$ was not
-looked into.
-
 ## Beside PyTorch's own
 
 **Predict.** PyTorch's `fully_shard` prefetches on CUDA streams. A CPU has none, so there it starts
@@ -865,9 +867,45 @@ own.close()
 r"""
 ## Who carries?
 
-**Predict.** A pausing device leaves its core to those that send. Where CPUs compute, the same cores
-carry (chapter 05). So there the second gather, which stage 3 sends beside DDP's bytes, should show
-while $M$ is below $\frac{2}{3} C$, where $T_0$ is $C + M/L$ for both.
+**Predict.** A pausing device leaves its core to those that send: to rings in Python, in which each
+rank waits for the latest. On links five times as fast, with as long messages by $C$ as before,
+cores have a fifth of the time for as many messages. So stage 3 should hide less.
+
+**Measure.** The last of the three scales, on links of 1 Gbit/s:
+"""
+
+# %%
+last = [*stages][-1]
+faster = []
+if base.sides and usual:
+    fast, stage = stage_on("1gbit")
+    stage = with_tokens(last, stage)
+    found = measure(calls_on(stage, 0.5, ENDS), fast, warmup=1, repeat=8)
+    faster = [(found["M"].median / found["alone"].median, hidden(found, "zero3", stage.model))]
+    fast.close()
+    relink(comms, usual)
+
+# %% tags=["plumbing"]
+slow, said = shares[last]["zero3"], ""
+for ratio, share in faster:
+    said = (
+        f"On links of 1 Gbit/s stage 3 hid {share.median:.2f} of what can be hidden, at M/C "
+        f"{ratio:.2f}, on those of 200 Mbit/s {slow.median:.2f}, at {label[last]}"
+    )
+less = any(share.spread[1] < slow.spread[0] for _, share in faster)
+find(
+    comms,
+    "faster-links",
+    less=(less, f"{said}: faster links wait for the cores that carry."),
+    alike=(bool(faster) and not less, f"{said}: by its quartiles not less."),
+    left_out=(not faster, "Left out: it takes hosts in a box."),
+)
+
+# %% [markdown]
+r"""
+**Predict.** Where CPUs compute, the same cores carry (chapter 05). So there the second gather,
+which stage 3 sends beside DDP's bytes, should show while $M$ is below $\frac{2}{3} C$, where $T_0$
+is $C + M/L$ for both.
 
 **Measure.** The same code where ranks really compute, on ranks with a core of their own (only they
 go on from here):
