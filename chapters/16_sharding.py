@@ -612,7 +612,7 @@ of $C$ is found below.
 **Measure.** On devices of known speed, which pause as long as they would compute: a scale model of
 four machines with an A100 and 25 Gbit/s each, that train 355 million parameters in bf16, and the
 same with twice and half as many tokens a step. On links of 200 Mbit/s the stage takes about as long
-as the cluster would.
+as the cluster would: half a minute for all of it.
 """
 
 # %%
@@ -804,6 +804,8 @@ find(
 
 # %% [markdown]
 r"""
+**Explain.** What is missing besides starts, if any, is sought in *Who carries?*, by other links.
+
 ## Beside PyTorch's own
 
 **Predict.** PyTorch's `fully_shard` prefetches on CUDA streams. A CPU has none, so there it starts

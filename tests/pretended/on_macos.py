@@ -12,7 +12,7 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))  # as pytest has it
 
-from ranks import run  # noqa: E402
+from ranks import run, run_module  # noqa: E402
 from shorter import CHAPTERS, what_a_rank_prints  # noqa: E402
 
 from microddp.labs.__main__ import main  # noqa: E402
@@ -47,6 +47,12 @@ def labs(*numbers: str) -> None:
             assert main(["check", number, "--dir", folder]) == 0
 
 
+def train(*arguments: str) -> None:
+    """Train for an epoch on two ranks, then go on from the checkpoint for another one."""
+    for epochs in "12":
+        print(run_module("microddp.train", 2, *arguments, "--resume", "--epochs", epochs))
+
+
 if __name__ == "__main__":
-    {"chapters": chapters, "labs": labs}[sys.argv[1]](*sys.argv[2:])
+    {"chapters": chapters, "labs": labs, "train": train}[sys.argv[1]](*sys.argv[2:])
     forkserver._forkserver._stop()
