@@ -30,7 +30,7 @@ from microddp.allreduce import ring_all_gather, ring_all_reduce, ring_reduce_sca
 from microddp.comms import MessageCounter
 from microddp.findings import compare, find
 from microddp.hosts import relink
-from microddp.model import elements
+from microddp.model import elements, parameter_count
 from microddp.parts import clip_grad_norm, load_parts, own_parts
 from microddp.performance import bytes_alive
 from microddp.report import human_bytes, table
@@ -198,7 +198,13 @@ for (name, (near, far)), right, parts in zip(sent.items(), between, divided, str
     assert math.isclose(far, right * SIZE, rel_tol=0.02)
     row = (name, human_bytes(16 * SIZE / 4 / parts), human_bytes(near))
     rows.append((*row, human_bytes(right * SIZE), human_bytes(far)))
-headers = ["", "a rank keeps (Adam)", "sent inside a node", "between, predicted", "counted"]
+headers = [
+    "",
+    "a rank keeps (Adam), worked out",
+    "sent inside a node",
+    "between, predicted",
+    "counted",
+]
 comms.print(f"{human_bytes(SIZE)} of parameters; a node's bytes in a step")
 comms.print(table(rows, headers))
 if n > 1:
@@ -236,15 +242,19 @@ sharded one, is a machine's; `mesh.mesh` shows the rows.
 **Predict.** This book's stage is a scale model of four nodes of two A100, a link of 100 Gbit/s for
 each node, NVLink inside, and messages in fp32. A node's hosts share an uplink of 100 Mbit/s; inside
 they have 10 times as much (A100s: 19 times). Let $C$ be a step's computing, two thirds of it
-backward, and $M$ an all-reduce of all gradients around one ring. By chapter 16 a step that sends
-for $f$ seconds in forward and $b$ in backward needs, but for the first gather and the last
-reduction, which nothing hides, at least
+backward, and $M$ the all-reduces of all $L$ blocks' gradients around one ring. By chapter 16 no
+step takes less than $T_0 = F + B$, with $F = g + \max(\frac{1}{3} C, f - g + \frac{C}{3L})$ and
+$B = \max(\frac{2}{3} C, b - r + w) + r$. It sends for $f$ in forward, of which the first gather
+takes $g$, and for $b$ in backward, the last reduction for $r$, after a wait of $w$:
 
-$$ T_0 = \max(\tfrac{1}{3} C, f) + \max(\tfrac{2}{3} C, b) $$
+| | $f$ | $g$ | $b$ | $r$ | $w$ |
+|---|---|---|---|---|---|
+| DDP | $0$ | $0$ | $M$ | $b/L$ | $2C/3L$ |
+| stage 3 | $M/2$ | $M/2L$ | $M - M/2L$ | $M/2L$ | $0$ |
+| HSDP | $0$ | $0$ | $\frac{m-1}{m}\frac{n}{n-1} M$ | $b/L$ | $2C/3L$ |
 
-It allows $n$ devices to be $nC/T_0$ times as fast as one. In proportion to what leaves a node, DDP
-has $f = 0$ and $b = M$, stage 3 $f = \frac{1}{2} M$ and $b = (1 - \frac{1}{2L}) M$. For HSDP we
-neglect gathers inside the node: $f = 0$ and $b = \frac{m-1}{m}\frac{n}{n-1} M$.
+(In proportion to what leaves a node: of HSDP we neglect what stays inside.) It allows $n$ devices
+to be $nC/T_0$ times as fast as one.
 
 **Measure.** These three and one device, in the same rounds as what later sections compare; a ratio
 is the median of the rounds' ratios:
@@ -270,6 +280,8 @@ KEEP = {"nothing": 0, "the last block": 1, "all blocks": math.inf}
 calls = {"one device": stage.step("none"), "DDP": stage.step("ddp", 0.5)}
 calls |= {"stage 3": on_stage(own), "HSDP": on_stage(inside, across)}
 calls |= {kept: on_stage(own, keep=KEEP[kept]) for kept in ("nothing", "all blocks")}
+gradients = [torch.zeros(parameter_count(e), device=own.device) for e in elements(stage.model)]
+calls["M"] = lambda: [*map(own.all_reduce, gradients)]
 bf16, fp32 = torch.bfloat16, torch.float32
 for sums in (fp32, bf16):
     calls[sums] = on_stage(inside, across, param_dtype=bf16, reduce_dtype=sums)
@@ -281,14 +293,18 @@ rows = [(name, str(steps[name]), str(speed)) for name, speed in speeds.items()]
 headers = ["", "a step", f"{n} devices beside one"]
 
 
-def allowed(f, b):
-    """Put n C/T_0 into words, with f and b in units of M."""
-    r = stage.sides[1].ratio
-    return f"{n / (max(1 / 3, f * r) + max(2 / 3, b * r)):.1f} times"
+def allowed(f, g, b, r, waits):
+    """Put n C/T_0 into words, with f, g, b and r in units of M."""
+    C, M = (steps[name].median for name in ("one device", "M"))
+    w = 2 / 3 * C / LAYERS if waits else 0
+    forward = g * M + max(C / 3, (f - g) * M + C / 3 / LAYERS)
+    return f"{n * C / (forward + max(2 / 3 * C, (b - r) * M + w) + r * M):.1f} times"
 
 
 if usual and n > 1:
-    ends = [(0, 1), (0.5, 1 - 0.5 / LAYERS), (0, between[2] / between[0])]
+    half, less = 0.5 / LAYERS, between[2] / between[0]
+    ends = [(0, 0, 1, 2 * half, True), (0.5, half, 1 - half, half, False)]
+    ends.append((0, 0, less, less / LAYERS, True))
     rows = [(*row, allowed(*each)) for row, each in zip(rows, ends, strict=True)]
     headers.append("T_0 allows")
 else:
@@ -314,13 +330,12 @@ if usual:
 
 # %% [markdown]
 r"""
-**Explain.** What $T_0$ leaves out, here and below: in forward nothing computes during the
-first gather, and nothing is sent while the last block computes. In backward no reduction begins
-before the last block's gradients are ready, and nothing computes during the last one.
+**Explain.** In $T_0$ messages follow each other without a pause. Stage 3 gathers one block ahead,
+so as backward begins its link waits for the last block (chapter 16).
 
 With 16 hosts (`python -m microddp.hosts --hosts 16 -- chapters/17_sharded_in_practice.py`) it is
 four nodes of four. On two cores of an AMD EPYC, 27 November 2026, 16 devices were there 8.97 times
-as fast as one by stage 3, 11.45 times by DDP and 11.63 by HSDP; $T_0$ allows 11.7, 12.1 and 14.2.
+as fast as one by stage 3, 11.45 times by DDP and 11.63 by HSDP.
 
 ## What to keep whole
 
@@ -331,7 +346,7 @@ second gather is saved. If $w$ of $L$ blocks stay, $wS/L$ is kept after forward,
 The last block is the first to keep. It is whole when forward ends, and when backward begins.
 *Prefetch* (a block is gathered while the one before it computes) could hide its second gather only
 behind what follows the blocks: head and loss. Each further block costs memory, and by $T_0$ saves
-time only while $b > \frac{2}{3} C$.
+time only while backward's messages take longer than its computing.
 
 **Measure.** Stage 3 over all keeps nothing, the last block (as microddp's strategies do, by
 {func}`~microddp.sharding.fully_shard.shard_blocks`), or all:
@@ -358,7 +373,8 @@ for kept, keep in KEEP.items():
     assert math.isclose(held[kept][1], right, rel_tol=0.02)
     bytes_ = map(human_bytes, (held[kept][0], right, held[kept][1]))
     row = (kept, *bytes_, str(steps[kept]))
-    rows.append((*row, allowed(0.5, 1 - part / 2)) if usual and n > 1 else row)
+    sends = (0.5, 0.5 / LAYERS, 1 - part / 2, 0.5 / LAYERS, keep > 1)
+    rows.append((*row, allowed(*sends)) if usual and n > 1 else row)
 headers += ["a step", "T_0 allows"][: len(rows[0]) - len(headers)]
 comms.print(table(rows, headers))
 last, every = (
@@ -382,7 +398,7 @@ than to free it, but the second gather stays among 8 ranks.
 Clipping needs the norm of the whole gradient. **Predict.** In HSDP the shards of a *node* are the
 whole gradient, once. Squares that are summed over all ranks count each value $m$ times: the norm is
 $\sqrt m$ times too large, and clips too much. **Measure.** The norm over all ranks, over a node's
-shards, of one process, and by PyTorch:
+shards, and of whole gradients, averaged:
 """
 
 # %%
@@ -416,7 +432,7 @@ find(
     "norm",
     wrong=(
         m > 1,
-        f"The gradient's norm is {right:.4f}, on one process as over a node's shards. Over all "
+        f"The gradient's norm is {right:.4f}, whole as over a node's shards. Over all "
         f"ranks it comes out as {over_all:.4f}, {over_all / right:.2f} times as large.",
     ),
     right=(m == 1, "With one node, all ranks are the node's."),
@@ -663,7 +679,8 @@ find(
 # %% [markdown]
 r"""
 And all $m$ nodes compute the same. So give ranks whole matrices: no iteration waits, and no node
-repeats another's work. The optimizer itself reduces, updates and gathers, as
+repeats another's work. (It takes the place of HSDP: parameters stay whole on every rank, as in
+stage 1.) The optimizer itself reduces, updates and gathers, as
 [nanochat's](https://github.com/karpathy/nanochat/blob/master/nanochat/optim.py) does. **Build.**
 Matrices of one shape lie in one tensor, in rank order. Here each rank owns two:
 """
@@ -857,13 +874,14 @@ if own.rank == 0:
 ours, theirs = own.all_gather_data([written, dcp_written])[0]
 wrote = f"{human_bytes(SIZE)} of parameters, replicas: {m}. microddp writes {human_bytes(ours)}"
 wrote += f", DCP {human_bytes(theirs)}" if theirs else ""
+like = "; what DCP loads, of the same training in PyTorch, differs by rounding"
 find(
     comms,
     "checkpoint",
     once=(
         max(ours, theirs) < 1.5 * SIZE,
         f"{wrote}. Loaded as stage 3 over all, microddp's weights are the saved ones, bit for bit"
-        f"{'; DCP loads these, up to the rounding of two trainings' if theirs else ''}.",
+        f"{like if theirs else ''}.",
     ),
     more=(max(ours, theirs) >= 1.5 * SIZE, f"{wrote}."),
 )
@@ -953,8 +971,8 @@ $ python -m microddp.labs start 17
    128 GB divided by 8 is 16 GB, divided by 64 is 2 GB. HSDP all-reduces in fp32: $2 \cdot
    \frac{7}{8} \cdot 32 = 56$ GB leave a node. Stage 3: two gathers of 16 GB and a reduce-scatter of
    32 GB, $\frac{63}{64} \cdot 64 = 63$ GB. By bytes HSDP saves a ninth. It saves more by short
-   rings; and with accumulation, since stage 3 sends its 63 GB for each micro-batch. Stage 3 that
-   keeps all blocks gathers once: 47 GB, less than HSDP, for 16 GB more on every rank.
+   rings; and with accumulation, since stage 3 gathers from all nodes for each micro-batch. Stage 3
+   that keeps all blocks gathers once: 47 GB, less than HSDP, and a rank keeps 18 GB instead of 2.
 
    </details>
 
