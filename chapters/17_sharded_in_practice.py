@@ -198,13 +198,7 @@ for (name, (near, far)), right, parts in zip(sent.items(), between, divided, str
     assert math.isclose(far, right * SIZE, rel_tol=0.02)
     row = (name, human_bytes(16 * SIZE / 4 / parts), human_bytes(near))
     rows.append((*row, human_bytes(right * SIZE), human_bytes(far)))
-headers = [
-    "",
-    "a rank keeps (Adam), worked out",
-    "sent inside a node",
-    "between, predicted",
-    "counted",
-]
+headers = ["", "kept (Adam), by formula", "sent inside a node", "between, predicted", "counted"]
 comms.print(f"{human_bytes(SIZE)} of parameters; a node's bytes in a step")
 comms.print(table(rows, headers))
 if n > 1:
