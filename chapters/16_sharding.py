@@ -614,7 +614,7 @@ that takes of $C$ is found below.
 **Measure.** On devices of known speed, which pause as long as they would compute: a scale model of
 four machines with an A100 and 25 Gbit/s each, that train 355 million parameters in bf16, and the
 same with twice and half as many tokens a step. On links of 200 Mbit/s the stage takes about as long
-as the cluster would: half a minute for all of it.
+as the cluster would: some 40 seconds for all of it.
 """
 
 # %%
@@ -649,7 +649,7 @@ middle = 1
 halves = 3 * WORK["layers"] - 1
 taken = [halves / 2 * side.start / side.compute for side in base.sides] or [0, 0]
 said = (
-    f"The starts of a step of stage 3, as long as those of {halves / 2:g} all-reduces, "
+    f"The starts of a step of stage 3, as long as those of {halves / 2:g} of gloo's all-reduces, "
     f"take {taken[-1]:.2g} times C on this stage, and {taken[0]:.2g} on the cluster"
 )
 scaled, similar = n > 1 and bool(base.sides), taken[-1] - taken[0] <= 0.1
@@ -973,9 +973,10 @@ find(
 On GPUs, published comparisons of stage 3 with DDP differ. In the paper on FSDP they are alike with
 611 million and 2.28 billion parameters on A100s ([Zhao et al., VLDB
 2023](https://arxiv.org/abs/2304.11277), section 5.2). A user of OLMo with 1 billion parameters got
-8034 tokens a second from each of four GPUs by DDP, and 1747 by FSDP with the model as one block
-([allenai/OLMo 762](https://github.com/allenai/OLMo/issues/762), December 2024). DDP averaged once
-for many micro-batches, and FSDP gathers for each (exercise 3).
+8034 tokens a second from each of four GPUs by DDP, 1747 by FSDP with the model as one block, and
+1790 with blocks and parameters kept whole ([allenai/OLMo
+762](https://github.com/allenai/OLMo/issues/762), December 2024). DDP averaged once for many
+micro-batches, and FSDP gathers for each (exercise 3).
 
 :::{admonition} On GPUs
 NCCL has kernels for both halves, and FSDP2 starts them on streams of their own. But they take some
@@ -1031,7 +1032,7 @@ autograd calls a backward hook of the *module* twice, when each use's *input* ha
 the hook of a *parameter* once, when both uses' gradients have been added up. A step that reduces at
 the first call has no gradient to send yet, and frees parameters that the other use still needs.
 With `checkpoint(use_reentrant=True)`, second line, the parameter's hook is called twice, too: first
-with half the gradient.
+with one use's gradient.
 (microddp reduces a block when backward has passed the block's first use in forward.)
 """
 

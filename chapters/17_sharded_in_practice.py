@@ -303,8 +303,9 @@ if usual and n > 1:
     headers.append("T_0 allows")
 else:
     comms.print("Left out: what T_0 allows, since these links have no known speed.")
-alone = ("one device", str(steps["one device"]), *[None] * (len(headers) - 2))
-comms.print(table([alone, *rows], headers))
+blank = [None] * (len(headers) - 2)
+alone = [(name, str(steps[name]), *blank) for name in ("one device", "M")]
+comms.print(table([*alone, *rows], headers))
 
 # %% tags=["plumbing"]
 gain, beside = (compare(steps["HSDP"], steps[name]) for name in ("stage 3", "DDP"))
@@ -325,7 +326,8 @@ if usual:
 # %% [markdown]
 r"""
 **Explain.** In $T_0$ messages follow each other without a pause. Stage 3 gathers one block ahead,
-so as backward begins its link waits for the last block (chapter 16).
+so as backward begins its link waits for the last block (chapter 16), and then gathers wait behind
+reductions.
 
 With 16 hosts (`python -m microddp.hosts --hosts 16 -- chapters/17_sharded_in_practice.py`) it is
 four nodes of four. On two cores of an AMD EPYC, 27 November 2026, 16 devices were there 8.97 times
@@ -334,13 +336,14 @@ as fast as one by stage 3, 11.45 times by DDP and 11.63 by HSDP.
 ## What to keep whole
 
 **Predict.** With `reshard_after_forward=False` a block stays whole until its backward, and its
-second gather is saved. If $w$ of $L$ blocks stay, $wS/L$ is kept after forward, stage 3 sends $(3 -
-\frac{w}{L}) \frac{n-1}{n}S$, and $b = (1 - \frac{w}{2L}) M$.
+second gather is saved. If $j$ of $L$ blocks stay, $jS/L$ is kept after forward, stage 3 sends $(3 -
+\frac{j}{L}) \frac{n-1}{n}S$, and $b = (1 - \frac{j}{2L}) M$.
 
 The last block is the first to keep. It is whole when forward ends, and when backward begins.
 *Prefetch* (a block is gathered while the one before it computes) could hide its second gather only
 behind what follows the blocks: head and loss. Each further block costs memory, and by $T_0$ saves
-time only while backward's messages take longer than its computing.
+time only while backward's messages take longer than its computing; with all of them whole, no
+gather of backward makes the link wait either.
 
 **Measure.** Stage 3 over all keeps nothing, the last block (as microddp's strategies do, by
 {func}`~microddp.sharding.fully_shard.shard_blocks`), or all:
@@ -868,7 +871,7 @@ if own.rank == 0:
 ours, theirs = own.all_gather_data([written, dcp_written])[0]
 wrote = f"{human_bytes(SIZE)} of parameters, replicas: {m}. microddp writes {human_bytes(ours)}"
 wrote += f", DCP {human_bytes(theirs)}" if theirs else ""
-like = "; what DCP loads, of the same training in PyTorch, differs by rounding"
+like = "; DCP loads those of the same training in PyTorch, equal to them within 0.01 % and 1e-6"
 find(
     comms,
     "checkpoint",

@@ -279,8 +279,8 @@ find(
 
 # %% tags=["plumbing"]
 lost = {}  # by what is asked: how much longer the strategy simulated as fastest takes
-for case in dict.fromkeys(row[:2] for row in checked):
-    mine = [row for row in checked if row[:2] == case]
+for case in dict.fromkeys((n, name) for n, name, *_ in checked):
+    mine = [row for row in checked if (row[0], row[1]) == case]
     chosen = min(mine, key=lambda row: row[4])
     lost[case] = chosen[3] / min(row[3] for row in mine) - 1
 right, most = sum(loss == 0 for loss in lost.values()), max(lost.values(), default=0.0)
