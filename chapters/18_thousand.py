@@ -494,7 +494,8 @@ r"""
 For *speed* itself the planner counts operations, with the constants of all rows, and takes the
 share of the peak that other publishers reach on such devices. The guess: as fast as another's model
 there, the nearest in size. For *memory* it adds activations and logits; the guess: all is taken.
-For *all-reduces* the guess is the specified bandwidth. (Rows that set a constant are left out.)"""
+For *all-reduces* the guess is the specified bandwidth. (Rows that set a constant are left out.)
+"""
 
 # %% tags=["plumbing"]
 SET = {"speed": "", "memory": "PyTorch", "all-reduce": "Stas Bekman"}  # who set a constant
@@ -509,12 +510,19 @@ said = [
 ]
 least = min(map(skill, kinds.values()))
 said = "; of ".join(said)
+on = {}
+for row in kinds["speed"]:
+    on.setdefault(row.device, []).append(row)
+each = [f"{name.upper()} {sizes(rows)[0]:.0%} ({len(rows)} figures)" for name, rows in on.items()]
+speeds = f"Speeds by device: {', '.join(each)}."
+
+# %% tags=["plumbing"]
 find(
     comms,
     "absolute",
-    some=(least >= 0.25, f"Of {said}."),
-    little=(0 < least < 0.25, f"Of {said}. Less than 0.25 is little."),
-    none=(least <= 0, f"Of {said}. A skill of 0 or less is no better than the guess."),
+    some=(least >= 0.25, f"Of {said}. {speeds}"),
+    little=(0 < least < 0.25, f"Of {said}. Less than 0.25 is little. {speeds}"),
+    none=(least <= 0, f"Of {said}. A skill of 0 or less is no better than the guess. {speeds}"),
 )
 
 # %% [markdown]
