@@ -97,11 +97,11 @@ def test_chapters(macos, numbers):
 
 def test_labs(macos):
     """A usual one, and those that need what is missing: links, limits on a process, and memory."""
-    said = macos(HERE / "on_macos.py", "labs", "00", "08", "13", "15")
+    said = macos(HERE / "on_macos.py", "labs", "00", "04", "08", "13", "15")
     held = re.findall(r"^(\d+) of (\d+) checks hold", said, flags=re.M)
-    assert [some == of for some, of in held] == [True, False, True, False]
-    assert "Not run here: no hosts in a box" in said
-    assert "Not run here: processes cannot share memory here" in said
+    assert [some == of for some, of in held] == [True, False, False, True, False]
+    assert said.count("Not run here: no hosts in a box") == 2
+    assert said.count("Not run here: processes cannot share memory here") == 1
 
 
 def test_training_goes_on_from_a_checkpoint(macos):
