@@ -36,7 +36,7 @@ from microddp.findings import Prediction, compare, find
 from microddp.hosts import relink
 from microddp.model import FullMLP, elements, gradient_bytes, parameter_count
 from microddp.parts import load_parts, own_parts
-from microddp.performance import bytes_kept
+from microddp.performance import Sends, bytes_kept
 from microddp.performance.memory import activation_bytes
 from microddp.report import human_bytes, human_seconds, table
 from microddp.sharding import shard_blocks
@@ -613,13 +613,13 @@ that takes of $C$ is found below.
 
 **Measure.** On devices of known speed, which pause as long as they would compute: a scale model of
 four machines with an A100 and 25 Gbit/s each, that train 355 million parameters in bf16, and the
-same with twice and half as many tokens a step. On links of 200 Mbit/s the stage takes about as long
+same with twice and half as many tokens a step. On links of 150 Mbit/s the stage takes about as long
 as the cluster would: some 40 seconds for all of it.
 """
 
 # %%
 usual = comms.box and comms.box.links[0].option
-WORK = {"parameters": 355e6, "tokens": 24_576, "layers": 10}
+WORK = {"parameters": 355e6, "tokens": 24_576, "layers": 8}
 
 
 def stage_on(link):
@@ -629,7 +629,7 @@ def stage_on(link):
     return own, set_stage(own, cluster("a100", "25gbit", nodes=n, node=1, **WORK))
 
 
-own, base = stage_on("200mbit")
+own, base = stage_on("150mbit")
 comms.print(base)
 
 
@@ -674,10 +674,7 @@ by microddp's rings. $M/C$ is of the medians; a share hidden is the median of th
 
 # %%
 def calls_on(stage, cap_mb, names):
-    sizes = map(parameter_count, elements(stage.model))
-    layers = [torch.zeros(size, device=stage.comms.device) for size in sizes]
-    reduce = stage.comms.all_reduce
-    calls = {"alone": stage.step("none"), "M": lambda: [*map(reduce, layers)]}
+    calls = {"alone": stage.step("none"), "M": stage.all_reduces()}
     for name in names:
         strategy = stage.strategy(name, cap_mb)
         optimizer = stage.make_optimizer(strategy.parameters())
@@ -697,35 +694,24 @@ def torchs_step(stage):
 
 # %% tags=["plumbing"]
 def sent_by(model):
-    """Return f, g, b and r of each strategy, in all-reduces of all gradients."""
+    """Return f, g, b, r and whether there is a w, of each strategy of DDP and the stages."""
     *others, _last = elements(model)  # its blocks
     twice = sum(map(parameter_count, others)) / parameter_count(model)  # gathered twice
-    one = layer_share(model)
-    halves, third = (0.5, one / 2, 0.5, one / 2), (0.5, one / 2, 0.5 + twice / 2, one / 2)
-    return {"ddp": (0, 0, 1, one), "zero1": halves, "zero2": halves, "zero3": third}
+    one = 1 / layers_of(model)
+    halves = Sends(0.5, one / 2, 0.5, one / 2)
+    third = Sends(0.5, one / 2, 0.5 + twice / 2, one / 2, waits=False)
+    return {"ddp": Sends(0, 0, 1, one), "zero1": halves, "zero2": halves, "zero3": third}
 
 
-def layer_share(model):
-    return parameter_count(elements(model)[0]) / parameter_count(model)
-
-
-# %% tags=["plumbing"]
-def bounds(C, M, name, model):
-    """Return a step with all hidden that can be, and with nothing hidden."""
-    f, g, b, r = (part * M for part in sent_by(model)[name])
-    layer = C * layer_share(model)
-    w = 0 if name == "zero3" else 2 / 3 * layer
-    forward = g + max(C / 3, f - g + layer / 3)
-    return forward + max(2 * C / 3, b - r + w) + r, C + f + b
+def layers_of(model):
+    return parameter_count(model) / parameter_count(elements(model)[0])
 
 
 def hidden(times, name, model):
     """Return the share hidden of what can be hidden, round by round."""
-    shares = []
-    for C, M, T in zip(*(times[key].seconds for key in ("alone", "M", name)), strict=True):
-        least, most = bounds(C, M, name, model)
-        shares.append((most - T) / (most - least) if n > 1 else 0.0)
-    return Timing(tuple(shares))
+    rounds = zip(*(times[key].seconds for key in (name, "alone", "M")), strict=True)
+    sends, layers = sent_by(model)[name], layers_of(model)
+    return Timing(tuple(sends.hidden(*each, layers) if n > 1 else 0.0 for each in rounds))
 
 
 # %%
@@ -747,9 +733,9 @@ for key, found in times.items():
     model = stages[key].model
     shares[key] = {name: hidden(found, name, model) for name in LABELS if name in found}
     for name, share in shares[key].items():
-        least, most = map(human_seconds, bounds(C, M, name, model))
-        measured = human_seconds(found[name].median)
-        rows.append((label[key], LABELS[name], least, measured, most, f"{share.median:.2f}"))
+        sends = sent_by(model)[name]
+        T = sends.least(C, M, layers_of(model)), found[name].median, sends.most(C, M)
+        rows.append((label[key], LABELS[name], *map(human_seconds, T), f"{share.median:.2f}"))
 headers = ["", "step", "least possible", "measured", "nothing hidden", "share hidden"]
 own.print(table(rows if n > 1 else [], headers))
 
@@ -810,7 +796,7 @@ r"""
 a collective and waits for it. And gloo, PyTorch's backend for CPUs, does a reduce-scatter by an
 all-reduce, of twice the bytes ([PyTorch 118911](https://github.com/pytorch/pytorch/pull/118911),
 2024). So it should send two gathers of each block and an all-reduce, $2 M$, and take $C + 2M$.
-microddp's stage 3 sends $1.45 M$. The kernel counts what leaves a host in a box:
+microddp's stage 3 sends $1.44 M$. The kernel counts what leaves a host in a box:
 """
 
 
@@ -868,8 +854,8 @@ r"""
 ## Who carries?
 
 **Predict.** A pausing device leaves its core to those that send: to rings in Python, in which each
-rank waits for the latest. On links five times as fast, with as long messages by $C$ as before,
-cores have a fifth of the time for as many messages. So stage 3 should hide less.
+rank waits for the latest. On links more than six times as fast, with as long messages by $C$ as
+before, cores have less than a sixth of the time for as many messages. So stage 3 should hide less.
 
 **Measure.** The last of the three scales, on links of 1 Gbit/s:
 """
@@ -894,7 +880,7 @@ def in_words(share):
 slow = shares[last]["zero3"]
 said = quick and (
     f"On links of 1 Gbit/s stage 3 hid {in_words(quick)} of what can be hidden, at M/C "
-    f"{ratio:.2f}, on those of 200 Mbit/s {in_words(slow)}, at {label[last]}"
+    f"{ratio:.2f}, on those of 150 Mbit/s {in_words(slow)}, at {label[last]}"
 )
 less = quick is not None and quick.spread[1] < slow.spread[0]
 find(
@@ -933,8 +919,8 @@ runs |= {f"{samples} samples": (found, wide) for samples, found in computed.item
 rows, extra, half, odd = [], {}, [], False
 for name, (found, its) in runs.items():
     C, M = found["alone"].median, found["M"].median
-    f, _, b, _ = sent_by(its)["zero3"]
-    more = f + b - 1  # all-reduces that stage 3 sends beside DDP's
+    sends = sent_by(its)["zero3"]
+    more = sends.forward + sends.backward - 1  # all-reduces that it sends beside DDP's
     shown = [round(1e3 * s) for s in (C, found["ddp"].median, found["zero3"].median, more * M)]
     rows.append((name, f"{M / C:.2f}", *map(str, shown)))
     if M <= 2 / 3 * C:

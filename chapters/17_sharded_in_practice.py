@@ -30,9 +30,9 @@ from microddp.allreduce import ring_all_gather, ring_all_reduce, ring_reduce_sca
 from microddp.comms import MessageCounter
 from microddp.findings import compare, find
 from microddp.hosts import relink
-from microddp.model import elements, parameter_count
+from microddp.model import elements
 from microddp.parts import clip_grad_norm, load_parts, own_parts
-from microddp.performance import bytes_alive
+from microddp.performance import Sends, bytes_alive
 from microddp.report import human_bytes, table
 from microddp.sharding import OwnedOptimizer, fully_shard, nodes_of, owners
 from microddp.stage import cluster, set_stage
@@ -274,8 +274,7 @@ KEEP = {"nothing": 0, "the last block": 1, "all blocks": math.inf}
 calls = {"one device": stage.step("none"), "DDP": stage.step("ddp", 0.5)}
 calls |= {"stage 3": on_stage(own), "HSDP": on_stage(inside, across)}
 calls |= {kept: on_stage(own, keep=KEEP[kept]) for kept in ("nothing", "all blocks")}
-gradients = [torch.zeros(parameter_count(e), device=own.device) for e in elements(stage.model)]
-calls["M"] = lambda: [*map(own.all_reduce, gradients)]
+calls["M"] = stage.all_reduces()
 bf16, fp32 = torch.bfloat16, torch.float32
 for sums in (fp32, bf16):
     calls[sums] = on_stage(inside, across, param_dtype=bf16, reduce_dtype=sums)
@@ -287,19 +286,18 @@ rows = [(name, str(steps[name]), str(speed)) for name, speed in speeds.items()]
 headers = ["", "a step", f"{n} devices beside one"]
 
 
-def allowed(f, g, b, r, waits):
-    """Put n C/T_0 into words, with f, g, b and r in units of M."""
+def allowed(sends):
+    """Put n C/T_0 into words."""
     C, M = (steps[name].median for name in ("one device", "M"))
-    w = 2 / 3 * C / LAYERS if waits else 0
-    forward = g * M + max(C / 3, (f - g) * M + C / 3 / LAYERS)
-    return f"{n * C / (forward + max(2 / 3 * C, (b - r) * M + w) + r * M):.1f} times"
+    return f"{n * C / sends.least(C, M, LAYERS):.1f} times"
 
 
 if usual and n > 1:
     half, less = 0.5 / LAYERS, between[2] / between[0]
-    ends = [(0, 0, 1, 2 * half, True), (0.5, half, 1 - half, half, False)]
-    ends.append((0, 0, less, less / LAYERS, True))
-    rows = [(*row, allowed(*each)) for row, each in zip(rows, ends, strict=True)]
+    ddp, hsdp = (Sends(0, 0, b, b / LAYERS) for b in (1, less))
+    third = Sends(0.5, half, 1 - half, half, waits=False)
+    each = zip(rows, (ddp, third, hsdp), strict=True)
+    rows = [(*row, allowed(sends)) for row, sends in each]
     headers.append("T_0 allows")
 else:
     comms.print("Left out: what T_0 allows, since these links have no known speed.")
@@ -370,8 +368,8 @@ for kept, keep in KEEP.items():
     assert math.isclose(held[kept][1], right, rel_tol=0.02)
     bytes_ = map(human_bytes, (held[kept][0], right, held[kept][1]))
     row = (kept, *bytes_, str(steps[kept]))
-    sends = (0.5, 0.5 / LAYERS, 1 - part / 2, 0.5 / LAYERS, keep > 1)
-    rows.append((*row, allowed(*sends)) if usual and n > 1 else row)
+    sends = Sends(0.5, 0.5 / LAYERS, 1 - part / 2, 0.5 / LAYERS, waits=keep > 1)
+    rows.append((*row, allowed(sends)) if usual and n > 1 else row)
 headers += ["a step", "T_0 allows"][: len(rows[0]) - len(headers)]
 comms.print(table(rows, headers))
 last, every = (

@@ -10,6 +10,7 @@ from microddp.performance.analyzer import (
 )
 from microddp.performance.calibration import measure_network, measured_work
 from microddp.performance.failures import Failures
+from microddp.performance.hiding import Sends
 from microddp.performance.link_speed import LinkSpeed, probe_links
 from microddp.performance.memory import Kept, bytes_kept
 from microddp.performance.network import Network, Port, Processor

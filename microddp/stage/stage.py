@@ -12,6 +12,7 @@ from torch import nn
 
 from microddp.comms import Comms
 from microddp.findings import Comparison, compare
+from microddp.model import elements, parameter_count
 from microddp.report import table
 from microddp.stage.devices import PausingOptimizer, pausing_batch, pausing_loss, pausing_model
 from microddp.stage.scale import Side, stage_of, work_of
@@ -64,6 +65,12 @@ class Stage:
         strategy = self.strategy(kind, bucket_cap_mb) if isinstance(kind, str) else kind
         optimizer = self.make_optimizer(strategy.module.parameters())
         return partial(take_step, strategy, self.loss_fn, optimizer, self.batch)
+
+    def all_reduces(self) -> Callable[[], object]:
+        """Make what takes M: the all-reduces of all layers' gradients, one after another."""
+        sizes = map(parameter_count, elements(self.model))
+        layers = [torch.zeros(size, device=self.comms.device) for size in sizes]
+        return lambda: [*map(self.comms.all_reduce, layers)]
 
     def speed_up(self, step: Timing, alone: Timing) -> Comparison:
         """Compare a step of all devices with one device that does all of their work.
