@@ -1,6 +1,6 @@
 """Train a model under a limit on each process's memory that only an n-th of it meets. Linux.
 
-torchrun --nproc-per-node=4 train_limited.py zero3
+torchrun --nproc-per-node=4 train_limited.py zero3 ddp
 """
 
 import argparse
@@ -46,21 +46,27 @@ def shard(comms):
     return model
 
 
-def main():
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("strategy", choices=["ddp", "zero3"])
-    strategy = parser.parse_args().strategy
-    comms = microddp.init()
-    warm_up(comms)
-    limit_memory()
+def train(strategy, comms):
+    """Train three steps; what they take is free again afterwards."""
     model = shard(comms) if strategy == "zero3" else microddp.DDP(new_model(), comms)
     adam = torch.optim.Adam(model.parameters())
     for _ in range(3):
         adam.zero_grad()
         model(torch.ones(4, 1024)).square().mean().backward()
         adam.step()
-    comms.print("trained 3 steps")
+    comms.print(f"{strategy}: trained 3 steps")
+
+
+def main():
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("strategies", nargs="+", choices=["ddp", "zero3"])
+    strategies = parser.parse_args().strategies
+    comms = microddp.init()
+    warm_up(comms)
+    limit_memory()
+    for strategy in strategies:
+        train(strategy, comms)
     comms.close()
 
 
