@@ -101,7 +101,12 @@ import json
 
 # %% tags=["plumbing"]
 rows = json.loads("[1, 2]")
+
+# %% tags=["plumbing"]
 print("the rows are", rows)
+
+# %% tags=["plumbing"]
+rows.clear()
 
 # %% a title tags=["other"]
 print("in", "sight")
@@ -248,11 +253,13 @@ class TestFolding:
         folded = re.findall(
             r'<details class="folded"><summary>(\w+)</summary>(.*?)</details>', page, re.DOTALL
         )
-        assert [summary for summary, _ in folded] == ["Imports", "Plumbing"]
+        assert [summary for summary, _ in folded] == ["Imports", "Plumbing", "Plumbing"]
         assert "import json" in folded[0][1]
-        assert 'print("the rows are", rows)' in folded[1][1]
+        assert "json.loads" in folded[1][1]
+        assert 'print("the rows are", rows)' in folded[1][1], "in a row with one that said nothing"
+        assert "rows.clear()" in folded[2][1], "what was printed is between"
         assert all('<div class="highlight"><pre>' in code for _, code in folded), "as any other"
-        assert page.count("</details>") == 2
+        assert page.count("</details>") == 3
 
     def test_output_stays_in_sight(self, page: str) -> None:
         in_sight = re.sub(r"<details.*?</details>", "", page, flags=re.DOTALL)
@@ -270,7 +277,7 @@ class TestFolding:
         text = (rich[0].root / "docs/chapters/folds.ipynb").read_text(encoding="utf-8")
         cells = nbformat.reads(text, as_version=4).cells  # type: ignore[no-untyped-call]
         tags = [cell.metadata.get("tags") for cell in cells]
-        assert tags == [None, ["imports"], ["plumbing"], ["other"]]
+        assert tags == [None, ["imports"], *[["plumbing"]] * 3, ["other"]]
 
 
 class TestNotebook:

@@ -13,8 +13,8 @@ the functions replaced.
 - The gallery's index shows the title and the first paragraph, as plain text. Its header,
   `GALLERY_HEADER.rst`, is reStructuredText.
 - The page folds the code of a cell with one of the tags in `FOLDED`, as in
-  `# %% tags=["plumbing"]`. What the cell printed and drew is not folded. `# %% [raw]` cells are in
-  the notebook only.
+  `# %% tags=["plumbing"]`; cells in a row under one summary, up to one that printed or drew. What
+  it printed and drew is not folded. `# %% [raw]` cells are in the notebook only.
 - sphinx-gallery's `first_notebook_cell` is a code cell below the notebook's title.
 - The outputs of a run are on the page in directives, `{of-run} below-title`, and `{of-run} N` for
   code cell N, counted from 0. Another extension can replace `OfRun`.
@@ -182,20 +182,29 @@ def page_blocks(
         )
         return rst
     numbered = file_conf.get("line_numbers", gallery_conf["line_numbers"])
-    parts = []
+    parts: list[str] = []
     place = itertools.count()
+    fold_end, silent = 0, ""  # of the fold before, and its summary if nothing came out
     for block, output in zip(script_blocks, output_blocks, strict=True):
         if block.type == "text":
             parts.append(_link_chapters(block.content.strip(), ".md"))
+            silent = ""
             continue
         said = fenced(f"{{of-run}} {next(place)}", eval_rst(output))
         if block.content.strip():  # blank where it held nothing but settings
             code = codestr2rst(block.content, language, block.lineno if numbered else None)
-            shown = [eval_rst(code)]
-            if summary := file_conf["folded"].get(block.lineno):
+            summary = file_conf["folded"].get(block.lineno, "")
+            if summary and summary == silent:
+                parts.insert(fold_end, eval_rst(code))
+                fold_end += 1
+            elif summary:
                 opened = f'<details class="folded"><summary>{summary}</summary>'
-                shown = [opened, *shown, "</details>"]
-            parts += [*shown, said]
+                parts += [opened, eval_rst(code), "</details>"]
+                fold_end = len(parts) - 1
+            else:
+                parts.append(eval_rst(code))
+            silent = "" if output.strip() else summary
+            parts.append(said)
     title, _, rest = parts[0].partition("\n")
     below = fenced(f"{{of-run}} {BELOW_TITLE}", file_conf.get("preamble", ""))
     parts[:1] = [title, below, rest]
