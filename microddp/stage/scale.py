@@ -100,17 +100,20 @@ def cluster(
     """
     kind, between, network = _network(device, link, nodes, node)
     work = Work.from_operations(parameters, layers, tokens, kind.rate, value_size)
-    nbytes = parameters * value_size
     many, one = ("nodes", f"{node} x ") if node > 1 else ("machines", "")
-    return Side(
-        f"{nodes} {many} of {one}{kind.name}, {between.name}",
-        nodes * node,
-        layers,
-        nbytes,
-        work.seconds,
-        network.seconds("all_reduce", "ring", nbytes),
-        network.seconds("all_reduce", "ring", 0.0),
+    words = f"{nodes} {many} of {one}{kind.name}, {between.name}"
+    return _side(words, nodes * node, work, parameters * value_size, network, "ring")
+
+
+def _side(
+    words: str, count: int, work: Work, nbytes: float, network: Network, algorithm: str
+) -> Side:
+    layers = len(work.layers)
+    messages, layer = (
+        network.seconds("all_reduce", algorithm, size) for size in (nbytes, nbytes / layers)
     )
+    start = max(0.0, layer - messages / layers)
+    return Side(words, count, layers, nbytes, work.seconds, messages, start)
 
 
 def _network(device: str, link: str, nodes: int, node: int) -> tuple[Device, Link, Network]:
@@ -162,13 +165,8 @@ def published_cluster(name: str, count: int) -> Side:
         ValueError: nobody published that.
     """
     work, network = cluster_of(name, count)
-    layers = len(work.layers)
     nbytes = work.gradient_size * sum(sum(layer.tensors) for layer in work.layers)
-    messages, layer = (
-        network.seconds("all_reduce", "nccl", size) for size in (nbytes, nbytes / layers)
-    )
-    start = max(0.0, layer - messages / layers)
-    return Side(name, count, layers, nbytes, work.seconds, messages, start)
+    return _side(name, count, work, nbytes, network, "nccl")
 
 
 def known_all_reduces(sizes: Sequence[int]) -> dict[str, list[float]]:

@@ -25,7 +25,7 @@ def test_a_cluster_is_what_its_sources_say():
     assert side.nbytes == 710e6
     assert side.compute == pytest.approx(6 * 355e6 * 24_576 / (312e12 * 0.52))
     assert side.messages == pytest.approx(14 * (710e6 / 8 / 3.125e9 + 14e-6))
-    assert side.start == pytest.approx(14 * 14e-6)
+    assert side.start == pytest.approx(15 / 16 * 14 * 14e-6), "M has a start, too"
     assert side.ratio == side.messages / side.compute
 
 
