@@ -5,6 +5,8 @@ import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
 
+from microddp.figures.style import GREY, ROLES
+
 sys.path.insert(0, str(Path(__file__).parent / "docs" / "_ext"))
 
 project = "microddp"
@@ -131,6 +133,14 @@ FONTS = {
     "font-stack--headings": "'Space Grotesk', 'Hanken Grotesk', system-ui, sans-serif",
     "font-stack--monospace": "ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace",
 }
+# Parts of a step have the same colours in live figures, as var(--forward) and so on.
+COLORS = {
+    "grey": GREY,
+    **{name: ROLES[name].color for name in ("forward", "backward", "optimizer")},
+    "communication": ROLES["all-reduce"].color,
+    "waiting": ROLES["exposed"].color,
+    "waiting-hatch": ROLES["exposed"].hatch_color,
+}
 html_theme = "furo"
 html_title = "microddp"
 html_static_path = ["docs/_static"]
@@ -147,6 +157,7 @@ html_math_renderer = "mathml"
 html_theme_options: dict[str, object] = {
     "light_css_variables": {
         **FONTS,
+        **COLORS,
         "color-brand-primary": "#0f5f7d",
         "color-brand-content": "#0f5f7d",
         "color-brand-visited": "#5b4a8a",

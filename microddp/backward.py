@@ -1,4 +1,7 @@
-"""One backward pass: gradients that are ready, their buckets on the way, and what hooks share."""
+"""One backward pass: gradients that are ready, their buckets on the way, and what hooks share.
+
+How it ends is not here: in DDP see :mod:`microddp.ddp.reducer`, of hooks their ``finish()``.
+"""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def be_a_rank(line: Connection, order: Order) -> None:
 def _work(line: Connection, order: Order) -> int:
     global _line
     _line = line
-    threading.Thread(target=_end_with_parent, args=(line,), daemon=True).start()
+    threading.Thread(target=_end_with_starter, args=(line,), daemon=True).start()
     os.environ.clear()
     os.environ.update(order.variables)
     printed = os.open(order.printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -98,7 +98,7 @@ def _work(line: Connection, order: Order) -> int:
         os._exit(1)  # at once: to leave the group first would wait for the others
 
 
-def _end_with_parent(line: Connection) -> None:
+def _end_with_starter(line: Connection) -> None:
     # Of the process that started the rank: its parent is the server, which lives while a rank does.
     poll = select.poll()
     poll.register(line, 0)

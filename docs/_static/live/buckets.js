@@ -6,8 +6,11 @@
 "use strict";
 
 {
-  const COLORS = { forward: "#3b8bd9", backward: "#e08214", optimizer: "#c2589b", exposed: "#e0524d" };
-  const SHADES = ["#1b9e77", "#7fcbb1"]; // of communication; neighbours differ
+  const COLORS = {
+    forward: "var(--forward)", backward: "var(--backward)", optimizer: "var(--optimizer)", exposed: "var(--waiting)",
+  };
+  // Of communication; neighbours differ.
+  const SHADES = ["var(--communication)", "color-mix(in srgb, var(--communication) 56%, white)"];
   const BETWEEN = 12; // places of the slider from one cap to twice that
   const BAR = 26; // px of height
   let pictures = 0;
@@ -134,7 +137,7 @@
   function hatching(id) {
     const size = { width: 7, height: 7, patternUnits: "userSpaceOnUse" };
     return live.shape("pattern", { id, ...size, patternTransform: "rotate(45)" },
-      rect(0, 0, 7, 7, { fill: COLORS.exposed }), rect(0, 0, 2, 7, { fill: "#8e1f1b" }));
+      rect(0, 0, 7, 7, { fill: COLORS.exposed }), rect(0, 0, 2, 7, { fill: "var(--waiting-hatch)" }));
   }
 
   // Round times up to one, in seconds.

@@ -4,7 +4,9 @@
 "use strict";
 
 {
-  const COLORS = { forward: "#3b8bd9", backward: "#e08214", sent: "#1b9e77", exposed: "#e0524d" };
+  const COLORS = {
+    forward: "var(--forward)", backward: "var(--backward)", sent: "var(--communication)", exposed: "var(--waiting)",
+  };
   const HOW = { overlapped: "hidden as far as possible", unhidden: "nothing hidden" };
   const DASHES = { overlapped: "", unhidden: "8 5", even: "2 4" };
   const STAGES = { 0: "DDP", 1: "stage 1", 3: "stage 3" };

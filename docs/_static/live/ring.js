@@ -6,7 +6,7 @@
 
 (() => {
   const NAMES = ["naive", "direct", "ring"];
-  const MESSAGE = "#1b9e77";
+  const MESSAGE = "var(--communication)";
   const RANK = 14; // pixels from a rank's middle to its edge
   const ASIDE = 9; // messages keep to the right, so that those towards each other pass
   const SECONDS = 1.2; // of a round, played round by round
