@@ -169,7 +169,7 @@ def test_of_a_job_that_ends_well_no_process_is_left():
 
 def test_of_a_job_that_hangs_no_process_is_left(tmp_path):
     with pytest.raises(JobStopped):
-        run(write_pids_and_hang, 2, str(tmp_path), join=False, timeout=30)
+        run(write_pids_and_hang, 2, str(tmp_path), join=False, timeout=15)
     _, alive = psutil.wait_procs(running(pids_in(tmp_path, 4)), timeout=10)
     assert alive == []
 
