@@ -524,8 +524,7 @@ ready = {name: backward * so_far / total for name, so_far in zip(gradients, ther
 figures.explore_buckets(
     gradients,
     ComputeTimes(forward, backward, ready, optimizer=0.0, copy=0.0),
-    FittedCost(alpha, beta, cores=0.0),
-    None,
+    FittedCost(alpha, beta),
     {int(cap): steps[name] for name, cap in CAPS.items()},
     predict=predict_plan,
     title="Refill the buckets: a cap's plan, and the step that is predicted with it",

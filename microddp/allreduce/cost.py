@@ -175,13 +175,10 @@ class FittedCost:
     Attributes:
         alpha: seconds of an all-reduce of no bytes.
         beta: seconds for each byte of the tensor.
-        cores: processor cores that a rank keeps busy meanwhile. Over gloo the processor moves the
-            bytes, and computing has to do without these cores; where a GPU does it, this is 0.
     """
 
     alpha: float
     beta: float
-    cores: float
 
     def seconds(self, nbytes: float) -> float:
         """Predict the time of one all-reduce of ``nbytes``."""

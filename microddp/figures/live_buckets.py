@@ -14,14 +14,13 @@ from microddp.report import human_bytes, human_seconds
 from microddp.step_times import Bucket, ComputeTimes, Prediction
 from microddp.timing import Timing
 
-Predict = Callable[[ComputeTimes, Sequence[Bucket], FittedCost, float | None], Prediction]
+Predict = Callable[[ComputeTimes, Sequence[Bucket], FittedCost], Prediction]
 
 
 def explore_buckets(
     gradients: Mapping[str, int],
     compute: ComputeTimes,
     cost: FittedCost,
-    cores: float | None,
     measured: Mapping[int, Timing],
     *,
     predict: Predict,
@@ -36,7 +35,6 @@ def explore_buckets(
             take them; all of one dtype and device.
         compute: times of a step without communication; ``optimizer`` is 0 where steps have none.
         cost: cost of an all-reduce between the ranks.
-        cores: processor cores for each rank; ``None`` if messages take nothing from computing.
         measured: time of a step by the cap of its buckets, in bytes; at least one.
         predict: :func:`~microddp.performance.prediction.predict_plan`, whose model the script has.
         title: subject of the picture, in words.
@@ -47,7 +45,7 @@ def explore_buckets(
     rows = []
     for cap, timing in measured.items():
         buckets = _plan(gradients, cap)
-        predicted = predict(compute, buckets, cost, cores)
+        predicted = predict(compute, buckets, cost)
         name = human_bytes(cap) if cap > min(gradients.values()) else "each gradient alone"
         times = (human_seconds(predicted.step), human_seconds(predicted.exposed))
         rows.append((name, len(buckets), *times, timing))
@@ -58,8 +56,6 @@ def explore_buckets(
             part: getattr(compute, part) for part in ("forward", "backward", "optimizer", "copy")
         },
         "cost": asdict(cost),
-        "cores": cores,
-        "threads": torch.get_num_threads(),
         "measured": [[cap, t.spread[0], t.median, t.spread[1]] for cap, t in measured.items()],
     }
     return Live("buckets", title, data, html_table(rows, headers))

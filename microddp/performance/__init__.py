@@ -15,13 +15,11 @@ from microddp.performance.link_speed import LinkSpeed, probe_links
 from microddp.performance.memory import Kept, bytes_kept
 from microddp.performance.network import Network, Port, Processor
 from microddp.performance.prediction import (
-    measure_all_reduce,
     measure_compute,
     predict_plan,
 )
 from microddp.performance.profiler import ProfileSummary, profile_steps, quiet_profile
 from microddp.performance.rank_times import CollectiveTimes, RankTimes
-from microddp.performance.roofline import Rates, WorkCounter, find_bottleneck, measure_rates
 from microddp.performance.scaling import Scaling, ScalingPoint, measure_scaling
 from microddp.performance.simulator import Simulated, Variation, Way, simulate
 from microddp.performance.stragglers import StragglerReport, find_stragglers, straggler_report

@@ -21,7 +21,6 @@ node, and 2 (m-1)/m S/n to the other nodes.
 from microddp.sharding.fully_shard import fully_shard, shard_blocks
 from microddp.sharding.gradients import ShardedGradients
 from microddp.sharding.nodes import nodes_of
-from microddp.sharding.optimizer import ShardedOptimizer
 from microddp.sharding.owned import OwnedOptimizer, owners
 from microddp.sharding.param_group import FlatParamGroup, ShardedParam
 from microddp.sharding.reducer import ShardedReducer

@@ -13,14 +13,12 @@ from microddp.timing import Timing
 
 SIZES = {"c": 4096, "b": 1024, "a": 8192}
 COMPUTE = ComputeTimes(0.1, 0.3, {"c": 0.1, "b": 0.15, "a": 0.3}, 0.0, 1e-9)
-COST = FittedCost(0.02, 1e-5, 0.5)
+COST = FittedCost(0.02, 1e-5)
 STEPS = {1: Timing((0.6, 0.5, 0.7)), 5000: Timing((0.4,)), 1 << 20: Timing((0.55,))}
 
 
 def test_the_table_has_each_measured_cap():
-    picture = figures.explore_buckets(
-        SIZES, COMPUTE, COST, 0.8, STEPS, predict=predict_plan, title="T"
-    )
+    picture = figures.explore_buckets(SIZES, COMPUTE, COST, STEPS, predict=predict_plan, title="T")
     plans = {
         "each gradient alone": [("c",), ("b",), ("a",)],
         "4.88 KiB": [("c", "b"), ("a",)],
@@ -30,7 +28,7 @@ def test_the_table_has_each_measured_cap():
     assert [name for name, _ in rows] == list(plans)
     for (name, cells), timing in zip(rows, STEPS.values(), strict=True):
         buckets = [Bucket(names, sum(SIZES[n] for n in names)) for names in plans[name]]
-        expected = predict_plan(COMPUTE, buckets, COST, 0.8)
+        expected = predict_plan(COMPUTE, buckets, COST)
         assert cells.removesuffix("</td>").split("</td><td>") == [
             str(len(buckets)),
             human_seconds(expected.step),
@@ -41,15 +39,12 @@ def test_the_table_has_each_measured_cap():
 
 def test_the_script_is_given_bytes_and_moments_in_the_planners_order():
     data = figures.explore_buckets(
-        SIZES, COMPUTE, COST, None, STEPS, predict=predict_plan, title="T"
+        SIZES, COMPUTE, COST, STEPS, predict=predict_plan, title="T"
     ).data
     assert data["gradients"] == [["c", 4096, 0.1], ["b", 1024, 0.15], ["a", 8192, 0.3]]
     assert data["measured"][0] == pytest.approx([1, 0.55, 0.6, 0.65])
-    assert data["cores"] is None
 
 
 def test_a_gradient_that_was_not_recorded_is_not_guessed():
     with pytest.raises(KeyError, match="d"):
-        figures.explore_buckets(
-            {"d": 4}, COMPUTE, COST, None, STEPS, predict=predict_plan, title="T"
-        )
+        figures.explore_buckets({"d": 4}, COMPUTE, COST, STEPS, predict=predict_plan, title="T")

@@ -10,8 +10,7 @@ from microddp.allreduce import FittedCost, estimate_communication_time
 from microddp.bucketing import BucketedDDPHooks
 from microddp.ddp import DDP
 from microddp.model import FullMLP
-from microddp.performance import measure_all_reduce, measure_compute, predict_plan
-from microddp.report import MIB
+from microddp.performance import measure_compute, predict_plan
 from microddp.step_times import Bucket, ComputeTimes
 
 
@@ -27,36 +26,27 @@ def test_communication_time_is_the_models():
 COMPUTE = ComputeTimes(forward=5, backward=10, ready={"b": 4, "a": 10}, optimizer=1, copy=0)
 BOTH = [Bucket(("b",), 3), Bucket(("a",), 2)]
 ONE = [Bucket(("b", "a"), 5)]
-NETWORK = FittedCost(alpha=0, beta=1, cores=0)  # that needs no processor
+NETWORK = FittedCost(alpha=0, beta=1)
 
 
 @pytest.mark.parametrize(
-    ("buckets", "cost", "overlap", "step", "exposed", "hidden"),
+    ("buckets", "cost", "step", "exposed", "hidden"),
     [
-        (BOTH, NETWORK, True, 18, 2, 3),  # b travels from 4 to 7, a from 10 to 12
-        (ONE, NETWORK, True, 21, 5, 0),
-        (BOTH, NETWORK, False, 21, 5, 0),
-        (BOTH, FittedCost(1, 1, 0), True, 19, 3, 4),  # each starts up for a second
-        (BOTH, FittedCost(0, 3, 0), True, 5 + 4 + 15 + 1, 9, 6),  # a waits for b: 4 to 13 to 19
+        (BOTH, NETWORK, 18, 2, 3),  # b travels from 4 to 7, a from 10 to 12
+        (ONE, NETWORK, 21, 5, 0),
+        (BOTH, FittedCost(1, 1), 19, 3, 4),  # each starts up for a second
+        (BOTH, FittedCost(0, 3), 5 + 4 + 15 + 1, 9, 6),  # a waits for b: 4 to 13 to 19
     ],
 )
-def test_buckets_travel_one_after_the_other_behind_backward(
-    buckets, cost, overlap, step, exposed, hidden
-):
-    predicted = predict_plan(COMPUTE, buckets, cost, overlap=overlap)
+def test_buckets_travel_one_after_the_other_behind_backward(buckets, cost, step, exposed, hidden):
+    predicted = predict_plan(COMPUTE, buckets, cost)
     assert (predicted.step, predicted.exposed, predicted.hidden) == (step, exposed, hidden)
 
 
-def test_what_moves_bytes_takes_cores_from_backward(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    half = FittedCost(0, 1, cores=0.5)
-    # b travels from 4 to 7, and backward does 1.5 of 3 seconds' work: it ends at 11.5.
-    predicted = predict_plan(COMPUTE, BOTH, half, cores=1)
-    assert (predicted.step, predicted.exposed) == (5 + 11.5 + 2 + 1, 2)
-    assert predict_plan(COMPUTE, BOTH, half, cores=2).step == 18  # enough cores for both
-    # With none left over, nothing is gained over sending after backward.
-    full = FittedCost(0, 1, cores=1)
-    assert predict_plan(COMPUTE, BOTH, full, cores=1).step == 21
+def test_all_is_hidden_if_backward_goes_on_for_long_enough():
+    compute = ComputeTimes(5, 20, {"b": 4, "a": 10}, 1, copy=0)
+    assert predict_plan(compute, BOTH, NETWORK).step == 26
+    assert predict_plan(compute, BOTH, NETWORK).hidden == 5
 
 
 def test_copies_into_buckets_lengthen_backward():
@@ -81,16 +71,6 @@ def trained_once(ddp):
     for _ in range(4):
         ddp(torch.ones(2, 64)).sum().backward()
     return ddp
-
-
-@on_ranks(2)
-def test_an_all_reduce_costs_time_and_cores(comms):
-    cost = measure_all_reduce(comms, sizes=(MIB // 4, 16 * MIB), repeat=5)
-    assert cost.seconds(16 * MIB) > cost.seconds(MIB // 4) > 0
-    assert cost.alpha >= 0
-    assert 0 < cost.cores < 16
-    everyone = comms.all_gather_data([cost.alpha, cost.beta, cost.cores])
-    assert everyone[0] == everyone[1], "ranks must predict alike"
 
 
 @on_ranks(1, 2)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from microddp.performance import roofline
 from microddp.stage import stage
 from microddp.workloads import case_study
 from pretended import communicators, devices, torch_cuda
@@ -65,7 +64,6 @@ def run_chapter(script: Path, text: str) -> None:
     os.environ["MICRODDP_ROUNDS"] = "1"
     case_study.SIZES["full"] = TINY
     stage.ON_GPUS |= {"vocabulary": 64, "dim": 32, "depth": 2, "heads": 2, "context": 16}
-    roofline.MATRIX["cuda"] = roofline.MATRIX["cpu"]
     warnings.resetwarnings()
     os.chdir(script.parent)
     sys.argv = [str(script)]

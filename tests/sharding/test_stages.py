@@ -1,19 +1,17 @@
 """Stages 1 and 2 against PyTorch's DDP and its ZeroRedundancyOptimizer: weights, bytes, memory."""
 
 import copy
-import warnings
 
 import torch
 from models import OPTIMIZERS, SMALL, batch, by_ddp, odd, storage_bytes, used_twice, weights
 from ranks import on_ranks
 from torch import nn
 from torch.nn.functional import mse_loss
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from microddp.comms import MessageCounter
 from microddp.model import gradient_bytes
 from microddp.parts import clip_grad_norm
-from microddp.sharding import ShardedGradients, ShardedOptimizer
+from microddp.sharding import ShardedGradients
 
 
 def by_stage(comms, kind, steps=20, clip=None, **options):
@@ -123,63 +121,6 @@ def test_clipped_by_the_norm_of_all_ranks(comms):
     found = by_stage(comms, "sgd", clip=0.1)
     torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
     assert (right - by_ddp(comms, "sgd")).abs().max() > 1e-3, "it was clipped"
-
-
-@on_ranks(1, 2, 3)
-def test_the_optimizer_stands_where_another_stood(comms):
-    with warnings.catch_warnings(action="ignore"):  # PyTorch's own, of its jit
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-    for kind, make in OPTIMIZERS.items():
-        ends = []
-        for sharded in (False, True):
-            ddp = TorchDDP(odd(), process_group=comms.group)
-            trained = [p for p in ddp.parameters() if p.requires_grad]
-            if sharded:
-                optimizer = ShardedOptimizer(make.func, trained, comms, **make.keywords)
-            else:
-                optimizer = ZeroRedundancyOptimizer(
-                    trained, make.func, process_group=comms.group, **make.keywords
-                )
-            for step in range(20):
-                optimizer.zero_grad()
-                mse_loss(ddp(batch(comms, step)[0]), batch(comms, step)[1]).backward()
-                optimizer.step()
-            ends.append(weights(ddp.module))
-        assert torch.equal(*ends), kind
-
-
-@on_ranks(2)
-def test_groups_have_options_of_their_own(comms):
-    ends = []
-    for sharded in (False, True):
-        model = odd()
-        groups = [
-            {"params": model.first.parameters()},
-            {"params": model.last.parameters(), "lr": 0.5},
-        ]
-        if sharded:
-            optimizer = ShardedOptimizer(torch.optim.SGD, groups, comms, lr=0.1)
-            assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
-        else:
-            optimizer = torch.optim.SGD(groups, lr=0.1)
-        mse_loss(model(torch.ones(2, 7)), torch.ones(2, 3)).backward()
-        optimizer.step()
-        ends.append(weights(model))
-    assert torch.equal(*ends)
-
-
-@on_ranks(2, 3)
-def test_a_group_without_gradients_is_left_alone(comms):
-    model = nn.Linear(3, 5)
-    before = weights(model)
-    optimizer = ShardedOptimizer(torch.optim.AdamW, model.parameters(), comms)
-    optimizer.step()
-    assert torch.equal(weights(model), before)
-    model.bias.grad = torch.ones(5)
-    optimizer.step()
-    assert not torch.equal(weights(model), before)
-    optimizer.zero_grad()
-    assert model.bias.grad is None
 
 
 @on_ranks(1, 2, 3)

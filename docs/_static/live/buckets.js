@@ -32,52 +32,27 @@
     return members.length ? [...buckets, members] : buckets;
   }
 
-  // Seconds of a step that sends these buckets, and when what happens, since backward's begin:
-  // `messages` by bucket, and the `paces` of backward, as shares of its speed without messages.
-  function predict({ gradients, compute, cost, cores, threads }, buckets) {
-    let copied = 0;
+  // Seconds of a step that sends these buckets, and its `messages` by bucket, since backward's begin.
+  function predict({ gradients, compute, cost }, buckets) {
     const full = buckets.map((members, bucket) => {
       const ready = Math.max(...members.map((i) => gradients[i][2]));
       return { bucket, ready, bytes: bytesOf(gradients, members) };
     });
     full.sort((a, b) => a.ready - b.ready);
-    for (const each of full) {
-      copied += compute.copy * each.bytes;
-      each.moment = each.ready + copied;
-    }
-    const left = cores === null ? 1 : Math.max(0, (cores - cost.cores) / threads);
-    const speed = cost.cores ? Math.min(1, left) : 1;
-    const total = compute.backward + copied;
-    const messages = [], paces = [];
-    let clock = 0, done = 0, exposed = 0, sent = 0;
-
-    function computes(seconds, pace) {
-      const last = paces.at(-1);
-      if (last && last.pace === pace && last.end === clock) last.end = clock + seconds;
-      else if (seconds > 0) paces.push({ start: clock, end: clock + seconds, pace });
-      done = Math.min(total, done + seconds * pace);
-    }
-    for (const { bucket, bytes, moment } of full) {
-      if (done < moment) {
-        const until = clock + (moment - done);
-        computes(moment - done, 1);
-        clock = until;
-        done = moment;
-      }
+    let copied = 0, end = 0, sent = 0;
+    const messages = full.map(({ bucket, ready, bytes }) => {
+      copied += compute.copy * bytes;
+      const start = Math.max(end, ready + copied);
       const travel = cost.alpha + cost.beta * bytes;
-      const rest = total - done;
-      const possible = rest <= 0 ? 0 : speed ? rest / speed : Infinity;
-      const computing = Math.min(travel, possible);
-      computes(computing, speed);
-      messages.push({ bucket, bytes, start: clock, end: clock + travel, alone: clock + computing });
+      end = start + travel;
       sent += travel;
-      exposed += travel - computing;
-      clock += travel;
-    }
-    const rest = total - done;
-    computes(rest, 1);
-    const step = compute.forward + clock + rest + compute.optimizer;
-    return { step, exposed, hidden: sent - exposed, messages, paces, backward: clock + rest };
+      return { bucket, bytes, start, end };
+    });
+    const backward = compute.backward + copied;
+    const exposed = Math.max(0, end - backward);
+    for (const each of messages) each.alone = Math.min(each.end, Math.max(each.start, backward));
+    const step = compute.forward + backward + exposed + compute.optimizer;
+    return { step, exposed, hidden: sent - exposed, messages, backward };
   }
 
   // From each gradient alone to all in one bucket, in even ratios, with the caps that were measured.
@@ -201,12 +176,8 @@
     const took = `${live.seconds(predicted.step)}, ${exposure(predicted)} exposed`;
     svg.append(text(0, 140, `Predicted, with messages: ${took}`));
     phase("forward", 0, compute.forward, 146);
-    for (const { start, end, pace } of predicted.paces) {
-      const high = Math.max(2, BAR * pace);
-      const from = at(compute.forward + start);
-      svg.append(rect(from, 146 + BAR - high, at(compute.forward + end) - from, high, { fill: COLORS.backward }));
-    }
-    const over = compute.forward + predicted.backward;
+    phase("backward", compute.forward, compute.forward + predicted.backward, 146);
+    const over = compute.forward + predicted.backward + predicted.exposed;
     if (compute.optimizer) phase("optimizer", over, over + compute.optimizer, 146);
     for (const { bucket, start, end, alone } of predicted.messages) {
       const [from, open, to] = [start, alone, end].map((time) => at(compute.forward + time));
@@ -320,7 +291,7 @@
       live.element("div", { class: "controls" }, slider, toBest), told, canvas, asked,
       legend([
         ["forward", color(COLORS.forward)],
-        ["backward; its height is its speed", color(COLORS.backward)],
+        ["backward", color(COLORS.backward)],
         ["gradient ready", upright(14, 0, 12, { class: "ready" })],
         ["all-reduces", rect(0, 0, 14, 12, { fill: SHADES[0] }), rect(14, 0, 14, 12, { fill: SHADES[1] })],
         ["exposed", color(`url(#${hatch})`)],
