@@ -650,7 +650,8 @@ halves = 3 * WORK["layers"] - 1
 taken = [halves / 2 * side.start / side.compute for side in base.sides] or [0, 0]
 said = (
     f"The starts of a step of stage 3, as long as those of {halves / 2:g} of gloo's all-reduces, "
-    f"take {taken[-1]:.2g} times C on this stage, and {taken[0]:.2g} on the cluster"
+    f"take {f'{taken[-1]:.2g} times C' if taken[-1] else 'no part of C that is measured'} on this "
+    f"stage, and {taken[0]:.2g} times C on the cluster"
 )
 scaled, similar = n > 1 and bool(base.sides), taken[-1] - taken[0] <= 0.1
 find(
@@ -746,8 +747,10 @@ speeds = {
     for name in shares[key]
 }
 bars = {name: round(speed.ratio, 2) for name, speed in speeds.items()}
-beside = {key: bars[f"{key}: stage 3"] / bars[f"{key}: DDP"] for key in label.values()}
-at_each = [f"{ratio:.2f} times as fast at {key}" for key, ratio in beside.items()]
+at_each = [
+    f"{compare(found['zero3'], found['ddp']).ratio:.2f} times as fast at {label[key]}"
+    for key, found in times.items()
+]
 figures.speed_ups(
     {name: speed.times for name, speed in speeds.items()},
     n,
@@ -788,7 +791,8 @@ find(
 
 # %% [markdown]
 r"""
-**Explain.** What is missing besides that wait is sought in *Who carries?*, by other links.
+**Explain.** That wait, near $M = C$, is for $\frac{2C}{3L} - \frac{M}{2L}$: from the last layer's
+prefetch to its reduction. The rest is sought in *Who carries?*, by other links.
 
 ## Beside PyTorch's own
 
@@ -861,12 +865,12 @@ before, cores have less than a sixth of the time for as many messages. So stage 
 """
 
 # %%
-last, quick, ratio = [*stages][-1], None, 0.0
+last, quick, others, ratio = [*stages][-1], None, None, 0.0
 if base.sides and usual:
     fast, stage = stage_on("1gbit")
     stage = with_tokens(last, stage)
     found = measure(calls_on(stage, 0.5, ENDS), fast, warmup=1, repeat=16)
-    quick = hidden(found, "zero3", stage.model)
+    quick, others = (hidden(found, name, stage.model) for name in ("zero3", "ddp"))
     ratio = found["M"].median / found["alone"].median
     fast.close()
     relink(comms, usual)
@@ -880,14 +884,15 @@ def in_words(share):
 slow = shares[last]["zero3"]
 said = quick and (
     f"On links of 1 Gbit/s stage 3 hid {in_words(quick)} of what can be hidden, at M/C "
-    f"{ratio:.2f}, on those of 150 Mbit/s {in_words(slow)}, at {label[last]}"
+    f"{ratio:.2f}, on those of 150 Mbit/s {in_words(slow)}, at {label[last]}. DDP, which gloo "
+    f"carries, hid {in_words(others)} and {in_words(shares[last]['ddp'])}"
 )
 less = quick is not None and quick.spread[1] < slow.spread[0]
 find(
     comms,
     "faster-links",
-    less=(less, f"{said}: faster links wait for the cores that carry."),
-    alike=(quick is not None and not less, f"{said}: by its quartiles not less."),
+    less=(less, f"{said}. On faster links stage 3 hid less."),
+    alike=(quick is not None and not less, f"{said}. By its quartiles stage 3 hid no less."),
     left_out=(quick is None, "Left out: it takes hosts in a box."),
 )
 
@@ -898,7 +903,7 @@ which stage 3 sends beside DDP's bytes, should show while $M$ is below $\frac{2}
 is $C + M/L$ for both.
 
 **Measure.** The same code where ranks really compute, on ranks with a core of their own (only they
-go on from here):
+go on from here), by the links that this chapter began with, fewer ranks and faster ones:
 """
 
 # %%
@@ -914,8 +919,9 @@ for samples in SAMPLES:
     computed[samples] = measure(calls_on(real, 1, ENDS), timed, warmup=1, repeat=4)
 
 # %% tags=["plumbing"]
-runs = {"pausing": (times[first], stages[first].model)} if base.sides else {}
-runs |= {f"{samples} samples": (found, wide) for samples, found in computed.items()}
+paused = f"pausing, {own.world_size} ranks"
+runs = {paused: (times[first], stages[first].model)} if base.sides else {}
+runs |= {f"{samples} samples, {n} ranks": (found, wide) for samples, found in computed.items()}
 rows, extra, half, odd = [], {}, [], False
 for name, (found, its) in runs.items():
     C, M = found["alone"].median, found["M"].median
@@ -926,14 +932,14 @@ for name, (found, its) in runs.items():
     if M <= 2 / 3 * C:
         longer = shown[2] - shown[1]
         extra[name] = f"{longer:+} ms at M/C {M / C:.2f} (the second gather alone: {shown[3]} ms)"
-        if name != "pausing":
+        if name != paused:
             half.append(longer >= shown[3] / 2)
             odd |= min(shown[1:3]) < shown[0]
 headers = ["", "M/C", "C, ms", "DDP, ms", "stage 3, ms", "second gather alone, ms"]
 timed.print(table(rows if n > 1 else [], headers))
 
 # %% tags=["plumbing"]
-pausing = f"where they pause, by {extra.pop('pausing')}; " if "pausing" in extra else ""
+pausing = f"where they pause, by {extra.pop(paused)}; " if paused in extra else ""
 said = f"Stage 3's step differs from DDP's: {pausing}where ranks compute, by"
 said = f"{said} {' and '.join(extra.values())}."
 judged = n > 1 and bool(half)
@@ -959,7 +965,7 @@ On GPUs, published comparisons of stage 3 with DDP differ. In the paper on FSDP 
 611 million and 2.28 billion parameters on A100s ([Zhao et al., VLDB
 2023](https://arxiv.org/abs/2304.11277), section 5.2). A user of OLMo with 1 billion parameters got
 8034 tokens a second from each of four GPUs by DDP, 1747 by FSDP with the model as one block, and
-1790 with blocks and parameters kept whole ([allenai/OLMo
+1790 with blocks, whole until backward has ended ([allenai/OLMo
 762](https://github.com/allenai/OLMo/issues/762), December 2024). DDP averaged once for many
 micro-batches, and FSDP gathers for each (exercise 3).
 

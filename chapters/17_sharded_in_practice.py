@@ -248,7 +248,7 @@ takes $g$, and for $b$ in backward, the last reduction for $r$, after a wait of 
 | HSDP | $0$ | $0$ | $\frac{m-1}{m}\frac{n}{n-1} M$ | $b/L$ | $2C/3L$ |
 
 (In proportion to what leaves a node: of HSDP we neglect what stays inside.) It allows $n$ devices
-to be $nC/T_0$ times as fast as one.
+to be $nC/T_0$ times as fast as one. ($C$ and $M$ are those of the rounds below.)
 
 **Measure.** These three and one device, in the same rounds as what later sections compare; a ratio
 is the median of the rounds' ratios:
@@ -340,8 +340,8 @@ second gather is saved. If $j$ of $L$ blocks stay, $jS/L$ is kept after forward,
 The last block is the first to keep. It is whole when forward ends, and when backward begins.
 *Prefetch* (a block is gathered while the one before it computes) could hide its second gather only
 behind what follows the blocks: head and loss. Each further block costs memory, and by $T_0$ saves
-time only while backward's messages take longer than its computing; with all of them whole, no
-gather of backward makes the link wait either.
+time only while $b - r$ is above $\frac{2}{3} C$. With all of them whole, $w$ is $2C/3L$, as in DDP,
+and no gather of backward makes the link wait.
 
 **Measure.** Stage 3 over all keeps nothing, the last block (as microddp's strategies do, by
 {func}`~microddp.sharding.fully_shard.shard_blocks`), or all:
@@ -385,8 +385,8 @@ find(comms, "what-to-keep", **last.sides(said if n > 1 else "One rank gathers no
 # %% [markdown]
 r"""
 By default PyTorch keeps only the outermost module's own parameters whole. For the last block set
-`reshard_after_forward=False`. `reshard_after_forward=8` keeps an eighth of each block: more memory
-than to free it, but the second gather stays among 8 ranks.
+`reshard_after_forward=False`. Where more than 8 ranks share a block, `reshard_after_forward=8`
+keeps an eighth of it: more memory than to free it, but the second gather stays among 8 ranks.
 
 ## Where it breaks: the norm over all ranks
 
@@ -583,9 +583,9 @@ PyTorch has switches, methods of the outermost module
 | `set_reshard_after_backward(False)` | parameters stay whole for the next forward | none |
 
 The switches keep their value. Set reductions on again *before* the last backward, or each `p.grad`
-stays `None`: the optimizer's step changes nothing, without an error. On two nodes of 8 A100 with
-Ethernet and HSDP, a step of one micro-batch took 22.2 s, so that four averaged each take 88.8 s;
-averaged once, they took 54.3 s
+stays `None`: the optimizer's `step()` changes nothing, without an error. On two nodes of 8 A100
+with Ethernet and HSDP, a step of one micro-batch took 22.2 s, so that four averaged each take
+88.8 s; averaged once, they took 54.3 s
 ([cosmos-framework 162](https://github.com/NVIDIA/cosmos-framework/pull/162), August 2026).
 """
 
@@ -868,7 +868,7 @@ if own.rank == 0:
 # %% tags=["plumbing"]
 ours, theirs = own.all_gather_data([written, dcp_written])[0]
 wrote = f"{human_bytes(SIZE)} of parameters, replicas: {m}. microddp writes {human_bytes(ours)}"
-wrote += f", DCP {human_bytes(theirs)}" if theirs else ""
+wrote += f", DCP {human_bytes(theirs)} and an index" if theirs else ""
 like = "; DCP loads those of the same training in PyTorch, equal to them within 0.01 % and 1e-6"
 find(
     comms,
@@ -906,7 +906,7 @@ for micro_batches in steps:
     norm = clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    loggable = norm.full_tensor()  # of a DTensor: on every rank
+    loggable = norm.full_tensor()  # of a DTensor: a collective, called on every rank
 ```
 
 ## Where other parallelism begins

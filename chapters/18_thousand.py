@@ -117,7 +117,7 @@ r"""
 Hosts in a box have links of known speed, and few cores. So their devices are of known speed, too
 (chapter 03): a layer sleeps as long as a GPU would compute, then has a real gradient. Messages are
 real, and so is microddp's code that sends them. Links are slow, 200 Mbit/s, so that cores are
-seldom what a message waits for, and all of it takes about 40 seconds. Two models and five
+seldom what a message waits for, and all of it takes about a minute. Two models and five
 strategies are asked for:
 """
 
@@ -238,12 +238,15 @@ def error_of(row):
     return measured / guess - 1
 
 
-rows = [
-    (n, name, way, *map(human_seconds, times), f"{error_of((*times,)):+.0%}")
-    for n, name, way, *times in checked
-]
-headers = ["ranks", "layers", "strategy", "measured", "simulated", "error"]
-comms.print(table(rows, headers) if rows else "fewer than four ranks: nothing to ask")
+def errors_of(cases):
+    rows = [
+        (n, name, way, *map(human_seconds, times), f"{error_of((*times,)):+.0%}")
+        for n, name, way, *times in cases
+    ]
+    return table(rows, ["ranks", "layers", "strategy", "measured", "simulated", "error"])
+
+
+comms.print(errors_of(checked) if checked else "fewer than four ranks: nothing to ask")
 
 
 # %% tags=["plumbing"]
@@ -494,7 +497,8 @@ r"""
 For *speed* itself the planner counts operations, with the constants of all rows, and takes the
 share of the peak that other publishers reach on such devices. The guess: as fast as another's model
 there, the nearest in size. For *memory* it adds activations and logits; the guess: all is taken.
-For *all-reduces* the guess is the specified bandwidth. (Rows that set a constant are left out.)
+For *all-reduces* the guess is the specified bandwidth. (Of these two, rows that set a constant are
+left out.)
 """
 
 # %% tags=["plumbing"]
@@ -601,8 +605,8 @@ links together (or of NVLink, if that is less), backward can hide its bytes from
 
 $$ t^* = \frac{6}{4} \cdot \frac{F}{B} $$
 
-tokens a device on. A ring's starts come on top, and grow with $n$. *Efficiency* is a device's speed
-by that of one that waits for nothing.
+tokens a device on. A ring's starts come on top, and grow with $n$; the planner adds attention, and
+what messages slow. *Efficiency* is a device's speed by that of one that waits for nothing.
 """
 
 # %%
@@ -633,7 +637,7 @@ figures.lines(
 few_1, many_1 = ends[2:]  # tokens, with one link
 gains = {
     "8 times the tokens": (ends[1] / ends[0], many_1 / few_1),
-    "8 times the links": (ends[0] / few_1, ends[1] / many_1),
+    "8 links for one": (ends[0] / few_1, ends[1] / many_1),
     "16 devices instead": [values[1] / values[-1] for _, values in curves.values()],
 }
 said = "; ".join(f"{end:.0%} ({name})" for name, end in zip(curves, ends, strict=True))
@@ -679,8 +683,9 @@ find(
 # %% [markdown] index=["mean time between failures", "checkpoint interval"]
 r"""
 Real steps are no such draws. On a cluster of over 10,000 GPUs, devices and links that were slow for
-a while made large jobs take 1.34 times as long, on average ([Wu and
-others](https://arxiv.org/abs/2410.12588), 2024). The simulator has none of that.
+a while made jobs take 1.34 times as long, on average ([Wu and
+others](https://ar5iv.labs.arxiv.org/html/2410.12588), 2024; in lists of abstracts it is 1.34 %).
+The simulator has none of that.
 
 ## A thousand fail
 
@@ -748,8 +753,8 @@ specification. It knows no tensor or pipeline parallelism, and no experts.
 ## Where it breaks: believing a fit
 
 **Predict.** With links and devices five times as fast, all takes a fifth of the time, except what
-cores do. The fit on two hosts has that, but not how eight ranks wait for each other's cores. So it
-should promise too much:
+cores do. The fit on two hosts has that, but not for how long one of eight ranks waits until it gets
+a core. So it should promise too much, most of all to stage 3, which sends most messages:
 """
 
 # %%
@@ -758,18 +763,27 @@ for name in MODELS if comms.box and comms.world_size >= 8 else ():
     checked_quick += ask(8, name, quick)
 
 # %% tags=["plumbing"]
+comms.print(errors_of(checked_quick) if checked_quick else "fewer than eight hosts")
 fast = off(checked_quick)
 worst, its = max(((error_of(row), row[2]) for row in checked_quick), default=(0.0, ""))
 said = (
     f"On links of 1 Gbit/s half of the steps on 8 are off by {fast[0]:.0%} or less (signed "
     f"{fast[1]:+.0%}), {its} by {worst:+.0%}"
 )
-more = fast[1] > eight[1] + 0.02
+calm = max((error_of(row) for row in checked if row[0] == 8), default=0.0)
+more, some = fast[1] > eight[1] + 0.02, worst > calm + 0.02
 find(
     comms,
     "faster-links",
-    more=(bool(checked_quick) and more, f"{said}: more was promised than came."),
-    alike=(bool(checked_quick) and not more, f"{said}: no more promised than on slow links."),
+    more=(bool(checked_quick) and more, f"{said}: in the median more was promised than came."),
+    some=(
+        bool(checked_quick) and some and not more,
+        f"{said}, on slow links by {calm:+.0%} at most: in the median no more was promised.",
+    ),
+    alike=(
+        bool(checked_quick) and not some and not more,
+        f"{said}: no more was promised than on slow links.",
+    ),
     none=(not checked_quick, "It takes eight hosts in a box."),
 )
 

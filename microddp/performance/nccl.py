@@ -102,7 +102,7 @@ def nccl_seconds(network: Network, half: str, nbytes: float) -> tuple[float, str
             latency = (times * (n - 1) - crossing) * hop + crossing * far
             queue = nbytes / n / network.rails >= PIPELINED
             if way.protocol == "Simple" and nodes > 1 and times == 2 and queue:
-                latency *= 1.9
+                latency *= 1.4
         else:
             latency = 2 * ((each - 1) * hop + math.floor(math.log2(nodes)) * far)
         reached = min(bandwidth * way.share, way.most[min(nodes, 3) - 1])

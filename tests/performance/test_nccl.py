@@ -18,7 +18,7 @@ def test_a_large_ring_crosses_the_network_once_a_node():
     assert network.seconds("all_gather", "nccl", nbytes) == seconds
     # An all-reduce is two of them, whose chunks wait for each other.
     seconds, name = nccl_seconds(network, "all_reduce", nbytes)
-    latency = 8.4e-6 + 1.9 * ((62 - 6) * 3.4e-6 + 6 * 14e-6)
+    latency = 8.4e-6 + 1.4 * ((62 - 6) * 3.4e-6 + 6 * 14e-6)
     assert seconds == pytest.approx(latency + nbytes * 62 / 32 / 400e9)
 
 
