@@ -761,9 +761,9 @@ a core. So it should promise too much, most of all to stage 3, which sends most 
 checked_quick = []
 for name in MODELS if comms.box and comms.world_size >= 8 else ():
     checked_quick += ask(8, name, quick)
+comms.print(errors_of(checked_quick) if checked_quick else "fewer than eight hosts")
 
 # %% tags=["plumbing"]
-comms.print(errors_of(checked_quick) if checked_quick else "fewer than eight hosts")
 fast = off(checked_quick)
 worst, its = max(((error_of(row), row[2]) for row in checked_quick), default=(0.0, ""))
 said = (
