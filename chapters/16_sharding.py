@@ -613,8 +613,8 @@ that takes of $C$ is found below.
 
 **Measure.** On devices of known speed, which pause as long as they would compute: a scale model of
 four machines with an A100 and 25 Gbit/s each, that train 355 million parameters in bf16, and the
-same with twice and half as many tokens a step. On links of 150 Mbit/s the stage takes about as long
-as the cluster would: some 40 seconds for all of it.
+same with twice and half as many tokens a step. On links of $600/n$ Mbit/s a message of a ring takes
+7 ms, and four machines take about as long as the cluster would: some 40 seconds for all of it.
 """
 
 # %%
@@ -629,7 +629,8 @@ def stage_on(link):
     return own, set_stage(own, cluster("a100", "25gbit", nodes=n, node=1, **WORK))
 
 
-own, base = stage_on("150mbit")
+slow_link = 600 // n
+own, base = stage_on(f"{slow_link}mbit")
 comms.print(base)
 
 
@@ -858,8 +859,9 @@ r"""
 ## Who carries?
 
 **Predict.** A pausing device leaves its core to those that send: to rings in Python, in which each
-rank waits for the latest. On links more than six times as fast, with as long messages by $C$ as
-before, cores have less than a sixth of the time for as many messages. So stage 3 should hide less.
+rank waits for the latest. On links of 1 Gbit/s, with as long messages by $C$ as before, a message
+takes 1 ms (of four ranks) instead of 7: cores have a seventh of the time for as many. So stage 3
+should hide less.
 
 **Measure.** The last of the three scales, on links of 1 Gbit/s:
 """
@@ -884,8 +886,8 @@ def in_words(share):
 slow = shares[last]["zero3"]
 said = quick and (
     f"On links of 1 Gbit/s stage 3 hid {in_words(quick)} of what can be hidden, at M/C "
-    f"{ratio:.2f}, on those of 150 Mbit/s {in_words(slow)}, at {label[last]}. DDP, which gloo "
-    f"carries, hid {in_words(others)} and {in_words(shares[last]['ddp'])}"
+    f"{ratio:.2f}, on those of {slow_link} Mbit/s {in_words(slow)}, at {label[last]}. DDP, which "
+    f"gloo carries, hid {in_words(others)} and {in_words(shares[last]['ddp'])}"
 )
 less = quick is not None and quick.spread[1] < slow.spread[0]
 find(

@@ -328,8 +328,9 @@ so as backward begins its link waits for the last block (chapter 16), and then g
 reductions.
 
 With 16 hosts (`python -m microddp.hosts --hosts 16 -- chapters/17_sharded_in_practice.py`) it is
-four nodes of four. On two cores of an AMD EPYC, 27 November 2026, 16 devices were there 8.97 times
-as fast as one by stage 3, 11.45 times by DDP and 11.63 by HSDP.
+four nodes of four. On two cores of an AMD EPYC, 27 November 2026, 16 devices were there 10.06 times
+as fast as one by stage 3, where $T_0$ allowed 11.2, 10.67 times by DDP (10.9), and 11.59 by HSDP
+(12.5).
 
 ## What to keep whole
 
