@@ -967,7 +967,7 @@ On GPUs, published comparisons of stage 3 with DDP differ. In the paper on FSDP 
 611 million and 2.28 billion parameters on A100s ([Zhao et al., VLDB
 2023](https://arxiv.org/abs/2304.11277), section 5.2). A user of OLMo with 1 billion parameters got
 8034 tokens a second from each of four GPUs by DDP, 1747 by FSDP with the model as one block, and
-1790 with blocks, whole until backward has ended ([allenai/OLMo
+1790 with blocks, each whole until its backward has ended ([allenai/OLMo
 762](https://github.com/allenai/OLMo/issues/762), December 2024). DDP averaged once for many
 micro-batches, and FSDP gathers for each (exercise 3).
 
