@@ -87,6 +87,11 @@ def test_words_that_people_search_for_lead_to_sections(tmp_path):
     assert re.search(f'<a href="{place}">(<strong>)?unequal shards', index), "the main entry"
     assert "unequal shards" in (book.root / "_site/searchindex.js").read_text()
 
+    book.write("docs/other.md", "---\norphan: true\n---\n# Another page\n")
+    assert book.build("-W").process.returncode == 0
+    assert "Another page" in (search := (book.root / "_site/searchindex.js").read_text())
+    assert "unequal shards" in search, "of a page that this build did not write"
+
     book.write("chapters/01_manual.py", text.replace("## ", ""))
     build = book.build()
     assert build.process.returncode != 0

@@ -4,6 +4,7 @@ Sphinx's search finds pages by their words, and sections by entries of the index
 such words at the cell in which a section begins: `# %% [markdown] index=["ring"]`.
 """
 
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import jupytext
 from docutils import nodes
 from sphinx import addnodes
-from sphinx.application import Sphinx
+from sphinx.application import ENV_PICKLE_FILENAME, Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.transforms import SphinxTransform
 
@@ -51,7 +52,19 @@ class MarkSections(SphinxTransform):
             raise ExtensionError(f"search_words: {script.stem} has no section {missing}")
 
 
+def save_again(app: Sphinx, exception: Exception | None) -> None:
+    """Save the environment once more, with the entries of the pages that were written.
+
+    Sphinx gives them to the search as it writes a page, and saves them before. In a later build,
+    which does not write that page again, they would be gone.
+    """
+    if exception is None:
+        with Path(app.doctreedir, ENV_PICKLE_FILENAME).open("wb") as file:
+            pickle.dump(app.env, file, pickle.HIGHEST_PROTOCOL)
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Add the transform."""
+    """Add the transform, and connect the handler."""
     app.add_transform(MarkSections)
+    app.connect("build-finished", save_again)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
