@@ -1,4 +1,4 @@
-"""How short a step can be when its messages hide behind its computing, and how much of that it hid.
+"""The shortest step whose messages hide behind its computing, and the share that a step hid.
 
 Computing takes C, a third of it in forward, and the all-reduces of all layers' gradients, one after
 another, take M. Layers are equal. Chapter 16 derives the bound.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sends:
-    """How long the messages of a strategy's step take by themselves, in units of M.
+    """The time that the messages of a strategy's step take by themselves, in units of M.
 
     Attributes:
         forward: those of forward.
