@@ -1,5 +1,6 @@
 """Sphinx configuration of the book. Build it with: sphinx-build -c . docs _site"""
 
+import gc
 import os
 import sys
 from importlib.metadata import version as version_of
@@ -8,6 +9,9 @@ from pathlib import Path
 from microddp.figures.style import GREY, ROLES
 
 sys.path.insert(0, str(Path(__file__).parent / "docs" / "_ext"))
+# A full collection takes most of a second, as it goes through all of PyTorch, and a build makes
+# many: 40 of its seconds. Less often, they cost a build 250 MB.
+gc.set_threshold(100_000, 50, 50)
 
 project = "microddp"
 author = "The microddp authors"
