@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -163,7 +164,12 @@ def simulate(
     if steps < 1:
         raise ValueError(f"expected at least one step, got {steps}")
     drawn = np.random.default_rng(seed)
-    clock = np.zeros(network.devices if variation else 1)
+    # One clock is a number, as arrays of one take ten times as long.
+    clock: Any = np.zeros(network.devices) if variation else 0.0
+    clocks = network.devices if variation else 1
+    last, mean, later, less = (np.max, np.mean, np.maximum, np.minimum)
+    if not variation:
+        last, mean, later, less = float, float, max, min  # type: ignore[assignment]
     lanes, waited, events = dict[str, float](), 0.0, 0
     ends = [0.0]
     calls: list[Call] = []
@@ -172,10 +178,10 @@ def simulate(
         for step in range(min(steps, way.every))
     ]
     for step in range(steps):
-        factor: NDArray[np.float64] | float = 1.0
+        factor: Any = 1.0
         if variation:
-            factor = drawn.choice(variation.factors, len(clock))
-            clock += variation.pause * (drawn.random(len(clock)) < variation.rare)
+            factor = drawn.choice(variation.factors, clocks)
+            clock = clock + variation.pause * (drawn.random(clocks) < variation.rare)
         done: list[float] = []
         calls = []
         ops = programs[step % way.every]
@@ -184,18 +190,18 @@ def simulate(
                 call = op.start
                 took = network.among(call.among).seconds(call.half, way.algorithm, call.nbytes)
                 ready = 0.0 if call.after is None else done[call.after]
-                done.append(max(lanes.get(call.among, 0.0), float(clock.max()), ready) + took)
+                done.append(max(lanes.get(call.among, 0.0), float(last(clock)), ready) + took)
                 lanes[call.among] = done[-1]
                 calls.append(call)
             elif op.wait is not None:
-                waited += float(np.maximum(done[op.wait] - clock, 0).mean())
-                np.maximum(clock, done[op.wait], out=clock)
+                waited += float(mean(later(done[op.wait] - clock, 0)))
+                clock = later(clock, done[op.wait])
             else:
                 alone = op.seconds * factor
                 if way.slowed:
-                    busy = np.maximum(max(lanes.values(), default=0.0) - clock, 0)
-                    alone = alone + way.slowed * np.minimum(alone, busy / (1 + way.slowed))
-                clock += alone
-        events += len(ops) * len(clock)
-        ends.append(float(clock.max()))
+                    busy = later(max(lanes.values(), default=0.0) - clock, 0)
+                    alone = alone + way.slowed * less(alone, busy / (1 + way.slowed))
+                clock = clock + alone
+        events += len(ops) * clocks
+        ends.append(float(last(clock)))
     return Simulated(np.diff(ends), waited / steps, tuple(calls), events)
