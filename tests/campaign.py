@@ -299,6 +299,7 @@ def restarted(fault: Fault, folder: Path) -> None:
 
 def be_torchrun(fault: Fault, folder: Path) -> None:
     """torchrun's own agent and restarts, with ranks that are forked."""
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "1"
     config = LaunchConfig(
         *(1, 1, fault.ranks, DefaultLogsSpecs(log_dir=str(folder / "logs"))),
         run_id=secrets.token_hex(4),
@@ -306,7 +307,6 @@ def be_torchrun(fault: Fault, folder: Path) -> None:
         rdzv_endpoint="localhost:0",
         max_restarts=3,
         start_method="fork",
-        shutdown_timeout=1,
     )
     with open(folder / "log of torchrun", "a") as log:
         for stream in (1, 2):

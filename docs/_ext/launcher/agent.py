@@ -111,7 +111,7 @@ class _Rank:
         return status
 
 
-def _be_an_agent(folder: Path, order: dict[str, Any], forks: bool) -> int:
+def _be_an_agent(folder: Path, order: dict[str, Any], forks: bool, seconds_for_ranks: int) -> int:
     """Run torchrun in this process; return 0 if every rank ended well."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -132,8 +132,12 @@ def _be_an_agent(folder: Path, order: dict[str, Any], forks: bool) -> int:
     # torchrun would give its advice on OMP_NUM_THREADS with every chapter. The failure that it logs
     # as the first is so by whole seconds only.
     logging.disable(logging.ERROR)
+    arguments = order["arguments"]
+    # Not every PyTorch has this option. Without it, torchrun gives ranks 30 seconds.
+    if "--shutdown-timeout" in run.get_args_parser().format_help():
+        arguments = [f"--shutdown-timeout={seconds_for_ranks}", *arguments]
     try:
-        run.main(order["arguments"])
+        run.main(arguments)
     except ChildFailedError as error:
         exits = [(rank, failure.exitcode) for rank, failure in error.failures.items()]
         (folder / f"exits{order['number']}.json").write_text(json.dumps(exits))
@@ -146,9 +150,9 @@ def _be_an_agent(folder: Path, order: dict[str, Any], forks: bool) -> int:
     return 0
 
 
-def _start(folder: Path, order: dict[str, Any], forks: bool) -> int:
+def _start(folder: Path, order: dict[str, Any], *options: Any) -> int:
     """Fork an agent, on its host; return the process's id."""
-    be_an_agent = partial(_be_an_agent, folder, order, forks)
+    be_an_agent = partial(_be_an_agent, folder, order, *options)
     if order["within"]:
         enter, *place = order["within"]
         be_an_agent = partial(import_object(enter), *place, partial(status_of, be_an_agent))
@@ -175,8 +179,8 @@ def run_agents(folder: Path, number: int) -> int:
     for module in (MODULE, *(program["imports"] or ())):
         import_module(module)
     gc.freeze()  # otherwise each process would collect all of it again, and copy what it touches
-    forks = program["imports"] is not None
-    agents = {_start(folder, order, forks): order["number"] for order in program["agents"]}
+    options = program["imports"] is not None, program["seconds_for_ranks"]
+    agents = {_start(folder, order, *options): order["number"] for order in program["agents"]}
 
     def stop(number: int, _frame: FrameType | None) -> None:
         for agent in agents:

@@ -168,7 +168,7 @@ def _start(
         arguments = [
             *(*meeting, f"--node-rank={number}", f"--nproc-per-node={agent.ranks}", "--role=rank"),
             *(f"--log-dir={folder / f'agent{number}'}", "--tee=3"),
-            *(f"--shutdown-timeout={_SECONDS_FOR_RANKS}", PROGRAMS, "rank", str(folder)),
+            *(PROGRAMS, "rank", str(folder)),
         ]
         orders.append({"number": number, "arguments": arguments, **asdict(agent)})
     program = {
@@ -176,6 +176,7 @@ def _start(
         "sys_path": job.sys_path,
         "imports": job.imports,
         "environment": ENVIRONMENT,
+        "seconds_for_ranks": _SECONDS_FOR_RANKS,
         "agents": orders,
     }
     first, prefix = orders[0]["number"], orders[0]["prefix"]
