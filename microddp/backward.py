@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from microddp.buckets import GradientBucket, sparse_gradients
+from microddp.buckets import GradientBucket, gradients_are_sparse
 from microddp.carrier import Carrier
 from microddp.comms import Comms
 from microddp.timing import NOT_RECORDED, Launched, Recorder
@@ -28,6 +28,12 @@ class Switchable:
     """
 
     armed = True
+    _handles: Sequence[Any] = ()
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -53,7 +59,7 @@ def tensors_in(output: Any) -> Iterator[torch.Tensor]:
 
 
 def bytes_held(gradient: torch.Tensor) -> int:
-    """Bytes of a gradient's values; where it holds but a few rows, of those and their numbers."""
+    """Bytes of a gradient's values; of a sparse one, of its values and their indices."""
     if gradient.is_sparse:
         return gradient._values().nbytes + gradient._indices().nbytes
     return gradient.nbytes
@@ -85,7 +91,7 @@ class Buckets:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
-        self.sparse = sparse_gradients(model)
+        self.sparse = gradients_are_sparse(model)
         self.comms = comms
         self.as_view = as_view
         self.carrier = carrier or Carrier(comms)

@@ -96,8 +96,3 @@ class BucketedDDPHooks(Switchable):
         """Give a backward up that did not complete, once what was sent has come to rest."""
         list(self.backward.wait_for_buckets())
         self.backward = Backward(self.buckets)
-
-    def remove(self) -> None:
-        """Take the hooks off the model."""
-        for handle in self._handles:
-            handle.remove()

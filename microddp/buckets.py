@@ -82,7 +82,7 @@ class GradientBucket:
 
     Attributes:
         views: views of the buffer, one for each parameter in its shape; none if it is sparse.
-        sparse: True if its only gradient holds but a few rows.
+        sparse: True if it holds a single gradient, which is sparse.
         copies_eagerly: True if a gradient is copied as soon as it is ready, not with all others.
         grads: by slot, the gradients that are ready and not copied yet; ``None`` for zero.
     """
@@ -219,13 +219,13 @@ def plan_in_order(model: nn.Module, order: Sequence[int], caps: Sequence[int]) -
         caps: as for :func:`plan_buckets`.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    sparse = sparse_gradients(model)
+    sparse = gradients_are_sparse(model)
     plan = plan_buckets([parameters[i] for i in order], caps, [sparse[i] for i in order])
     return [[order[j] for j in members] for members in plan]
 
 
-def sparse_gradients(model: nn.Module) -> list[bool]:
-    """For each parameter that requires a gradient whether that holds but a few rows."""
+def gradients_are_sparse(model: nn.Module) -> list[bool]:
+    """For each parameter that requires a gradient, whether that gradient is sparse."""
     sparse = {
         id(module.weight)
         for module in model.modules()
@@ -240,7 +240,7 @@ def check_dense(model: nn.Module, comms: Comms) -> None:
     Raises:
         ValueError: a trained parameter would get one.
     """
-    sparse = sparse_gradients(model)
+    sparse = gradients_are_sparse(model)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     if found := [name for name, is_sparse in zip(names, sparse, strict=True) if is_sparse]:
         raise ValueError(

@@ -35,7 +35,7 @@ COLUMNS = 88  # of a terminal
 
 @dataclass(frozen=True)
 class Comparison:
-    """The speed of one thing beside another of the same run: so many times as fast.
+    """How many times as fast one thing is as another of the same run.
 
     Attributes:
         times: the other's time divided by this one's, round by round: above 1 is faster.
@@ -50,12 +50,12 @@ class Comparison:
 
     @property
     def faster(self) -> bool:
-        """True if both quartiles are above 1, also as they are written."""
+        """True if both quartiles are above 1, as printed, too."""
         return float(_ratio(self.times.spread[0])) > 1
 
     @property
     def slower(self) -> bool:
-        """True if both quartiles are below 1, also as they are written."""
+        """True if both quartiles are below 1, as printed, too."""
         return float(_ratio(self.times.spread[1])) < 1
 
     @property
@@ -209,5 +209,5 @@ def _ratio(value: float) -> str:
 
 
 def _small(text: str) -> str:
-    """Begin within a sentence: an article, or another word in lower case after its first letter."""
+    """The text as it begins within a sentence: in lower case, but for an abbreviation."""
     return text[:1].lower() + text[1:] if text[1:2].islower() or text[1:2] == " " else text

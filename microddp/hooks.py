@@ -172,11 +172,6 @@ class AllReduceHooks(Switchable):
             with self.timeline.span(f"wait for {name}", lane="wait"):
                 work.wait()
 
-    def remove(self) -> None:
-        """Take the hooks off the model."""
-        for handle in self._handles:
-            handle.remove()
-
     def _ready(self, name: str, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         if gradient is None or not self.armed:

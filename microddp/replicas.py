@@ -44,7 +44,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], comms: Comms, src: int = 
 
 
 def pack(tensors: Iterable[torch.Tensor]) -> Iterator[Packed]:
-    """Flat buffers for tensors, each of one device and, of several tensors, at most 64 MiB."""
+    """Flat buffers for tensors: each of one device, with several tensors only up to 64 MiB."""
     # The widest dtype first, so that each tensor begins where its dtype may.
     ordered = sorted(tensors, key=lambda t: (str(t.device), -t.itemsize))
     while ordered:

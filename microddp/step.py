@@ -1,7 +1,7 @@
 """One training step: forget the gradients, forward, backward, have the averages, update.
 
-It is the same whatever averages. What differs is behind :class:`Strategy`, and those that there are
-are in :mod:`microddp.strategies`.
+The step is the same however gradients are averaged. What differs is behind :class:`Strategy`; the
+strategies are in :mod:`microddp.strategies`.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ def compute_gradients(
     autocast: AbstractContextManager[object] = FULL_PRECISION,
     scaler: torch.amp.GradScaler | None = None,
 ) -> torch.Tensor:
-    """Forward and backward, until the gradients are averages; they add to those there are.
+    """Run forward and backward, and average the gradients, which add to those in ``.grad``.
 
     Other arguments, result and errors are those of :func:`take_step`.
 
     Args:
         parts: parts in which the shard is computed, one by one, with one average.
-        share: samples that a rank would have if shards were equal. Where they are not, each sample
-            then counts as much as any other; by default this shard has as many.
+        share: samples that a rank would have if shards were equal; pass it where they are not, so
+            that every sample counts the same. Default: the size of this shard.
         autocast: the precision of forward.
         scaler: scales the loss, and so the gradients, where the precision needs it.
     """
@@ -155,12 +155,12 @@ class Strategy:
         averages: True if gradients are averaged in each step.
         overlaps: True if gradients are sent while backward goes on.
         buckets: True if gradients travel together.
-        replicas: True if each rank keeps everything, and after each step the same.
+        replicas: True if every rank holds the whole model, with the same values after each step.
         stage: ZeRO's: from 1 on the optimizer's state is kept in parts, from 2 on gradients, and in
             3 parameters; 0: nothing is.
         slices: True if these parts are cut without regard to where a parameter begins.
         in_nodes: True if these parts are those of a node's ranks, and each node has all of them.
-        compression: the gradients kept back, where less than these is sent.
+        compression: what keeps back the part of gradients that is not sent; ``None`` if all is.
         timeline: records phases, collectives, and the wait for them.
     """
 

@@ -90,7 +90,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class PredictedStep:
     """A step, predicted; in seconds.
 
     Attributes:

@@ -66,10 +66,15 @@ def average_gradients(model: nn.Module, comms: Comms, timeline: Recorder = NOT_R
     """
     with timeline.span("wait for gradients", lane="wait"):
         for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                nbytes = bytes_held(parameter.grad)
+            if (gradient := parameter.grad) is not None:
+                nbytes = bytes_held(gradient)
                 with timeline.span(f"all-reduce {name}", "communication", nbytes):
-                    comms.all_reduce_mean(parameter.grad)
+                    if gradient.is_sparse or gradient.is_contiguous():
+                        comms.all_reduce_mean(gradient)
+                    else:  # laid out like its parameter: channels last, say
+                        flat = gradient.contiguous()
+                        comms.all_reduce_mean(flat)
+                        gradient.copy_(flat)
 
 
 @register("hooks")
@@ -127,6 +132,7 @@ class Wrapped(Strategy):
 
     def __init__(self, model: nn.Module, comms: Comms, bucket_cap_mb: float | None = None) -> None:
         super().__init__(model, comms)
+        self._made = not isinstance(model, DDP)
         ddp = model if isinstance(model, DDP) else DDP(model, comms, bucket_cap_mb=bucket_cap_mb)
         self.ddp = self.module = ddp
         self.timeline = ddp.reducer.buckets.timeline
@@ -139,7 +145,8 @@ class Wrapped(Strategy):
         return self.ddp.no_sync()
 
     def remove(self) -> None:
-        self.ddp.reducer.remove()
+        if self._made:  # else it is its owner's
+            self.ddp.reducer.remove()
 
 
 @register("torch")

@@ -10,13 +10,14 @@ from torch.nn.functional import cross_entropy
 
 from microddp.bucketing import BucketedDDPHooks
 from microddp.data import ShardedBatches, load_digits
+from microddp.ddp import DDP
 from microddp.hooks import AllReduceHooks
-from microddp.model import FullMLP, gradient_bytes
+from microddp.model import FullMLP, ModelConfig, SimpleCNN, gradient_bytes
 from microddp.replicas import check_replicas
 from microddp.schedule import ddp_step, naive_data_parallel_step, register_ddp_hooks
 from microddp.step import take_step
 from microddp.step_times import exposed, overlapped
-from microddp.strategies import STRATEGIES
+from microddp.strategies import STRATEGIES, average_gradients, strategy_of
 from microddp.timing import NOT_RECORDED, Timeline
 
 STEPS = 20
@@ -229,3 +230,24 @@ def test_a_timeline_of_hooks_has_gradients_collectives_and_waits(comms):
         names = {name for name, _ in model.named_parameters()}
         assert names <= {s.name for s in spans}
         hooks.remove()
+
+
+@on_ranks(2)
+def test_gradients_laid_out_as_channels_last_are_averaged_one_by_one(comms):
+    cnn = SimpleCNN(ModelConfig(channels=(4, 8), hidden=16)).to(memory_format=torch.channels_last)
+    images = torch.randn(6, 64, generator=torch.Generator().manual_seed(comms.rank))
+    cnn(images).square().sum().backward()
+    expected = [p.grad.contiguous().clone() for p in cnn.parameters()]
+    average_gradients(cnn, comms)
+    for parameter, mine in zip(cnn.parameters(), expected, strict=True):
+        comms.all_reduce_mean(mine)
+        assert parameter.grad.stride() == parameter.stride()
+        assert torch.equal(parameter.grad, mine)
+
+
+@on_ranks(2)
+def test_a_strategy_leaves_the_hooks_of_a_wrapper_that_it_did_not_make(comms):
+    ddp = DDP(torch.nn.Linear(3, 2), comms)
+    strategy_of(ddp, comms).remove()
+    ddp(torch.full((1, 3), comms.rank + 1.0)).sum().backward()
+    assert torch.equal(ddp.module.weight.grad, torch.full((2, 3), 1.5))

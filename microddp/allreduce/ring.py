@@ -70,7 +70,7 @@ def ring_all_reduce(
     The others, and errors, are those of :func:`~microddp.allreduce.whole_tensor.naive_all_reduce`.
 
     Raises:
-        ValueError: also if a rank is not in ``order`` once.
+        ValueError: also if ``order`` does not name every rank once.
 
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
     workstations", 2009, section 3.

@@ -42,7 +42,7 @@ def direct_all_reduce(tensor: torch.Tensor, comms: Comms, op: str = "sum") -> No
 
     In each of n-1 rounds a rank sends to one other and receives from another, so that all links
     work and no two messages meet at one. (All at once, those to a rank shared its link, and on four
-    hosts with 1 Gbit/s took 1.2 to 1.4 times as long.) Each rank needs (n-1) S bytes of scratch.
+    hosts with 1 Gbit/s took 1.2 to 1.4 times as long.) Each rank needs n S bytes of scratch.
     Arguments and errors are those of :func:`naive_all_reduce`.
     """
     rank, n = comms.rank, comms.world_size

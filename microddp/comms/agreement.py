@@ -79,7 +79,7 @@ class Headers:
     def send(self, text: str, dst: int) -> dist.Work:
         """Start to send a header to one rank; ``wait()`` on the result."""
         work = dist.isend(self._encode(text), group=self.group, group_dst=dst)
-        assert work is not None  # only on ranks outside the group
+        assert work is not None  # None only on ranks outside the group
         return work
 
     def recv(self, src: int) -> str:
@@ -101,8 +101,8 @@ class Headers:
         :meth:`microddp.Comms.agree` calls it with ``MICRODDP_DEBUG=1``.
 
         Raises:
-            RuntimeError: names the ranks that differ from the most frequent text, or, where there
-                is none, from that of the first rank.
+            RuntimeError: names the ranks that differ from the most frequent text; on a tie, from
+                the one that the lowest rank has.
         """
         said = self.exchange(call)
         usual, odd = odd_ranks(said)

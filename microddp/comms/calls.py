@@ -61,7 +61,7 @@ class Unnoted(AbstractContextManager[None]):
 
 
 def start(rank: int, world_size: int, answers: bool) -> Calls:
-    """Begin to take note of this process's calls, in place of who did before.
+    """Start a log of this process's calls, in place of an earlier one.
 
     Args:
         rank: of this process in its job.

@@ -71,7 +71,8 @@ class Comms(PointToPoint):
         this one must have all ranks of the job.
 
         Args:
-            ranks: the members, as ranks of this group, without repeats.
+            ranks: the members, as ranks of this group, without repeats. They are numbered in
+                ascending order, whatever the order here.
             timeout: seconds, if its members should wait for a shorter or longer time.
 
         Returns:
@@ -108,10 +109,11 @@ class Comms(PointToPoint):
         """
         if self.backend == "nccl" or (self.box and not computing):
             return self
-        # Hosts in a box are one machine.
-        place = torch.tensor([self.rank if self.box else self.local_rank], device=self.device)
-        places = self.all_gather(place).flatten().tolist()
-        staying = [rank for rank, place in enumerate(places) if place < max(2, self.devices)]
+        place = self.rank if self.box else self.local_rank  # hosts in a box are one machine
+        # Each for itself: another machine may have more cores.
+        stays = torch.tensor([int(place < max(2, self.devices))], device=self.device)
+        answers = self.all_gather(stays).flatten().tolist()
+        staying = [rank for rank, stays in enumerate(answers) if stays]
         if len(staying) == self.world_size:
             return self
         group = self.subgroup(staying)

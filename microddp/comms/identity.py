@@ -47,8 +47,8 @@ class Identity:
         most_rounds: of one measurement; ``None``: as many as are asked for.
         debug: whether the ranks compare what they are about to do.
         joined: whether somebody else has made the group, who will also end it.
-        through_host: whether tensors travel by way of main memory. PyTorch promises of gloo that
-            it takes CUDA tensors in all-reduce and broadcast; sending one ends the process.
+        through_host: whether tensors travel by way of main memory. gloo takes CUDA tensors in
+            all-reduce and broadcast only; to send one ends the process.
 
     Raises:
         ValueError: the group has no backend for the device.
@@ -76,8 +76,8 @@ class Identity:
         self.local_rank = local_rank
         self.local_world_size = local_world_size
         self.device = device
-        # Of a group with a backend for each kind of device, or made without naming one, torch's
-        # get_backend tells neither.
+        # torch's get_backend() does not tell it for a group with a backend for each kind of device,
+        # nor for one that was made without naming a backend.
         backends = dist.get_backend_config(group)
         by_device = dict(entry.split(":") for entry in backends.split(","))
         if device.type not in by_device:
@@ -126,7 +126,7 @@ class Identity:
 
     @property
     def ranks_here(self) -> int:
-        """Number of ranks of this group on this machine; hosts in a box are one machine."""
+        """The most ranks of this group that this machine can have; hosts in a box are one."""
         return self.world_size if self.box else min(self.world_size, self.local_world_size)
 
     @property

@@ -101,22 +101,22 @@ def _join_group(backend: str | None) -> Comms:
     """The ``Comms`` of the group of all ranks that somebody else has made."""
     gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    comms = Comms.of_group(None, device)
+    calls.start(dist.get_rank(), dist.get_world_size(), answers=True)
+    comms = Comms.of_group(None, device)  # which keeps the record that it finds
     comms.joined = True
     if backend not in (None, comms.backend):
         raise RuntimeError(
             f"rank {comms.rank}: expected a group with backend {backend!r}, got one with "
             f"{comms.backend!r}, which was made before"
         )
-    _prepare(comms.rank, comms.world_size, comms.local_world_size, device)
+    _prepare(comms.local_world_size, device)
     if comms.backend == "gloo" and comms.world_size > 1:
         schedule_threads("batch")
     return comms
 
 
-def _prepare(rank: int, world_size: int, local_world_size: int, device: torch.device) -> None:
-    """Set up what a rank computes on, and what it tells of itself."""
-    calls.start(rank, world_size, answers=True)
+def _prepare(local_world_size: int, device: torch.device) -> None:
+    """Set up what a rank computes on."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
@@ -151,7 +151,8 @@ def form_group(
     global _formed
     gpus = torch.cuda.device_count()
     device = torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
-    _prepare(rank, world_size, local_world_size, device)
+    calls.start(rank, world_size, answers=True)
+    _prepare(local_world_size, device)
     backend = _choose_backend(backend, store, rank, world_size, device)
     if backend == "gloo" and world_size > 1:
         schedule_threads("batch")
@@ -176,7 +177,7 @@ def form_group(
 
 
 def end_of_gloo(comms: Comms) -> None:
-    """Let gloo's threads end, or come to rest, before Python does, which would abort the process.
+    """Let gloo's threads end, or come to rest, before Python: one that still runs would abort it.
 
     They end with the last reference to the group, see ``Comms.close``. Where PyTorch's DDP still
     has one, a thread may be letting go of its last tensor, for which it needs Python.

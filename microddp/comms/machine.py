@@ -41,8 +41,8 @@ def schedule_threads(policy: str) -> None:
 def end_with_parent() -> None:
     """Have the kernel kill this process when its parent ends, in whatever way. Linux only.
 
-    A launcher that is killed cannot stop what it has started. Without it, ranks would train on
-    with nobody to restart them or to tell them to stop.
+    A launcher that is killed cannot stop what it has started. Without this call, ranks would
+    train on with nobody to restart them or to tell them to stop.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -47,7 +47,7 @@ def get(what: str, mesh: DeviceMesh | None = None) -> Any:
         case "grank":
             return dist.get_rank()
         case "lrank":
-            return int(os.environ.get("LOCAL_RANK", "0"))
+            return int(os.environ.get("LOCAL_RANK", dist.get_rank()))
         case "pg":
             return group
     raise ValueError(

@@ -26,9 +26,7 @@ class _Shadow(JoinHook):
         wrapper = self.wrapper
         src = wrapper._highest(wrapper.comms.rank if is_last_joiner else -1)
         wrapper.copy_module(src, with_buffers=wrapper.forward_sync_buffers)
-        wrapper._join_config = _JoinConfig(
-            enable=False, throw_on_early_termination=False, is_first_joinable=False
-        )
+        wrapper._join_config = _JoinConfig.construct_disabled_join_config()
 
 
 class UnevenInputs(Joinable):

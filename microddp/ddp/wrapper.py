@@ -54,7 +54,7 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
             keep their gradient; those that this rank did not use get the average.
         gradient_as_bucket_view: keep gradients in the buckets, which saves the time and the memory
             of copying them back. PyTorch's default is a copy: with a view, a gradient that was
-            kept aside changes in the next backward. Pass ``False`` to do that.
+            kept aside changes in the next backward. Pass ``False`` if gradients are kept aside.
         static_graph: every iteration uses the same parameters equally often. Allows parameters
             that are used by several reentrant checkpoints.
         verify_replicas: instead of broadcasting, insist that the ranks' parameters are equal.
@@ -67,8 +67,8 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
         check_reduction: likewise, and warns.
 
     Raises:
-        TypeError: the second argument is no ``Comms``, ``all_reduce`` is no carrier, or PyTorch's
-            DDP has an argument, and this one has not.
+        TypeError: the second argument is no ``Comms``, ``all_reduce`` is no carrier, or an argument
+            that this DDP does not take; for PyTorch's it says what to use instead.
         ValueError: both ``comms`` and ``process_group``; on every rank: parameters on several kinds
             of devices, ``device_ids`` that cannot be, or a bucket cap that is not positive.
         RuntimeError: on every rank: no parameter requires a gradient, or one is not initialised;

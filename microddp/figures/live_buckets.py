@@ -11,10 +11,10 @@ from microddp.allreduce import FittedCost
 from microddp.buckets import plan_buckets
 from microddp.figures.live import Live, html_table
 from microddp.report import human_bytes, human_seconds
-from microddp.step_times import Bucket, ComputeTimes, Prediction
+from microddp.step_times import Bucket, ComputeTimes, PredictedStep
 from microddp.timing import Timing
 
-Predict = Callable[[ComputeTimes, Sequence[Bucket], FittedCost], Prediction]
+Predict = Callable[[ComputeTimes, Sequence[Bucket], FittedCost], PredictedStep]
 
 
 def explore_buckets(

@@ -92,5 +92,6 @@ class Entry:
         if not 0 < state < len(STATES):
             raise ValueError(f"expected a slot in use, got state {state}")
         words = text.rstrip(b"\0").decode(errors="replace")
-        group, ranks, place, call = words.split("\t", 3)
+        # Where the group has hundreds of members, what follows them may be cut off.
+        group, ranks, place, call = (words.split("\t", 3) + [""] * 3)[:4]
         return cls(serial, group, ranks, number, call, place, begun, STATES[state], ended)

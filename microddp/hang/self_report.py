@@ -112,8 +112,8 @@ def _tell_at_exit() -> None:
 
 def _write_flight_record(record: Record) -> None:
     """Write the last collectives that PyTorch has recorded, if the record has a folder."""
-    if record.folder and (text := flight_record()):
-        _write(record, "torch.json", text)
+    if record.folder:
+        _write(record, "torch.json", flight_record())
 
 
 def _write(record: Record, kind: str, text: str) -> None:

@@ -94,7 +94,10 @@ class Job:
     def ask(self, ranks: Sequence[int]) -> None:
         """Have ranks print where they are."""
         for rank in ranks:
-            os.kill(self._ranks[rank][0].pid or 0, signal.SIGUSR2)
+            pid = self._ranks[rank][0].pid
+            assert pid is not None  # it was started
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(pid, signal.SIGUSR2)
         time.sleep(2 if ranks else 0)  # on a busy machine it takes a while
 
     def printed(self, rank: int, most: int) -> str:

@@ -20,7 +20,7 @@ from microddp.comms import Comms
 from microddp.hooks import HookTracker
 from microddp.report import MIB
 from microddp.step import Loss, Strategy, take_step
-from microddp.step_times import Bucket, ComputeTimes, Prediction, break_down
+from microddp.step_times import Bucket, ComputeTimes, PredictedStep, break_down
 from microddp.timing import Timeline, measure, slowest_rank, timed_together
 
 
@@ -82,7 +82,9 @@ def _copy(comms: Comms) -> float:
     return measure({"": bring_in}, comms, repeat=7)[""].median / float(gradients.nbytes)
 
 
-def predict_plan(compute: ComputeTimes, buckets: Sequence[Bucket], cost: FittedCost) -> Prediction:
+def predict_plan(
+    compute: ComputeTimes, buckets: Sequence[Bucket], cost: FittedCost
+) -> PredictedStep:
     """Predict the time of a data-parallel step that sends given buckets.
 
     Buckets travel one after the other, each from when its last gradient is ready and copied, while
@@ -103,6 +105,6 @@ def predict_plan(compute: ComputeTimes, buckets: Sequence[Bucket], cost: FittedC
         sent += travel
     backward = compute.backward + copied
     exposed = max(0.0, end - backward)
-    return Prediction(
+    return PredictedStep(
         compute.forward + backward + exposed + compute.optimizer, exposed, sent - exposed
     )

@@ -136,5 +136,4 @@ class ShardedGradients(ShardedReducer):
     def remove(self) -> None:
         """Bring all parameters up to date, and take the hooks off the module. A collective."""
         self._unshard(self.groups)
-        for handle in self._handles:
-            handle.remove()
+        super().remove()

@@ -76,8 +76,8 @@ class Timeline(Recorder):
 
     On CUDA a span is what the GPU did, by events on the current stream; on CPU it is what the
     process did. Any thread may record. Ranks on rank 0's machine share its clock, so their times
-    can be compared. A rank on another machine starts its own clock when all have met in a barrier,
-    and may be shifted by as much as ranks leave a barrier one after the other.
+    can be compared. A rank on another machine starts its own clock when all have met in a barrier;
+    its times may be off by as much as ranks differ in when they leave it.
 
     Example:
         >>> timeline = Timeline(comms)
@@ -138,7 +138,7 @@ class Timeline(Recorder):
 
         Waits for the collectives that were :meth:`launched`.
         """
-        if not self._spans:
+        if not (self._spans or self._under_way):
             return []
         rank = self.comms.rank
         spans = [Span(rank, *span) for span in self._recorded()]

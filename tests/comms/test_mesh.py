@@ -1,5 +1,7 @@
 """A rank's place in a device mesh."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +22,13 @@ def test_without_a_mesh_get_answers_for_all_ranks(comms):
     assert microddp.get("rank") == microddp.get("grank") == comms.rank
     assert microddp.get("lrank") == comms.local_rank
     assert microddp.get("pg") is dist.group.WORLD
+
+
+@on_ranks(2)
+def test_without_a_launchers_number_a_local_rank_is_that_of_comms(comms):
+    del os.environ["LOCAL_RANK"]
+    assert microddp.get("lrank") == comms.rank
+    assert microddp.Comms.of_group(None, comms.device).local_rank == comms.rank
 
 
 @on_ranks(4)

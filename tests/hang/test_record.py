@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import on_ranks, run
 
 import microddp
@@ -298,6 +299,20 @@ def init_twice(folder):
 
 def test_a_second_job_begins_a_new_record(tmp_path):
     run(init_twice, 1, str(tmp_path), join=False, environment={"MICRODDP_RECORD": str(tmp_path)})
+
+
+def join_and_call(folder):
+    os.environ["MICRODDP_RECORD"] = folder
+    dist.init_process_group("gloo")
+    for _ in range(2):  # as when a notebook's cells are run again
+        with microddp.init() as comms:
+            comms.all_gather(torch.tensor(comms.rank))
+            assert "all_gather" in calls(folder, comms.rank)[-1].call
+            assert "all_gather" in current_record().last(1)[0].call
+
+
+def test_calls_in_a_group_that_others_made_are_recorded(tmp_path):
+    run(join_and_call, 2, str(tmp_path), join=False)
 
 
 def init_in_vain():

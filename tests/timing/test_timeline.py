@@ -216,6 +216,15 @@ def test_a_mark_is_a_span_without_length(comms):
 
 
 @on_ranks(2)
+def test_taking_waits_for_what_was_only_launched(comms):
+    timeline = Timeline(comms)
+    ones = torch.ones(1 << 20)
+    timeline.launched("sum", dist.all_reduce(ones, group=comms.group, async_op=True))
+    assert [span.name for span in timeline.take()] == ["sum"]
+    assert timeline.take() == []
+
+
+@on_ranks(2)
 def test_a_launched_collective_lasts_until_it_is_complete(comms):
     timeline = Timeline(comms)
     if comms.rank == 1:  # the collective cannot complete before both have come
