@@ -111,6 +111,7 @@ launcher = {
         *("docs/_ext/launcher/*.py", "docs/_ext/builds/book_run.py", "microddp/hosts/*.py"),
         *(f"docs/_ext/{name}.py" for name in ("figures/scraper", "lists/chapter_cards")),
         "docs/_ext/pages/markdown.py",
+        "microddp/figures/*.py",  # which it imports by names that it makes up
     ],
     "package": "microddp",
     "programs": "docs/_downloads",  # jobs of their own, which chapters start
@@ -123,7 +124,7 @@ launcher = {
 
 # Outputs of another machine on the same pages, taken in from a folder that its build recorded.
 other_build = {
-    "package": ["microddp/*.py", *(f"microddp/{part}/*.py" for part in PARTS)],
+    "package": ["microddp/*.py", "microddp/plan/*.toml", *(f"microddp/{p}/*.py" for p in PARTS)],
     "label": "builds.book_run.label",
     "record": os.environ.get("MICRODDP_OUTPUTS"),
     "there": os.environ.get("MICRODDP_THERE"),

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from microddp.allreduce import ring_cost
 from microddp.comms import Comms, Pending
@@ -89,8 +88,7 @@ class Fragment:
         self._under_way: Pending | None = None
 
     def _flat(self) -> torch.Tensor:
-        flat: torch.Tensor = _flatten_dense_tensors([p.detach() for p in self.parameters])  # type: ignore[no-untyped-call]
-        return flat
+        return torch.cat([p.detach().flatten() for p in self.parameters])  # a copy, of one, too
 
     def begin_anew(self) -> None:
         """Set the shared values to the parameters', which must be equal on all ranks."""
@@ -116,8 +114,9 @@ class Fragment:
         # If nothing was trained since then, the difference is 0, and the values are the shared
         # ones to the bit.
         values = self.shared.detach() + (self._flat() - self._sent)
-        new = _unflatten_dense_tensors(values, self.parameters)  # type: ignore[no-untyped-call]
-        torch._foreach_copy_(self.parameters, list(new))
+        new = torch.split(values, [p.numel() for p in self.parameters])
+        parts = zip(new, self.parameters, strict=True)
+        torch._foreach_copy_(self.parameters, [part.view_as(p) for part, p in parts])
         self._sent = self._under_way = None
 
 

@@ -2,8 +2,8 @@
 
 Also the norm of sharded gradients.
 
-A rank's state (``Parts``) has, of each parameter of which the rank keeps values, and of what the
-optimizer keeps for them: where they begin, and the values. The whole state of one process is the
+A rank's state (``Parts``) has, for each parameter of which the rank keeps values: where these
+begin, the values, and what the optimizer keeps for them. The whole state of one process is the
 state of a rank that keeps everything.
 """
 

@@ -3,7 +3,7 @@
 A strategy is a class and a name in one place. Training, benchmarks, plans and the simulator read
 the table. Those that stand here average gradients; :mod:`microddp.sharding` and
 :mod:`microddp.local_sgd` register theirs when they are imported. A strategy that sends anything but
-each gradient once says so by its own ``plan``, ``program`` and ``sent_bytes``.
+each gradient once says so by its own ``program`` and ``sent_bytes``.
 """
 
 from __future__ import annotations

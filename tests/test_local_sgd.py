@@ -183,6 +183,20 @@ def test_fragments_meet_in_turns(comms):
 
 
 @on_ranks(2)
+def test_a_fragment_of_one_parameter_is_averaged_too(comms):
+    for module, fragments in ((torch.nn.Linear(4, 4, bias=False), 1), (replica(), 4)):
+        fragments = min(fragments, len(list(module.parameters())))
+        local = LocalSteps(module, comms, 2 * fragments, fragments=fragments)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(comms.rank + 1.0)
+        for _ in range(2 * fragments):
+            local.after_step()
+        local.meet()
+        check_replicas(module, comms)
+
+
+@on_ranks(2)
 def test_steps_go_on_while_a_fragment_travels(comms):
     """What a rank has learned meanwhile is kept: its weights less those that it had sent."""
     module = replica()

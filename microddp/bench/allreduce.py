@@ -53,10 +53,11 @@ class Row:
         algorithm_gbs: size divided by median time.
         bus_gbs: bus bandwidth as nccl-tests defines it.
         ratio_to_backend: median over the rounds of the time divided by the backend's.
-        ratio_to_wire: time divided by the time in which the links carry 2 (n-1)/n of the bytes,
-            what a ring sends; ``None`` where the links' speed is unknown.
+        ratio_to_wire: time divided by the time in which the links carry what a ring sends:
+            2 (n-1)/n of the bytes in an all-reduce, half of that in an all-gather, all of them in
+            a broadcast; ``None`` where the links' speed is unknown.
         ratio_to_copy: time divided by that of a copy of the tensor on all ranks at once: how near
-            the memory's limit a collective is; ``None`` but in main memory.
+            the memory's limit a collective is; ``None`` unless the tensor is in main memory.
     """
 
     algorithm: str
@@ -75,6 +76,11 @@ def bench_allreduce(options: argparse.Namespace, comms: Comms) -> None:
     groups: dict[str, list[str]] = {"all": [*ALL_REDUCES, IN_PLACE], BACKEND: []}
     chosen = groups.get(options.algorithm, [options.algorithm])
     if options.collective != "all_reduce" and options.algorithm != BACKEND:
+        if options.algorithm not in ("all", "shared"):
+            raise RuntimeError(
+                f"rank {comms.rank}: expected all, shared or {BACKEND} as --algorithm of "
+                f"{options.collective}, got {options.algorithm}"
+            )
         chosen = ["shared"]
     not_here = {name: why for name in chosen if (why := refused(name.split(",")[0], comms))}
     if not_here and options.algorithm != "all":

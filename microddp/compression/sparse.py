@@ -143,5 +143,5 @@ def threshold_of(values: torch.Tensor, number: int) -> torch.Tensor | None:
     # An odd stride: rows of matrices have even lengths, and an even stride would see few columns.
     sample = values[:: len(values) // SAMPLE | 1].abs()
     expected = number / len(values) * len(sample)
-    rank = math.ceil(expected + 4 * math.sqrt(expected)) + 4  # too few by less than one in 10,000
+    rank = math.ceil(expected + 4 * math.sqrt(expected)) + 4  # too few in less than 1 of 10,000
     return sample.topk(rank, sorted=False).values.min() if 2 * rank < len(sample) else None

@@ -26,7 +26,8 @@ class _Shadow(JoinHook):
         wrapper = self.wrapper
         src = wrapper._highest(wrapper.comms.rank if is_last_joiner else -1)
         wrapper.copy_module(src, with_buffers=wrapper.forward_sync_buffers)
-        wrapper._join_config = _JoinConfig.construct_disabled_join_config()
+        disabled = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
+        wrapper._join_config = disabled
 
 
 class UnevenInputs(Joinable):

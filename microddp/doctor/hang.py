@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from microddp.doctor.diagnosis import Rank, diagnose, whereabouts
-from microddp.hang import History, Origin, locate, read_flight_records, read_record
+from microddp.hang import History, Origin, locate, machine, read_flight_records, read_record
 from microddp.report import table
 
 PATIENCE = 3.0  # seconds for the ranks' answers
@@ -69,7 +69,7 @@ def examine(folder: Path) -> tuple[dict[int, History], dict[int, Rank]]:
     ranks = {
         rank: Rank(
             history.calls,
-            states[rank],
+            states.get(rank) or _process(history),  # it may have begun only now
             _users_frames(history.file("stack").read_text()) if rank in answered else (),
             torch_calls.get(rank),
         )
@@ -91,7 +91,7 @@ def _newest_job(folder: Path) -> dict[int, History]:
 
 def _process(history: History) -> str:
     """Say if a record's process runs; another one may have got its number since."""
-    if history.host != socket.gethostname():
+    if history.host != machine():
         return "elsewhere"
     process = Path("/proc", str(history.pid))
     if not process.with_name("self").exists():
@@ -112,7 +112,8 @@ def _ask(histories: Iterable[History]) -> set[int]:
     stacks = {history.rank: history.file("stack") for history in able}
     before = {rank: _changed(stack) for rank, stack in stacks.items()}
     for history in able:
-        os.kill(history.pid, signal.SIGUSR1)
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(history.pid, signal.SIGUSR1)
     answered: set[int] = set()
     end = time.monotonic() + PATIENCE
     while len(answered) < len(stacks) and time.monotonic() < end:

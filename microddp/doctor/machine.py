@@ -107,7 +107,9 @@ def _system() -> str:
 def _cores() -> str:
     text = f"{cpu_name()}, {cpu_cores()} of {os.cpu_count()} cores for this process"
     quota, _, period = _control_group("cpu.max").partition(" ")
-    return text if quota == "max" else f"{text}, in all the time of {int(quota) / int(period):g}"
+    return (
+        text if quota == "max" else f"{text}, limited to the time of {int(quota) / int(period):g}"
+    )
 
 
 def _memory() -> str:

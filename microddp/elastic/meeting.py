@@ -37,9 +37,9 @@ HUNG = 2.0  # seconds for which those who came wait for a member that is connect
 TICK = 0.02
 
 PROOF_BYTES = 1 << 10
-# Seconds for a proof: a member in the midst of a long step does not answer at once. So many
-# connections may be without one at a time; of more, any is closed: who floods the meeting cannot
-# know which, and a member tries again.
+# Seconds for a proof: a member in the midst of a long step does not answer at once. At most so many
+# connections may be without one at a time. Beyond that a random one is closed, so that a flood
+# cannot choose whom it shuts out; a member tries again.
 PROOF_SECONDS, UNPROVEN = 30.0, 256
 NAMED = 100  # strangers, of whom no more are named: a log that nobody reads must not fill up
 

@@ -56,7 +56,7 @@ class Live:
 
 
 def html_table(rows: Iterable[Iterable[object]], headers: Sequence[str], caption: str = "") -> str:
-    """Write a table for what stands still: the first cell of each row names it."""
+    """Write a table for a still picture; the first cell of each row is its header."""
     head = "".join(f'<th scope="col">{escape(text)}</th>' for text in headers)
     lines = [f"<caption>{escape(caption)}</caption>"] if caption else []
     lines.append(f"<tr>{head}</tr>")

@@ -30,6 +30,7 @@ from pathlib import Path
 from time import time_ns
 from types import TracebackType
 
+from microddp.comms.machine import LINKS_VARIABLE
 from microddp.hang.call_site import call_site, current_call_site
 from microddp.hang.entry import (
     CLOSED,
@@ -142,7 +143,7 @@ class Record:
             "rank": rank,
             "world_size": world_size,
             "pid": os.getpid(),
-            "host": socket.gethostname(),
+            "host": machine(),
             "started": time.time(),
             "job": " ".join(os.environ.get(name, "") for name in JOB_VARIABLES),
             "script": sys.argv[0][-100:],
@@ -211,6 +212,12 @@ def read_ring(memory: bytes) -> list[Entry]:
         with contextlib.suppress(ValueError):  # a slot that is not used yet
             entries.append(Entry.read(memory[at : at + SLOT_BYTES]))
     return sorted(entries, key=lambda entry: entry.serial)
+
+
+def machine() -> str:
+    """Name this machine; hosts in a box share its name, but number their processes anew."""
+    name = socket.gethostname()
+    return f"{name} {os.readlink('/proc/self/ns/pid')}" if LINKS_VARIABLE in os.environ else name
 
 
 def rank_file(folder: Path, rank: int, kind: str) -> Path:

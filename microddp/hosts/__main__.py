@@ -97,7 +97,7 @@ def links(hosts: int, link: str, delay: str, of: Sequence[str]) -> list[Link]:
         host, _, rate = exception.partition("=")
         if not host.isdecimal() or int(host) >= hosts:
             raise ValueError(f"expected HOST=LINK with a host from 0 to {hosts - 1}: {exception!r}")
-        result[int(host)] = Link.parse(rate, seconds)
+        result[int(host)] = Link.parse(rate, result[int(host)].delay)
     return result
 
 
@@ -120,8 +120,8 @@ def run(cluster: Cluster, ranks_per_host: int, job: Sequence[str]) -> int:
     for number in FORWARDED:
         signal.signal(number, pass_on)
     for host in range(len(cluster.links)):
-        # Forked, and not started: the agents share one import of PyTorch. Nobody may take a signal
-        # that comes meanwhile for his own.
+        # Forked, and not started: the agents share one import of PyTorch. Signals are held back
+        # meanwhile, so that a child does not handle one that was sent to this process.
         agent = FORK.Process(target=_stand_in, args=(cluster, host, ranks_per_host, job))
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
         if not signals:

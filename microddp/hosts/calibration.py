@@ -56,8 +56,8 @@ def calibrate(cluster: Cluster) -> list[Measured]:
         for program, bits_per_second in zip(programs, asked, strict=True):
             print(file=program.stdin, flush=True)
             results.append(Measured(bits_per_second, *json.loads(_line(program))))
-        # They end by themselves. Killed, each would leave a process for this machine's first one to
-        # bury, which some do every two seconds, and the hosts could not end before.
+        # They end by themselves. If they were killed, each would leave an orphan for this machine's
+        # init to reap, which some do only every two seconds, and the hosts could not end before.
         for program in programs:
             program.wait()
         return results

@@ -18,20 +18,20 @@ PORT = 29000
 TIME_ON_THE_WIRE = 0.01  # seconds, of the smaller of two messages
 REPEAT = 3
 ROUND_TRIPS = 20
-PATIENCE = 20.0  # seconds for each wait
+PATIENCE = 20.0  # seconds for each answer
 
 
 def main(own: str, following: str, bits_per_second: float) -> None:
     """Be one of the hosts: answer the one before, and send to the next when a line comes in."""
     listener = socket.create_server((own, PORT))
-    listener.settimeout(PATIENCE)
     print("ready", flush=True)
     answering = threading.Thread(target=_answer, args=(listener,), daemon=True)
     answering.start()
     sys.stdin.readline()
     with socket.create_connection((following, PORT), PATIENCE) as line:
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        small = max(1 << 18, round(bits_per_second / 8 * TIME_ON_THE_WIRE))
+        least = min(1 << 18, round(bits_per_second / 8 * 2))  # no more than 2 seconds
+        small = max(least, round(bits_per_second / 8 * TIME_ON_THE_WIRE))
         _send(line, 2 * small)  # until the connection is up to speed
         trips = [_send(line, 1) for _ in range(ROUND_TRIPS)]
         # The difference of two sizes leaves out what every message costs, and the first bytes, for

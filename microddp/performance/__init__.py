@@ -14,10 +14,7 @@ from microddp.performance.hiding import Sends
 from microddp.performance.link_speed import LinkSpeed, probe_links
 from microddp.performance.memory import Kept, bytes_kept
 from microddp.performance.network import Network, Port, Processor
-from microddp.performance.prediction import (
-    measure_compute,
-    predict_plan,
-)
+from microddp.performance.prediction import measure_compute, predict_plan
 from microddp.performance.profiler import ProfileSummary, profile_steps, quiet_profile
 from microddp.performance.rank_times import CollectiveTimes, RankTimes
 from microddp.performance.scaling import Scaling, ScalingPoint, measure_scaling

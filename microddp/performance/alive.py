@@ -19,8 +19,8 @@ def bytes_alive() -> int:
     # Imported here: it takes half a second to load, and training does not need it.
     from torch.distributed.tensor import DTensor
 
-    # Wait until the thread that sends tensors is idle: Python's list of objects must not be read
-    # while it makes new ones.
+    # Wait until the thread of the lane "all-reduce" is idle: Python's list of objects must not be
+    # read while it makes new ones. HSDP's other lane is not waited for.
     on_thread(lambda _: None, torch.empty(0)).wait()
     storages: dict[Any, int] = {}
     for thing in gc.get_objects():

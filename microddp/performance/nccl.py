@@ -38,7 +38,7 @@ class Protocol:
         inside: seconds of a step inside a node, over NVLink.
         between: seconds of a step from node to node.
         share: share of the bandwidth that is left for data.
-        most: bus bandwidth in bytes a second that no more than 1, 2, or more nodes can reach.
+        most: upper limits of the bus bandwidth, bytes a second: on one node, on two, and on more.
     """
 
     algorithm: str

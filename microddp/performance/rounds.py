@@ -31,9 +31,7 @@ class Transfers:
 Rounds = Iterator[tuple[int, list[Transfers]]]
 
 
-def rounds(
-    network: Network, half: str, algorithm: str, nbytes: float
-) -> Iterator[tuple[int, list[Transfers]]]:
+def rounds(network: Network, half: str, algorithm: str, nbytes: float) -> Rounds:
     """Iterate over the messages of a collective among all devices.
 
     Arguments and errors are those of :meth:`~microddp.performance.network.Network.seconds`.

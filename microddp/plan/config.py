@@ -32,8 +32,11 @@ def count_parameters(config: Mapping[str, Any]) -> tuple[int, int]:
             f"expected a configuration of Llama's kind, with {', '.join(missing)}; got one of "
             f"{config.get('model_type', 'no model_type')!r}"
         )
-    if experts := config.get("num_local_experts", config.get("num_experts")):
+    kinds = ("num_local_experts", "num_experts", "n_routed_experts")
+    if experts := next(filter(None, map(config.get, kinds)), None):
         raise ValueError(f"expected one feed-forward network a layer, got {experts} experts")
+    if (gate := config.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise ValueError(f"expected a feed-forward network with a gate of silu, got {gate!r}")
     hidden, inner, layers, heads = (int(config[name]) for name in NEEDED)
     head = int(config.get("head_dim") or hidden // heads)
     shared = int(config.get("num_key_value_heads") or heads)

@@ -205,7 +205,8 @@ def plan(
     useful = (losses or Losses.usual()).useful(devices)
     seconds = None
     if training.in_all is not None:
-        seconds = training.in_all / (tokens * devices) * step / useful
+        whole = training.in_all / (tokens * devices) * step
+        seconds = whole / useful if useful else math.inf
     return Plan(
         devices,
         strategy,
@@ -291,6 +292,9 @@ def cheapest(plans: Sequence[Plan], within: float | None = None) -> Plan | None:
     able = [
         each
         for each in plans
-        if each.fits and each.seconds is not None and (within is None or each.seconds <= within)
+        if each.fits
+        and each.seconds is not None
+        and each.seconds < math.inf
+        and (within is None or each.seconds <= within)
     ]
     return min(able, key=lambda each: each.devices * (each.seconds or 0), default=None)

@@ -45,9 +45,9 @@ class Compared:
         published: published figure: a share of speed that is kept, tokens a second of a device,
             GiB, or a bus bandwidth in GB/s.
         simulated: predicted figure, in the same unit, by a model that was fitted without this
-            publisher's.
-        guess: guess: all speed is kept; the speed of the nearest model that another publisher
-            trained on such devices; all memory is taken; the specified bandwidth.
+            publisher's rows.
+        guess: a guess beside it: all speed is kept; the speed of the nearest model that another
+            publisher trained on such devices; all memory is taken; the specified bandwidth.
         source: source of the published figure, and of the inputs.
         assumed: inputs that are not the source's, in words; empty where there are none.
         devices: number of devices.

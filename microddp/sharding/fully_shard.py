@@ -48,8 +48,8 @@ def fully_shard(
     too: every rank must run the same blocks in the same order.
 
     While a block computes, the next one is unsharded already: in forward by the order of the step
-    before, in backward by forward's. Bytes that a rank sends in a step: (n-1)/n S of parameters,
-    twice with ``reshard_after_forward``, and as many of gradients.
+    before, in backward by forward's. Bytes that a rank sends in a step: (n-1)/n S of gradients,
+    and as many of parameters, or twice as many with ``reshard_after_forward``.
 
     With ``replicas`` the ranks are a grid (HSDP): those of ``comms``, of one node, say, divide the
     parameters, and those of ``replicas``, one in each node, keep the same shard. Gradients are

@@ -67,7 +67,7 @@ class ShardedModule:
         """Let each backward inside reduce among the ranks that divide the parameters, and no more.
 
         The first backward outside averages among the replicas what has accumulated: gradients stay
-        sharded, and what is slow, the network between nodes, carries them once. Without replicas
+        sharded, and the slow network between nodes carries them once. Without replicas
         nothing is left out.
         """
         return self.context.all_reduces.no_sync()

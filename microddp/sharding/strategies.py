@@ -194,7 +194,9 @@ class Zero3(Sharded):
         others = self.inside.world_size - 1
         return float(
             sum(
-                others * group.shard_numel * group.unsharded.itemsize * (2 + (group not in kept))
+                others
+                * (group.shard_numel * group.unsharded.itemsize)
+                * (1 + group.requires_grad + (group not in kept))
                 for group in self.reducer.groups
             )
         )
@@ -276,6 +278,8 @@ class Owned(Sharded):
         broadcast_parameters(model, comms)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.groups = owned_groups(trained, comms, bucket_cap_mb, collectives)
+        # For a rank that owns nothing: an optimizer wants a parameter, a loss scaler a gradient.
+        self._none = nn.Parameter(torch.zeros(1, 1, device=comms.device))
 
     def record(self, timeline: Recorder) -> None:
         Strategy.record(self, timeline)
@@ -289,6 +293,8 @@ class Owned(Sharded):
         reduced = [group.reduce() for group in self.groups]
         for group, mean in zip(self.groups, reduced, strict=True):
             group.take(mean)
+        if not self.local_params:
+            self._none.grad = torch.zeros_like(self._none)
 
     def after_step(self) -> None:
         for future in [group.gather() for group in self.groups]:
@@ -299,8 +305,7 @@ class Owned(Sharded):
         return [param for group in self.groups for param in group.owned.values()]
 
     def parameters(self) -> list[nn.Parameter]:
-        none = nn.Parameter(torch.empty(0, device=self.comms.device))  # an optimizer wants one
-        return [param.sharded_param for param in self.local_params] or [none]
+        return [param.sharded_param for param in self.local_params] or [self._none]
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self.local_params:

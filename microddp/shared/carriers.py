@@ -84,7 +84,8 @@ def carrier(name: str, comms: Comms) -> Carrier:
 
     Args:
         name: one of ``ALL_REDUCES``, ``"backend"``, or ``"auto"``: the fastest for each size, as
-            measured here. All but the backend's run on a thread beside backward.
+            measured here. All but the backend's run on a thread beside backward; the last bucket,
+            and all through shared memory where no core is free, are reduced by who waits for them.
         comms: the ranks.
 
     Raises:
@@ -160,5 +161,6 @@ class AlgorithmCarrier(Carrier):
         # An all-reduce through memory needs a core, not a link: where no core is free beside those
         # that compute, a thread would only take turns with backward.
         no_core = name == "shared" and not self._free_cores
-        start = AtWait if is_last or no_core else on_thread
+        # To compare calls, a thread would send among this one's messages.
+        start = AtWait if is_last or no_core or self.comms.debug else on_thread
         return start(lambda tensor: algorithm(tensor, self.comms, "sum"), buffer)

@@ -19,7 +19,7 @@ import torch
 from microddp.allreduce import flattened
 from microddp.comms import Comms
 from microddp.comms.agreement import describe
-from microddp.comms.checks import check_contiguous
+from microddp.comms.checks import check_contiguous, check_rank
 from microddp.shared.region import BUFFER_BYTES, NOT_SHARED, SharedRegion, region_of
 
 # Up to this size, of all ranks' tensors together, each rank reduces everything itself, after one
@@ -88,12 +88,8 @@ def shared_reduce_scatter(
     with comms.agree(call), flattened(tensor, comms, op) as (flat, combine):
         chunks = chunks or flat.tensor_split(region.size)
         steps = _Steps(region, flat.dtype, combine)
-        _run(
-            region,
-            call,
-            _columns(chunks, BUFFER_BYTES // region.size),
-            [steps.copy_in, steps.reduce_in_place],
-        )
+        columns = _columns(chunks, BUFFER_BYTES // region.size)
+        _run(region, call, columns, [steps.copy_in, steps.reduce_in_place])
     return chunks[region.rank]
 
 
@@ -121,7 +117,11 @@ def shared_broadcast(tensor: torch.Tensor, comms: Comms, src: int = 0) -> None:
     Args:
         tensor: contiguous.
         src: the rank that has the values.
+
+    Raises:
+        ValueError: also if there is no rank ``src``.
     """
+    check_rank(comms, "src", src)
     region = _region(tensor, comms)
     check_contiguous(comms, "shared_broadcast", tensor)
     call = f"shared_broadcast({describe(tensor)}, src={src})"

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from microddp.comms import Comms
 
@@ -56,7 +57,9 @@ def on_thread(
                 reduce(buffer)
                 future.set_result(buffer)
         except BaseException as error:  # whatever it is: else it would be waited for, for ever
-            future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))  # type: ignore[arg-type]
+            # The loss of another rank stays one: is_echo looks at the kind.
+            kind = dist.DistError if isinstance(error, dist.DistError) else RuntimeError
+            future.set_exception(kind(f"{type(error).__name__}: {error}"))  # type: ignore[arg-type]
 
     _transport(lane).submit(run)
     return future

@@ -97,9 +97,8 @@ class SharedRegion:
         self.mine = self.memories[self.rank]
         self._broken = ""
         self._views: dict[torch.dtype, tuple[list[list[torch.Tensor]], ...]] = {}
-        self._parts: dict[
-            tuple[int, int], torch.Tensor
-        ] = {}  # of others' memory, by rank and offset
+        # Of any rank's memory, by rank, offset and bytes.
+        self._parts: dict[tuple[int, int, int], torch.Tensor] = {}
         self._tries = TRIES if comms.cores >= comms.ranks_on_cores else 0
         others = [(self.rank + k) % self.size for k in range(1, self.size)]
         # A rank has a semaphore for every other one, which posts to it: so it sees who is missing.
@@ -233,11 +232,11 @@ class SharedRegion:
 
     def at(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Map a tensor of any rank, by its offset in that rank's memory."""
-        key = (rank, offset)
+        key = (rank, offset, numel * dtype.itemsize)
         if key not in self._parts:
             if len(self._parts) > MOST_PARTS:
                 self._parts.clear()
-            self._parts[key] = self.memories[rank].part(offset, numel * dtype.itemsize)
+            self._parts[key] = self.memories[rank].part(offset, key[-1])
         return self._parts[key].view(dtype)
 
 

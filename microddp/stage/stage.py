@@ -129,7 +129,7 @@ def set_stage(comms: Comms, there: Side, layer_bytes: int = 1 << 19) -> Stage:
 
 
 def _measure(comms: Comms, layers: int, layer_bytes: int) -> tuple[float, float]:
-    """Seconds of an all-reduce of all gradients, and what one by layers costs more for each."""
+    """Seconds of one all-reduce of all gradients, and of a layer's beyond its share of that."""
     whole = torch.zeros(layers * layer_bytes // 4, device=comms.device)
     layer = torch.zeros(layer_bytes // 4, device=comms.device)
 

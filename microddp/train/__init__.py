@@ -6,7 +6,8 @@ about 1e-7 of its value, and by about 1e-3 once rounding has moved the input of 
 A run that is killed and resumed on as many ranks ends with bitwise the weights of an uninterrupted
 run; on a GPU, if its kernels are deterministic.
 
-With ``MICRODDP_DEBUG=1`` the ranks compare their weights after every step.
+With ``MICRODDP_DEBUG=1`` the ranks compare their weights after every step, where each rank holds
+all of them.
 """
 
 from microddp.train.checkpoint import Checkpoints

@@ -66,12 +66,13 @@ def _report(result: TrainingResult, config: TrainingConfig, comms: Comms) -> Non
     )
     step = result.epochs[-1].step
     working = step.forward + step.backward + step.optimizer
-    print(
-        f"A step of the last epoch took {human_seconds(step.total)}: {human_seconds(working)} of "
-        f"computing and {human_seconds(step.exposed)} of waiting for communication "
-        f"({step.exposed / step.total:.0%} overhead). {human_seconds(step.hidden)} of "
-        "communication was hidden behind computing."
-    )
+    if step.total:  # else this run took no step of the last epoch
+        print(
+            f"A step of the last epoch took {human_seconds(step.total)}: {human_seconds(working)} "
+            f"of computing and {human_seconds(step.exposed)} of waiting for communication "
+            f"({step.exposed / step.total:.0%} overhead). {human_seconds(step.hidden)} of "
+            "communication was hidden behind computing."
+        )
     if result.report:
         print(f"\n{result.report}\n")
     if (written := result.checkpoints) and written.writing:

@@ -118,6 +118,19 @@ class Checkpoints:
         self.comms.fail_together(problem, f"a whole checkpoint in {self.folder}", ValueError)
         return share_state(data, self.comms)
 
+    def expect_none(self) -> None:
+        """Refuse a folder with another run's checkpoints, among which these would be lost.
+
+        A collective.
+
+        Raises:
+            ValueError: on every rank, if there are some.
+        """
+        there = _checkpoints(self.folder) if self.comms.rank == 0 else []
+        problem = f"{there[-1].name} of another run" if there else ""
+        what = f"--resume, or a folder without checkpoints as {self.folder}"
+        self.comms.fail_together(problem, what, ValueError)
+
     def _problem(self) -> str:
         """Wait for the last checkpoint; return why it was not written, or an empty text."""
         under_way, self._under_way = self._under_way, None

@@ -1,8 +1,9 @@
 """Training in which ranks may leave and join: ``python -m microddp.train --elastic HOST:PORT``.
 
 Every step averages over all samples of its batch, however many ranks share them, so the result is
-that of any other number of ranks, up to rounding. Nothing is read from a disk: a rank that is new
-or behind gets the state of a rank that has taken the most steps.
+that of any other number of ranks, up to rounding. A rank that is new or behind gets the
+state of a rank that has taken the most steps. Only where all are new does ``--resume`` read a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class ElasticTrainer(Trainer):
         steps, source, comms = self.generation.steps, self.generation.source, self.comms
         who = f"Generation {self.generation.number}, {comms.describe()}"
         if steps[source] < 0:
-            comms.print(f"{who}: from the beginning")
+            comms.print(f"{who}: all are new")
             return super()._begin_from()
         comms.print(f"{who}: from rank {source}'s state after step {steps[source]}")
         if len(set(steps)) == 1:

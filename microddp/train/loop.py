@@ -90,8 +90,9 @@ def train(config: TrainingConfig, comms: Comms, on_step: OnStep | None = None) -
     Args:
         config: the same on every rank.
         comms: ranks that train together.
-        on_step: called after each optimizer step with the step's number, from 1, and the model,
-            which still has the step's gradients.
+        on_step: called after each optimizer step with the step's number, from 1, and the model.
+            Where every rank holds all of it, it still has the step's gradients; with zero1 to
+            zero3, hsdp and owned they are elsewhere or in parts, and so may the weights be.
 
     Raises:
         ValueError: on every rank, if the options do not fit the data, the ranks or the checkpoint.
@@ -168,7 +169,15 @@ class Trainer:
 
     def _begin_from(self) -> dict[str, Any] | None:
         """Return a state to go on from, the same on every rank, or ``None``. A collective."""
-        return self.checkpoints.load() if self.checkpoints and self.config.resume else None
+        if self.checkpoints is None:
+            return None
+        if not self.config.resume:
+            self.checkpoints.expect_none()
+            return None
+        state = self.checkpoints.load()
+        done = "nothing: starting anew" if state is None else f"after step {state.get('step')}"
+        self.comms.print(f"Resuming {done}, from {self.config.checkpoint}")
+        return state
 
     def _make_strategy(self) -> Strategy:
         config = self.config
@@ -197,9 +206,6 @@ class Trainer:
     def run(self) -> TrainingResult:
         """Train the remaining steps, and write the files that the options name."""
         began = time.perf_counter()
-        if self.checkpoints and self.config.resume:
-            done = f"after step {self.step}" if self.step else "nothing: starting anew"
-            self.comms.print(f"Resuming {done}, from {self.config.checkpoint}")
         with _deterministic_convolutions():
             if len(self.history) < self.config.epochs:
                 self._rehearse()
@@ -298,6 +304,7 @@ class Trainer:
         if self.on_step:
             self.on_step(self.step, self.model)
         if self.check and not (self.config.average_every or self.strategy.stage == 3):
+            self.strategy.meet()  # ZeRO 1 and 2 leave it to the next forward to gather the weights
             try:
                 check_replicas(self.model, self.comms)
             except RuntimeError as error:

@@ -183,6 +183,10 @@ class TrainingConfig:
         ]
         if changed and not self.average_every:
             raise ValueError(f"{_flag(changed[0])}: expected --average-every with it")
+        if self.average_every and self.schedule != TrainingConfig.schedule:
+            raise ValueError(
+                f"--average-every: expected no --schedule with it, got {self.schedule}"
+            )
         if self.average_every and self.report:  # which looks at collectives in steps
             raise ValueError("--report: expected no --average-every with it")
         meetings = (self.checkpoint_every, self.warm_up)

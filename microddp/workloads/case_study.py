@@ -18,11 +18,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from microddp.comms import Comms
-from microddp.workloads.sentence_pairs import (
-    PAD,
-    documented_pairs,
-    load_pairs,
-)
+from microddp.workloads.sentence_pairs import PAD, documented_pairs, load_pairs
 
 # Source: config.json of https://huggingface.co/HuggingFaceTB/SmolLM2-360M, commit 3ce05f6.
 FULL = {
@@ -164,8 +160,7 @@ def new_model(size: str, pad: int | None, vocabulary: int | None = None) -> nn.M
 
 def _try(size: str, comms: Comms, source: Source) -> tuple[Case | None, str]:
     """Load the real model and pairs; if that fails, say why."""
-    missing = importlib.util.find_spec("datasets") is None
-    if missing:
+    if importlib.util.find_spec("datasets") is None:
         return None, "the package datasets is not installed (pip install microddp[llm])"
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     if not (source.local or offline) and (problem := _unreachable()):
@@ -173,7 +168,8 @@ def _try(size: str, comms: Comms, source: Source) -> tuple[Case | None, str]:
     try:
         return _load(size, comms.device, source), ""
     except Exception as error:  # the network, the cache and the disk can fail in many ways
-        return None, f"loading failed ({type(error).__name__}: {str(error).splitlines()[0]})"
+        why = (str(error) or repr(error)).splitlines()[0]
+        return None, f"loading failed ({type(error).__name__}: {why})"
 
 
 def _unreachable() -> str:

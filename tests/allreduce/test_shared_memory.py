@@ -178,6 +178,17 @@ def test_many_calls_one_after_the_other(comms):
             time.sleep(2e-4)
 
 
+@on_ranks(2)
+def test_a_part_of_a_shared_tensor_may_be_reduced_before_or_after_the_whole(comms):
+    shared = region_of(comms).zeros(2_000_000, torch.float32)
+    for sizes in ((1_000_000, 2_000_000), (2_000_000, 1_000_000)):
+        for size in sizes:
+            shared.fill_(comms.rank + 1.0)
+            shared_all_reduce(shared[:size], comms)
+            assert bool((shared[:size] == 3).all())
+            assert bool((shared[size:] == comms.rank + 1).all())
+
+
 # ---- who shares memory
 
 

@@ -8,6 +8,7 @@ from ranks import on_ranks, run_module
 
 from microddp.bench.__main__ import main
 from microddp.bench.allreduce import Row, check_chunks, check_sum, conclusions
+from microddp.launch import JobFailed
 from microddp.shared import ALL_REDUCES, shared_all_gather
 
 
@@ -84,6 +85,14 @@ def test_conclusions_are_means_for_small_and_for_large_tensors():
 )
 def test_refuses_bad_options_in_a_line(options, complaint, capsys):
     refused("allreduce", *options, complaint=complaint, capsys=capsys)
+
+
+def test_refuses_an_algorithm_that_a_collective_lacks():
+    options = ("allreduce", "--collective", "broadcast", "--algorithm", "ring")
+    with pytest.raises(
+        JobFailed, match=r"expected all, shared or backend .* of broadcast, got ring"
+    ):
+        run_module("microddp.bench", 1, *options)
 
 
 @on_ranks(3)

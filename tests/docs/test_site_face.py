@@ -41,7 +41,7 @@ def test_bars_share_one_scale_and_steps_say_how_long_they_took():
     assert "hooks <span>40 ms, waits 0</span>" in page
     assert page.count('<i class="forward" style="left:0.00%;width:16.67%"></i>') == 2
     assert 'class="wait" style="left:50.00%;width:50.00%"' in page
-    assert "75 times slower than it was" in page  # 4.5 s for 60 ms
+    assert "Slowed down 75 times." in page  # 4.5 s for 60 ms
 
 
 def test_a_live_picture_is_data_for_its_script_and_a_still_one():

@@ -256,7 +256,7 @@ def test_a_gpu_that_is_ill_does_not_hide_the_others(monkeypatch):
 def test_a_container_says_what_it_may_use(monkeypatch):
     limits = {"cpu.max": "150000 100000", "memory.max": str(2 << 30)}
     monkeypatch.setattr(machine, "_control_group", limits.__getitem__)
-    assert machine.PROBES["cores"]().endswith("in all the time of 1.5")
+    assert machine.PROBES["cores"]().endswith("limited to the time of 1.5")
     assert machine.PROBES["memory"]().endswith("limited to 2 GiB")
     usage = SimpleNamespace(total=64 << 20, free=1 << 20)
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: usage)

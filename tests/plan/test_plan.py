@@ -267,6 +267,9 @@ def test_failures_are_what_they_are_said_to_be():
     )
     assert worst.useful < usual.useful == plan(training, H100, NETWORK, 1024, "zero3").useful
     assert worst.seconds == pytest.approx(usual.seconds * usual.useful / worst.useful)
+    never = plan(training, H100, NETWORK, 16384, "zero3", losses=Losses(3, 60, 600))
+    assert (never.useful, never.seconds) == (0, math.inf)
+    assert cheapest([replace(never, price=1.0)]) is None
 
 
 def run(capsys, *arguments):
@@ -360,6 +363,11 @@ def test_bad_input_is_refused_by_name(capsys, arguments, message):
         (lambda: cluster_of("nobody's", 8), "expected a training of published.toml, got"),
         (lambda: count_parameters({"model_type": "gpt2"}), "expected a configuration of Llama's"),
         (lambda: count_parameters({**LLAMA_8B, "num_local_experts": 8}), "got 8 experts"),
+        (lambda: count_parameters({**LLAMA_8B, "n_routed_experts": 256}), "got 256 experts"),
+        (
+            lambda: count_parameters({**LLAMA_8B, "hidden_act": "gelu"}),
+            "a gate of silu, got 'gelu'",
+        ),
     ],
 )
 def test_what_is_refused(make, message):

@@ -206,6 +206,19 @@ def test_a_run_in_parts_is_bitwise_the_run_as_a_whole(tmp_path):
     run(resumed_in_parts, 3, str(tmp_path), timeout=200)  # a dozen trainings
 
 
+def not_begun_anew(comms, folder):
+    if comms.rank == 0:
+        Path(folder, "checkpoint-100.pt").touch()
+    comms.barrier()
+    message = r"expected --resume, .* got checkpoint-100\.pt of another run"
+    with pytest.raises(ValueError, match=message):
+        train(small(checkpoint=Path(folder)), comms)
+
+
+def test_checkpoints_of_another_run_are_not_mixed_with(tmp_path):
+    run(not_begun_anew, 2, str(tmp_path))
+
+
 def newest(folder):
     return max(Path(folder).glob("checkpoint-*.pt"), key=lambda path: int(path.stem[11:]))
 
@@ -432,6 +445,15 @@ def test_a_rank_that_drifts_is_named_with_the_step_where_asked_for():
     run(perturb_rank_1, 2, environment={"MICRODDP_DEBUG": "1"})
 
 
+def trains_while_ranks_compare(comms):
+    for schedule in ("ddp", "torch", "zero1", "zero2", "owned"):
+        train(small(schedule=schedule), comms)
+
+
+def test_ranks_that_compare_find_the_weights_of_every_strategy_equal():
+    run(trains_while_ranks_compare, 2, environment={"MICRODDP_DEBUG": "1"})
+
+
 # ---- who is slow
 
 
@@ -546,6 +568,7 @@ def test_a_mean_step_is_over_steps_and_ranks():
         ("--average-every 2 --warm-up -1", "--warm-up: expected at least 0, got -1"),
         ("--fragments 2", "--fragments: expected --average-every with it"),
         ("--average-every 2 --compress int8", "--average-every: expected no --compress .* int8"),
+        ("--average-every 2 --schedule zero3", "--average-every: expected no --schedule .* zero3"),
         ("--average-every 2 --precision fp16", "--average-every: expected .* fp32 or bf16 .* fp16"),
         ("--seed -1", "--seed: expected at least 0, got -1"),
         ("--seed 2147483648", "--seed: expected at most 2147483647, got 2147483648"),

@@ -83,7 +83,8 @@ class Record:
 def write(folder: Path, srcdir: Path, docnames: Iterable[str], package: str) -> None:
     """Write the outputs of these pages' examples, and replace an earlier record.
 
-    At any time, the folder holds the whole earlier record or the whole new one.
+    The new record is complete before it takes the earlier one's name. A build that is killed
+    between the two renames leaves them as `.new` and `.old`.
     """
     new, old = (folder.with_name(f"{folder.name}.{what}") for what in ("new", "old"))
     shutil.rmtree(new, ignore_errors=True)

@@ -79,10 +79,10 @@ def draw(steps: dict[str, list[Bar]]) -> str:
         )
         rows.append(f"<dt>{escape(name)} <span>{told}</span></dt><dd>{lanes}</dd>")
     legend = "".join(f'<li><i class="{kind}"></i>{kind}</li>' for kind in KINDS)
-    slower = f"{SECONDS / longest:.0f} times slower than it was"
+    slower = f"Slowed down {SECONDS / longest:.0f} times"
     return (
         '<figure class="race"><dl>' + "".join(rows) + f'</dl><ul class="legend">{legend}</ul>'
-        f'<figcaption><span class="slower">Played {slower}.</span></figcaption></figure>'
+        f'<figcaption><span class="slower">{slower}.</span></figcaption></figure>'
     )
 
 

@@ -12,7 +12,8 @@ def files_of(script: Path, package: Path, programs: Path | None = None) -> list[
 
     Imports inside functions count, and so do strings: the name of a module, as `python -m` takes
     it, a program that imports, and the name of one in the folder `programs`, which is among the
-    files then. A string that is a statement of its own is text; it does not.
+    files then. A string that is a statement of its own is text; it does not. Beside a file that is
+    imported, all that is not Python counts: it may be data that it reads.
     """
     found: set[Path] = set()
     pending = [*_imported(script, package, programs)]
@@ -21,7 +22,8 @@ def files_of(script: Path, package: Path, programs: Path | None = None) -> list[
         if path not in found:
             found.add(path)
             pending += _imported(path, package, programs)
-    return sorted(found)
+    beside = {near for path in found for near in path.parent.iterdir() if near.is_file()}
+    return sorted(found | {near for near in beside if near.suffix != ".py"})
 
 
 @cache  # as files do not change while a build starts

@@ -28,23 +28,15 @@ def describe(
         return
 
 
-def let_blocks_scroll(
+def mend_body(
     app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: nodes.document
 ) -> None:
-    """Let the keyboard reach code and output, which scroll sideways."""
+    """Let the keyboard reach what scrolls sideways; set the number in a chapter's title apart."""
     del app, pagename, templatename, doctree
     if "body" in context:
-        context["body"] = re.sub(r"<pre>", '<pre tabindex="0">', context["body"])
-
-
-def set_number_apart(
-    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: nodes.document
-) -> None:
-    """Wrap the chapter's number in its title, for the style sheet."""
-    del app, pagename, templatename, doctree
-    if "body" in context:
+        body = context["body"].replace("<pre>", '<pre tabindex="0">')
         number = r'<h1><span class="number">\1</span> '
-        context["body"] = re.sub(r"<h1>(\d\d\.) ", number, context["body"], count=1)
+        context["body"] = re.sub(r"<h1>(\d\d\.) ", number, body, count=1)
 
 
 # Elements of the theme's templates, and the same with what the site needs: names for screen
@@ -104,8 +96,7 @@ def finish_pages(app: Sphinx, exception: Exception | None) -> None:
 def setup(app: Sphinx) -> dict[str, Any]:
     """Connect the handlers."""
     app.connect("html-page-context", describe)
-    app.connect("html-page-context", let_blocks_scroll)
-    app.connect("html-page-context", set_number_apart)
+    app.connect("html-page-context", mend_body)
     app.connect("html-page-context", leave_unused_files_out)
     app.connect("html-page-context", lead_to_the_script)
     app.connect("build-finished", finish_pages)

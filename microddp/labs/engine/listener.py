@@ -45,8 +45,8 @@ class Outcome:
         stage: where.
         passed: the titles of the checks that all ranks passed.
         deaths: the titles of the checks that let a process die, one for each time that they did.
-        failure: of the first one that they did not.
-        refused: why it could not run here, if it could not.
+        failure: the failure of the first check that not all ranks passed.
+        refused: why the job could not run here; empty if it could.
         printed: what each rank printed, if anything.
         seconds: how long it took.
     """
@@ -142,4 +142,4 @@ class Listener:
     def _fails(self, rank: int, failed: Failed) -> None:
         if not self.found:  # from the first on it only counts down
             self.end = time.monotonic() + GRACE
-        self.found[rank] = failed
+        self.found.setdefault(rank, failed)  # what comes after a report is only its end
