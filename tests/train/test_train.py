@@ -210,7 +210,7 @@ def not_begun_anew(comms, folder):
     if comms.rank == 0:
         Path(folder, "checkpoint-100.pt").touch()
     comms.barrier()
-    message = r"expected --resume, .* got checkpoint-100\.pt of another run"
+    message = r"expected --resume, .* got rank 0: checkpoint-100\.pt of another run"
     with pytest.raises(ValueError, match=message):
         train(small(checkpoint=Path(folder)), comms)
 
