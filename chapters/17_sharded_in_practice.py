@@ -5,7 +5,7 @@ r"""
 How is sharded training run? You care because stage 3 over all devices sends all parameters and
 gradients over the slowest links, too, and what helps (two levels, what to keep whole, precision,
 accumulation, the right optimizer) is easily set the wrong way, without an error. This chapter
-builds each one small, and counts what leaves a node.
+builds two of them small, tries the others, and counts what leaves a node.
 """
 
 # %% tags=["imports"]
@@ -46,7 +46,7 @@ with warnings.catch_warnings(action="ignore"):  # PyTorch's own
     from torch.distributed.tensor.debug import CommDebugMode
 
 # %%
-# sphinx_gallery_builds = "two levels of sharding, accumulation three ways, and a sharded Muon"
+# sphinx_gallery_builds = "two levels of sharding, and a sharded Muon"
 # sphinx_gallery_hosts = "8 x 1gbit"
 comms = microddp.init()
 n = comms.world_size
@@ -198,8 +198,8 @@ for (name, (near, far)), right, parts in zip(sent.items(), between, divided, str
     assert math.isclose(far, right * SIZE, rel_tol=0.02)
     row = (name, human_bytes(16 * SIZE / 4 / parts), human_bytes(near))
     rows.append((*row, human_bytes(right * SIZE), human_bytes(far)))
-headers = ["", "kept (Adam), by formula", "sent inside a node", "between, predicted", "counted"]
-comms.print(f"{human_bytes(SIZE)} of parameters; a node's bytes in a step")
+headers = ["", "a rank keeps, by formula", "sent inside a node", "between, predicted", "counted"]
+comms.print(f"{human_bytes(SIZE)} of parameters, Adam; sent: a node's bytes in a step")
 comms.print(table(rows, headers))
 if n > 1:
     figures.stacked_bars(
@@ -248,7 +248,8 @@ takes $g$, and for $b$ in backward, the last reduction for $r$, after a wait of 
 | HSDP | $0$ | $0$ | $\frac{m-1}{m}\frac{n}{n-1} M$ | $b/L$ | $2C/3L$ |
 
 (In proportion to what leaves a node: of HSDP we neglect what stays inside.) It allows $n$ devices
-to be $nC/T_0$ times as fast as one. ($C$ and $M$ are those of the rounds below.)
+to be $nC/T_0$ times as fast as one. ($C$ and $M$ are those of the rounds below, a little off those
+that set the stage.)
 
 **Measure.** These three and one device, in the same rounds as what later sections compare; a ratio
 is the median of the rounds' ratios:
@@ -340,9 +341,10 @@ second gather is saved. If $j$ of $L$ blocks stay, $jS/L$ is kept after forward,
 
 The last block is the first to keep. It is whole when forward ends, and when backward begins.
 *Prefetch* (a block is gathered while the one before it computes) could hide its second gather only
-behind what follows the blocks: head and loss. Each further block costs memory, and by $T_0$ saves
-time only while $b - r$ is above $\frac{2}{3} C$. With all of them whole, $w$ is $2C/3L$, as in DDP,
-and no gather of backward makes the link wait.
+behind what follows the blocks: head and loss. ($T_0$ of *nothing*, below, leaves this wait out.)
+Each further block costs memory, and by $T_0$ saves time only while $b - r$ is above $\frac{2}{3}
+C$. With all of them whole, $w$ is $2C/3L$, as in DDP, and no gather of backward makes the link
+wait.
 
 **Measure.** Stage 3 over all keeps nothing, the last block (as microddp's strategies do, by
 {func}`~microddp.sharding.fully_shard.shard_blocks`), or all:

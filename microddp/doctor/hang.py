@@ -33,7 +33,8 @@ def report(folder: Path) -> str:
     now = time.time_ns()
     rows = []
     for number, history in histories.items():
-        process = f"{history.pid} on {history.host}, {ranks[number].process}"
+        machine_name = history.host.partition(" ")[0]  # see hang.machine
+        process = f"{history.pid} on {machine_name}, {ranks[number].process}"
         rows.append((number, process, "".join(whereabouts(ranks[number], now))))
     script, world_size = history.script, history.world_size  # all have the same
     lines = [

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from boxes import left, needs_hosts
 
+from microddp.doctor.hang import report
 from microddp.hosts import Box, Cluster, Link, Uplink, calibrate, human_bits, links_of_this_job
 from microddp.hosts.__main__ import links, main
 
@@ -405,6 +406,17 @@ with microddp.init() as comms:
 """
 
 
+HANGS = """
+import time
+import microddp
+comms = microddp.init()
+comms.print("in vain")
+if comms.rank == 0:
+    comms.barrier()
+time.sleep(100)
+"""
+
+
 @needs_hosts
 class TestJobs:
     """Ordinary jobs of several machines."""
@@ -455,6 +467,23 @@ class TestJobs:
         flat, hierarchical = map(float, sent)
         assert flat == pytest.approx(1.5, rel=0.05)  # 2 (n-1)/n of 4 ranks
         assert hierarchical == pytest.approx(1.0, rel=0.05)  # of 2 machines
+
+    def test_ranks_that_hang_are_not_called_dead(self, tmp_path):
+        """Their processes have other numbers inside than outside, where the doctor looks."""
+        script = tmp_path / "job.py"
+        script.write_text(HANGS)
+        command = [sys.executable, "-m", "microddp.hosts", "--link", "1gbit", "--", str(script)]
+        environment = os.environ | {"MICRODDP_RECORD": str(tmp_path / "calls")}
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as job:
+            try:
+                while b"in vain" not in job.stdout.readline():
+                    assert job.poll() is None
+                time.sleep(0.5)
+                told = report(tmp_path / "calls")
+            finally:
+                job.terminate()
+        assert "gone" not in told, told
+        assert re.search(r"0 +\d+ on \S+, elsewhere +waiting in barrier", told), told
 
     def test_the_status_is_the_jobs(self, tmp_path):
         script = tmp_path / "job.py"
