@@ -31,7 +31,9 @@ class Transfers:
 Rounds = Iterator[tuple[int, list[Transfers]]]
 
 
-def rounds(network: Network, half: str, algorithm: str, nbytes: float) -> Rounds:
+def rounds(
+    network: Network, half: str, algorithm: str, nbytes: float
+) -> Iterator[tuple[int, list[Transfers]]]:
     """Iterate over the messages of a collective among all devices.
 
     Arguments and errors are those of :meth:`~microddp.performance.network.Network.seconds`.
