@@ -15,7 +15,7 @@ import threading
 import time
 
 PORT = 29000
-TIME_ON_THE_WIRE = 0.01  # seconds, of the smaller of two messages
+TIME_ON_THE_WIRE = 0.02  # seconds, of the smaller of two messages
 REPEAT = 3
 ROUND_TRIPS = 20
 PATIENCE = 20.0  # seconds for each answer

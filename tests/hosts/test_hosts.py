@@ -216,7 +216,7 @@ class TestCluster:
 
     def test_links_carry_what_was_asked_for(self):
         """Other work on the machine makes a link slower, or faster if a clock started late."""
-        for rate in ("1mbit", "50mbit", "200mbit", "1gbit"):
+        for rate in ("50mbit", "200mbit", "1gbit"):
             for attempt in range(4):
                 with Cluster([Link.parse(rate)] * 2) as cluster:
                     shares = [each.bits_per_second / each.asked for each in calibrate(cluster)]
