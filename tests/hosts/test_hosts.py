@@ -207,6 +207,7 @@ def calibrated(*links, uplinks=()):
             measured = calibrate(cluster)
         if all(each.bits_per_second < 1.05 * each.asked for each in measured):
             return measured
+        time.sleep(2)  # until a burst of other work is over
     raise AssertionError(measured)
 
 
@@ -223,6 +224,7 @@ class TestCluster:
                 if 0.95 < min(shares) <= max(shares) < 1.05:
                     break
                 assert attempt < 3, (rate, shares)
+                time.sleep(2)  # until a burst of other work is over
 
     def test_the_slower_link_decides(self):
         measured = calibrated(Link.parse("200mbit"), Link.parse("50mbit"), Link.parse("200mbit"))
