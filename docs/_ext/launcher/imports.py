@@ -22,8 +22,8 @@ def files_of(script: Path, package: Path, programs: Path | None = None) -> list[
         if path not in found:
             found.add(path)
             pending += _imported(path, package, programs)
-    beside = {near for path in found for near in path.parent.iterdir() if near.is_file()}
-    return sorted(found | {near for near in beside if near.suffix != ".py"})
+    beside = [near for folder in {path.parent for path in found} for near in folder.iterdir()]
+    return sorted(found | {near for near in beside if near.is_file() and near.suffix != ".py"})
 
 
 @cache  # as files do not change while a build starts
