@@ -2,11 +2,13 @@
 
 import dataclasses
 import itertools
+import math
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import on_ranks
 from torch.nn.functional import mse_loss
 
@@ -171,3 +173,21 @@ def test_a_rank_may_own_nothing(comms):
     take_step(strategy, mse_loss, optimizer, torch.randn(2, 4, 4).unbind())
     check_replicas(model, comms)
     assert not torch.equal(before, flat(model))
+
+
+@on_ranks(3)
+def test_a_rank_that_owns_nothing_scales_the_loss_as_the_others(comms):
+    strategy = STRATEGIES["owned"](torch.nn.Linear(4, 2), comms)  # two parameters
+    assert 0 in comms.all_gather_data(len(strategy.local_params))
+    optimizer = torch.optim.Adam(strategy.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for overflows, scale in ((False, 4.0), (True, 2.0), (False, 2.0)):
+        target = math.inf if overflows and comms.rank == 0 else 1.0
+        batch = torch.ones(6, 4), torch.full((6, 2), target)
+        take_step(strategy, mse_loss, optimizer, batch, scaler=scaler)
+        assert scaler.get_scale() == scale
+    check_replicas(strategy.module, comms)
+    saved = [strategy.state(strategy.module, optimizer)]  # whole on rank 0
+    dist.broadcast_object_list(saved)
+    model, moments = saved[0]
+    strategy.load(strategy.module, optimizer, {"model": model, "optimizer": moments})
