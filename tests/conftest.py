@@ -5,6 +5,7 @@ import secrets
 
 import pytest
 from hypothesis import settings
+from warm import share
 from xdist.scheduler import LoadScopeScheduling
 
 # Wall-clock time is no property of the code: a busy machine would fail a right test. What hangs is
@@ -28,6 +29,7 @@ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
 for name in [name for name in os.environ if name.startswith("MICRODDP_")]:
     del os.environ[name]
 os.environ["MICRODDP_SECRET"] = secrets.token_hex(32)  # none is made in the home of who runs them
+share()  # the workers inherit it
 
 
 class ClassesStayTogether(LoadScopeScheduling):

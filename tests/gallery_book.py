@@ -14,7 +14,7 @@ from textwrap import dedent
 from typing import Any
 
 import psutil
-from warm import python
+from warm import OFFSPRING, python
 
 EXTENSIONS = Path(__file__).parents[1] / "docs" / "_ext"
 
@@ -203,6 +203,10 @@ class Book:
         build = self.start(*arguments, inside=inside, **environment)
         build.finish()
         return build
+
+    def build_in_forks(self, *arguments: str, **environment: str) -> Build:
+        """Run sphinx-build to its end; all that it starts are forks, whom ``processes`` misses."""
+        return self.build(*arguments, **{OFFSPRING: "1"}, **environment)
 
     def page(self, name: str) -> str:
         """Return the HTML page of a chapter."""

@@ -2,10 +2,10 @@
 
 ``python()`` is an executable that takes Python's arguments. It hands them, its environment, its
 folder and its files to a server, which forks; it passes signals on, and ends as the fork does. If
-it is killed, so is the fork. What that starts is a real Python; only a torchrun's ranks are such
-forks, too, if PYTHON_EXEC says so. Differences from a real one: PyTorch and other libraries are
-imported already, microddp is not; the parent process is the server; and ``/proc`` shows the
-server's environment.
+it is killed, so is the fork. What that starts is a real Python, unless it is a torchrun's rank and
+PYTHON_EXEC says otherwise, or WARM_OFFSPRING is set. Differences from a real one: PyTorch and other
+libraries are imported already, microddp is not; the parent process is the server; and ``/proc``
+shows the server's environment.
 """
 
 import array
@@ -30,6 +30,11 @@ from importlib import import_module
 from pathlib import Path
 
 MOST_FILES = 250  # that Linux hands over in one message
+FOLDER = "WARM_PYTHON"  # the variable that says where the executable is
+OFFSPRING = "WARM_OFFSPRING"  # the variable by which a fork's sys.executable makes forks, too
+# A folder for PYTHONPATH: every Python that finds it there looks for garbage rarely.
+RARE_COLLECTIONS = str(Path(__file__).parent / "rare_collections")
+_servers: "list[subprocess.Popen[bytes]]" = []  # of this process: to let one go would be warned of
 LIBRARIES = (
     *("torch", "torch._dynamo", "torch.distributed.launcher.api", "torch.distributed.checkpoint"),
     *("matplotlib.pyplot", "psutil", "sphinx.cmd.build", "myst_parser.sphinx_"),
@@ -70,37 +75,57 @@ os._exit(status)
 """
 
 
+def share() -> Path:
+    """The folder where the executable is or will be, for this process and those that it starts.
+
+    The server ends with this process, which keeps its end of ``alive`` open. All Pythons from here
+    on look for garbage rarely.
+    """
+    if FOLDER not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="warm-")
+        os.environ[FOLDER] = folder.name
+        places = RARE_COLLECTIONS, *filter(None, [os.environ.get("PYTHONPATH")])
+        os.environ["PYTHONPATH"] = os.pathsep.join(places)
+        os.mkfifo(alive := f"{folder.name}/alive")
+        ends = os.open(alive, os.O_RDWR)
+
+        def end() -> None:
+            os.close(ends)
+            folder.cleanup()
+
+        atexit.register(end)
+    return Path(os.environ[FOLDER])
+
+
 @functools.cache
 def python() -> str:
-    """The path of the executable. Its server ends with this process."""
-    folder = tempfile.TemporaryDirectory(prefix="warm-")
-    address = f"{folder.name}/line"
-    client = Path(folder.name, "python")
-    client.write_text(CLIENT.format(executable=sys.executable, address=address))
-    client.chmod(client.stat().st_mode | stat.S_IXUSR)
-    listening = socket.socket(socket.AF_UNIX)
-    listening.bind(address)
-    listening.listen(64)
-    alive, ends = os.pipe()
-    environment = {
-        k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "PYTHONPATH")
-    }
-    server = subprocess.Popen(
-        [sys.executable, __file__, str(listening.fileno()), str(alive)],
-        pass_fds=[listening.fileno(), alive],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-    )
-    listening.close()
-    os.close(alive)
-
-    def end() -> None:
-        os.close(ends)
-        server.wait()
-        folder.cleanup()
-
-    atexit.register(end)
+    """The path of the executable. Its server is started by who asks first."""
+    folder = share()
+    client, address = folder / "python", f"{folder}/line"
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not client.exists():
+            _start_server(folder / "alive", address)
+            client.write_text(CLIENT.format(executable=sys.executable, address=address))
+            client.chmod(client.stat().st_mode | stat.S_IXUSR)
     return str(client)
+
+
+def _start_server(alive: Path, address: str) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    environment["PYTHONPATH"] = RARE_COLLECTIONS
+    with socket.socket(socket.AF_UNIX) as listening, open(alive, "rb") as ending:
+        listening.bind(address)
+        listening.listen(64)
+        numbers = listening.fileno(), ending.fileno()
+        _servers.append(
+            subprocess.Popen(
+                [sys.executable, __file__, *map(str, numbers)],
+                pass_fds=numbers,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+            )
+        )
 
 
 def serve(listening: socket.socket, alive: int) -> None:
@@ -194,6 +219,8 @@ def _run(arguments: list[str]) -> int:
     import torch
 
     sys.orig_argv = [sys.executable, *arguments]
+    if os.environ.get(OFFSPRING):
+        sys.executable = python()
     for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
         number = getattr(sys, f"__{name}__").fileno()
         setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115

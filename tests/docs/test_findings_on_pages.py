@@ -64,7 +64,7 @@ def test_a_book_lists_its_findings_and_two_builds_are_compared(tmp_path):
     book.write("docs/index.md", index)
     book.write("docs/findings.md", "# Findings\n\n```{findings}\n```\n")
     record = str(tmp_path / "record")
-    build = book.build("-W", STEP="faster", RECORD=record)
+    build = book.build_in_forks("-W", STEP="faster", RECORD=record)
     assert build.process.returncode == 0, build.output
 
     page = html.unescape(book.page("steps"))
@@ -83,11 +83,11 @@ def test_a_book_lists_its_findings_and_two_builds_are_compared(tmp_path):
     first = tmp_path / "first.json"
     (book.root / "_site/findings.json").rename(first)
     assert json.loads(first.read_text())["chapters/steps"][0]["side"] == "faster"
-    assert book.build("-W", STEP="slower").ran() == []  # the list needs no run
+    assert book.build_in_forks("-W", STEP="slower").ran() == []  # the list needs no run
     assert read(book.root / "_site") == read(first)
 
     (book.root / "docs/chapters/steps.py.md5").unlink()
-    build = book.build("-W", STEP="slower", THERE=record)
+    build = book.build_in_forks("-W", STEP="slower", THERE=record)
     assert build.ran() == ["steps.py"], build.output
     page, listed = book.page("steps"), (book.root / "_site/findings.html").read_text()
     for name, side in (("finding-step", "slower"), ("finding-step-there", "faster")):

@@ -246,34 +246,34 @@ def test_what_runs_again(tmp_path: Path) -> None:
     book.chapter("a_good", GOOD + imports)
     book.chapter("b_fragile", "import os\nif 'FRAGILE' in os.environ: raise ValueError")
 
-    first = book.build(FRAGILE="yes")
+    first = book.build_in_forks(FRAGILE="yes")
     assert first.process.returncode != 0
     assert first.ran() == ["a_good.py", "b_fragile.py"]
 
-    again = book.build("-W")
+    again = book.build_in_forks("-W")
     assert again.process.returncode == 0, again.output
     assert again.ran() == ["b_fragile.py"]
 
     book.write("docs/index.md", "# Other words\n\n```{toctree}\nchapters/index\n```\n")
-    assert book.build().ran() == []
+    assert book.build_in_forks().ran() == []
 
     book.write("parts/unused.py", "three = 3")
-    assert book.build().ran() == []
+    assert book.build_in_forks().ran() == []
     book.write("parts/used.py", "two = 1 + 1")
     book.chapter("b_fragile", "import os\nif 'FRAGILE' in os.environ: raise TypeError")
-    assert book.build().ran() == ["a_good.py", "b_fragile.py"]
+    assert book.build_in_forks().ran() == ["a_good.py", "b_fragile.py"]
 
     book.chapter("a_good", GOOD + imports + "print('changed')")
-    assert book.build().ran() == ["a_good.py"]
+    assert book.build_in_forks().ran() == ["a_good.py"]
     assert "changed" in book.page("a_good")
 
     book.write("core/module.py", "one = 2")
-    assert book.build().ran() == ["a_good.py", "b_fragile.py"]
+    assert book.build_in_forks().ran() == ["a_good.py", "b_fragile.py"]
 
     book.configure(*LAUNCHER, launcher={**options, "ranks": 1})
-    assert book.build().ran() == ["a_good.py", "b_fragile.py"]
+    assert book.build_in_forks().ran() == ["a_good.py", "b_fragile.py"]
     assert "rank 0 of 1" in book.page("a_good")
-    assert book.build().ran() == []
+    assert book.build_in_forks().ran() == []
 
 
 def test_a_change_of_words_runs_nothing_unless_an_output_names_a_line(tmp_path: Path) -> None:
@@ -281,13 +281,13 @@ def test_a_change_of_words_runs_nothing_unless_an_output_names_a_line(tmp_path: 
     book.configure(*LAUNCHER, launcher={"ranks": 2, "preload": PRELOAD})
     named = "import sys\nprint('line', sys._getframe().f_lineno)"
     paths = [book.chapter("a_good", GOOD), book.chapter("b_names_a_line", named)]
-    assert book.build("-W").ran() == ["a_good.py", "b_names_a_line.py"]
+    assert book.build_in_forks("-W").ran() == ["a_good.py", "b_names_a_line.py"]
     before = book.page("b_names_a_line")
 
     def rebuilt(old: str, new: str) -> list[str]:
         for path in paths:
             path.write_text(path.read_text().replace(old, new))
-        build = book.build("-W")
+        build = book.build_in_forks("-W")
         assert build.process.returncode == 0, build.output
         assert "".join(new.split()[-2:]) in re.sub(r"\s", "", book.page("a_good"))
         assert "rank 0 of 2" in book.page("a_good")
@@ -461,7 +461,7 @@ def test_warnings_of_the_gallery_are_the_builds(tmp_path: Path) -> None:
     book = Book(tmp_path / "book")
     book.configure(*LAUNCHER, launcher={"preload": PRELOAD})
     book.chapter("warns", "# sphinx_gallery_thumbnail_path = 'missing.png'\nx = 1")
-    build = book.build("-W")
+    build = book.build_in_forks("-W")
     assert build.process.returncode != 0
     assert "sphinx_gallery_thumbnail_path" in build.output
 
@@ -474,7 +474,7 @@ def test_expected_failures_do_not_fail_the_build(tmp_path: Path) -> None:
         gallery={"expected_failing_examples": ["../chapters/fails.py"]},
     )
     book.chapter("fails", "import os\nif os.environ['RANK'] == '1': raise ValueError('as told')")
-    build = book.build("-W")
+    build = book.build_in_forks("-W")
     assert build.process.returncode == 0, build.output
     assert in_order(build.output, ["As expected, fails.py failed", "ValueError: as told"])
 

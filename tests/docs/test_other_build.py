@@ -117,11 +117,11 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> tuple[Book, Path]:
     made = book(tmp_path_factory.mktemp("there") / "book")
     made.chapter("alone", "machine = 'there'")
     folder = made.root.parent / "record"
-    assert made.build("-W", MACHINE="big").process.returncode == 0
+    assert made.build_in_forks("-W", MACHINE="big").process.returncode == 0
     # As another extension might: a variant of a figure, beside it.
     images = made.root / "docs/chapters/images"
     shutil.copy(images / "sphx_glr_measured_001.png", images / "sphx_glr_measured_001-narrow.png")
-    build = made.build("-W", RECORD=str(folder))
+    build = made.build_in_forks("-W", RECORD=str(folder))
     assert build.process.returncode == 0, build.output
     assert build.ran() == []
     return made, folder
@@ -132,7 +132,7 @@ def here(there: tuple[Book, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     """The same chapter, in other words, built on a small machine, with the record taken in."""
     made = book(tmp_path_factory.mktemp("here") / "book")
     made.write("chapters/measured.py", CHAPTER.replace("PROSE", "Other\n\nwords."))
-    build = made.build("-W", MACHINE="small", THERE=str(there[1]))
+    build = made.build_in_forks("-W", MACHINE="small", THERE=str(there[1]))
     assert build.process.returncode == 0, build.output
     return made, build
 
@@ -187,10 +187,10 @@ def test_what_changes_and_what_does_not(there: tuple[Book, Path], tmp_path: Path
     """Words, the record and whether it is taken in need no run; code and package have to agree."""
     made, folder = book(tmp_path / "book"), tmp_path / "record"
     shutil.copytree(there[1], folder)
-    assert made.build("-W", MACHINE="small", THERE=str(folder)).ran() == ["measured.py"]
+    assert made.build_in_forks("-W", MACHINE="small", THERE=str(folder)).ran() == ["measured.py"]
 
     def rebuilt(**environment: str) -> str:
-        build = made.build("-W", MACHINE="small", **environment)
+        build = made.build_in_forks("-W", MACHINE="small", **environment)
         assert build.process.returncode == 0, build.output
         assert build.ran() == []
         return made.page("measured")
@@ -211,7 +211,7 @@ def test_what_changes_and_what_does_not(there: tuple[Book, Path], tmp_path: Path
     assert manifest["torch"]
     assert {Path(name).name for name in manifest["files"]} >= {"measured.json", "alone.json"}
     (other.root / "docs/chapters/measured.py.md5").unlink()
-    build = other.build("-W", MACHINE="small", RECORD=str(folder))
+    build = other.build_in_forks("-W", MACHINE="small", RECORD=str(folder))
     assert build.ran() == ["measured.py"]
     assert not list(tmp_path.glob("record.*"))
     page = rebuilt(THERE=str(folder))
@@ -219,12 +219,12 @@ def test_what_changes_and_what_does_not(there: tuple[Book, Path], tmp_path: Path
 
     # The package, and then the code, are not the same any more.
     made.write("package/module.py", "one = 2")
-    assert made.build("-W", MACHINE="small", THERE=str(folder)).ran() == ["measured.py"]
+    assert made.build_in_forks("-W", MACHINE="small", THERE=str(folder)).ran() == ["measured.py"]
     said = why(rebuilt(THERE=str(folder)))[0]
     assert re.fullmatch(r"the package is not the same \(\w{7} there, \w{7} here\)", said)
     made.write("package/module.py", "one = 1")
     made.write("chapters/measured.py", text.replace("2 + 2", "3 + 1"))
-    build = made.build("-W", MACHINE="small", THERE=str(folder))
+    build = made.build_in_forks("-W", MACHINE="small", THERE=str(folder))
     assert build.ran() == ["measured.py"]
     page = made.page("measured")
     assert re.fullmatch(
@@ -236,7 +236,7 @@ def test_what_changes_and_what_does_not(there: tuple[Book, Path], tmp_path: Path
     # Chapters that ran in one build only.
     made.write("chapters/measured.py", CHAPTER)
     (made.root / "chapters/measured.py").rename(made.root / "chapters/renamed.py")
-    build = made.build("-W", MACHINE="small", THERE=str(folder))
+    build = made.build_in_forks("-W", MACHINE="small", THERE=str(folder))
     assert build.process.returncode == 0, build.output
     assert "outputs-of" not in made.page("renamed")
 
@@ -251,7 +251,7 @@ def test_wrong_folders(there: tuple[Book, Path], tmp_path: Path) -> None:
         ({"THERE": str(full)}, "expected the outputs of another build in"),
         ({"RECORD": str(full)}, "expected no folder, or another build's outputs, at"),
     ):
-        build = made.build(MACHINE="small", **environment)
+        build = made.build_in_forks(MACHINE="small", **environment)
         assert build.process.returncode != 0
         assert complaint in build.output
         assert build.ran() == []
@@ -261,7 +261,7 @@ def test_wrong_folders(there: tuple[Book, Path], tmp_path: Path) -> None:
     shutil.copytree(there[1], typed)
     outputs = typed / "chapters/measured.json"
     outputs.write_text(outputs.read_text().replace("two are 4", "two are 5"))
-    build = made.build(MACHINE="small", THERE=str(typed))
+    build = made.build_in_forks(MACHINE="small", THERE=str(typed))
     assert build.process.returncode != 0
     assert "measured.json is not what build.json says it was" in build.output
 

@@ -10,6 +10,7 @@ What is not pretended: how macOS starts, schedules and signals processes, its fi
 
 import builtins
 import ctypes
+import gc
 import importlib
 import io
 import os
@@ -117,3 +118,4 @@ def install() -> None:
 
 
 install()
+gc.set_threshold(100_000)  # as all Pythons of tests; see rare_collections
