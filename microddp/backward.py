@@ -1,4 +1,4 @@
-"""One backward pass: gradients that are ready, their buckets on the way, and what hooks share.
+"""One backward pass: gradients that are ready, and their buckets on the way.
 
 How it ends is not here: in DDP see :mod:`microddp.ddp.reducer`, of hooks their ``finish()``.
 """
@@ -6,7 +6,6 @@ How it ends is not here: in DDP see :mod:`microddp.ddp.reducer`, of hooks their 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -18,34 +17,6 @@ from microddp.buckets import GradientBucket, gradients_are_sparse
 from microddp.carrier import Carrier
 from microddp.comms import Comms
 from microddp.timing import NOT_RECORDED, Launched, Recorder
-
-
-class Switchable:
-    """Hooks that can be told to leave gradients alone.
-
-    Attributes:
-        armed: whether a backward averages.
-    """
-
-    armed = True
-    _handles: Sequence[Any] = ()
-
-    def remove(self) -> None:
-        """Take the hooks off the model."""
-        for handle in self._handles:
-            handle.remove()
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let each backward of the block add to this rank's own gradients, and send nothing.
-
-        The first backward after the block averages what has accumulated.
-        """
-        before, self.armed = self.armed, False
-        try:
-            yield
-        finally:
-            self.armed = before
 
 
 def tensors_in(output: Any) -> Iterator[torch.Tensor]:
@@ -123,9 +94,6 @@ class Buckets:
 
     def __iter__(self) -> Iterator[GradientBucket]:
         return iter(self.all)
-
-    def __len__(self) -> int:
-        return len(self.all)
 
     def all_reduce(self, bucket: GradientBucket) -> Launched:
         """Begin to add a bucket up over the ranks."""

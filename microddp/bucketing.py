@@ -7,12 +7,10 @@ from functools import partial
 import torch
 from torch import nn
 
-from microddp.backward import Backward, Buckets, Switchable
-from microddp.buckets import (
-    bucket_caps,
-    plan_in_order,
-)
+from microddp.backward import Backward, Buckets
+from microddp.buckets import bucket_caps, plan_in_order
 from microddp.comms import Comms
+from microddp.hooks import Switchable
 from microddp.timing import NOT_RECORDED, Recorder
 
 

@@ -7,15 +7,17 @@ hook is given the parameter, not the gradient.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from microddp.backward import Switchable, bytes_held
+from microddp.backward import bytes_held
 from microddp.comms import Comms, name_ranks, odd_ranks
 from microddp.report import table
 from microddp.timing import NOT_RECORDED, Instant, Recorder
@@ -40,13 +42,47 @@ class GradientReady:
     seconds: float | None
 
 
-class HookTracker:
+class Removable:
+    """Hooks on a model's parameters."""
+
+    _handles: Sequence[Any] = ()
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class Switchable(Removable):
+    """Hooks that can be told to leave gradients alone.
+
+    Attributes:
+        armed: whether a backward averages.
+    """
+
+    armed = True
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let each backward of the block add to this rank's own gradients, and send nothing.
+
+        The first backward after the block averages what has accumulated.
+        """
+        before, self.armed = self.armed, False
+        try:
+            yield
+        finally:
+            self.armed = before
+
+
+class HookTracker(Removable):
     """Records when each gradient of a model is ready in a backward pass.
 
     Backward begins when the gradient of the loss is known, before anything is computed from it.
     On CUDA the times are the GPU's. Only parameters that require a gradient when the tracker is
     made are watched. A parameter that is used several times, as a tied one is, has one gradient,
-    which is ready after its last use. As a context manager it removes its hooks.
+    which is ready after its last use. As a context manager it removes its hooks, and what it has
+    recorded stays.
 
     Example:
         >>> with HookTracker(model) as tracker:
@@ -81,11 +117,6 @@ class HookTracker:
         self._ready = {}
         loss.register_hook(self._begin)  # type: ignore[no-untyped-call]
         return loss
-
-    def remove(self) -> None:
-        """Take the hooks off the model. What was recorded stays."""
-        for handle in self._handles:
-            handle.remove()
 
     @property
     def rows(self) -> list[GradientReady]:

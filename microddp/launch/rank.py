@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from microddp.comms import is_echo
+from microddp.launch.echo import is_echo
 
 _line: Connection  # to the process that started this rank
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from microddp.backward import Switchable
+from microddp.hooks import Switchable
 from microddp.sharding.param_group import FlatParamGroup
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from microddp.comms import is_echo
 from microddp.elastic import Generation, Members
+from microddp.launch import is_echo
 from microddp.step import apply_gradients, compute_gradients
 from microddp.train.checkpoint import encode_state, share_state
 from microddp.train.loop import OnStep, Trainer, TrainingResult

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from kills import kill
 from ranks import on_ranks, run
 
-from microddp.comms import is_echo
+from microddp.launch import is_echo
 from microddp.shared import (
     collectives,
     shared_all_gather,

@@ -17,8 +17,9 @@ from test_machine import linux, policies
 
 import microddp
 from microddp.allreduce import ring_all_reduce
-from microddp.comms import cpu_cores, is_echo
+from microddp.comms import cpu_cores
 from microddp.comms.environment import TORCHRUN_VARIABLES
+from microddp.launch import is_echo
 
 SECONDS_AFTER_DEATH = 10  # within which the others must know
 TIMEOUT = 2  # seconds for a rank that hangs

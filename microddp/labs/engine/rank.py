@@ -20,12 +20,11 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 import microddp
-from microddp.comms import is_echo
 from microddp.labs.engine.bench import Bench, Wrong
 from microddp.labs.engine.catalogue import LABS
 from microddp.labs.engine.lab import Check, Lab, Stage
 from microddp.labs.engine.script import load
-from microddp.launch import tell
+from microddp.launch import is_echo, tell
 from microddp.report import human_bytes
 
 LOADING = "the script is loaded"  # what is under way before the first check

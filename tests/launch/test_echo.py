@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from launcher.rank import _is_secondary
-from microddp.comms import is_echo
+from microddp.launch import is_echo
 from microddp.shared.region import DifferentCalls
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp"
