@@ -184,9 +184,9 @@ find(comms, "optimizer", falls=(falls, said), stays=(not falls, said))
 
 # %% [markdown] index=["throughput"]
 """
-**Explain.** At a small batch each layer's fixed cost sets the time: the call itself, and reading
-its weights. Both are the same for one sample and for many. The optimizer does the same work at
-every batch.
+**Explain.** Where a small batch takes more time a sample than a large one, each layer's fixed cost
+shows: the call itself, and reading its weights. Both are the same for one sample and for many. The
+optimizer does the same work at every batch.
 
 ## Throughput
 

@@ -171,7 +171,7 @@ def one_iteration(model, x, y):
 cnn = DDP(SimpleCNN().to(comms.device, torch.float64), comms, bucket_cap_mb=0.5)
 x, y = next(batches(rank, n))
 counts = [collectives(one_iteration, cnn, x, y) for _ in range(3)]
-buckets = len(cnn.reducer.buckets)
+buckets = len(cnn.reducer.buckets.all)
 predicted = [1 + 1, 1 + 1 + buckets, 1 + buckets]
 comms.print(f"buckets: {buckets}")
 rows = zip((1, 2, 3), predicted, counts, strict=True)
@@ -445,7 +445,7 @@ count = collectives(lambda: cross_entropy(patient(x, mine), y).backward())
 rows = list(zip(("head 0", "head 1", "head 2"), norms(alone), norms(heads), strict=True))
 comms.print("norm of the gradient on each rank")
 comms.print(table(rows, ["", "alone", "averaged"]))
-comms.print(f"collectives for {len(patient.reducer.buckets)} bucket: {count}")
+comms.print(f"collectives for {len(patient.reducer.buckets.all)} bucket: {count}")
 assert count == 2
 assert heads.heads[2].weight.grad is None
 
@@ -687,8 +687,8 @@ on the GPU itself, and slow backward down meanwhile. Small models leave a GPU no
 NCCL with one rank, a step of `microddp.DDP` was 0.96 times as fast as one of PyTorch's (twelve
 cases of `python -m microddp.bench ddp`, torch 2.11, 26 November 2026), and 0.79 times at worst,
 with 16 buckets of 4 MiB in 5 ms.
-With $M/C$ below two thirds, as on 8 H100 of a node, most can be hidden, and the ways differ less
-(chapter 04).
+With $M/C$ below two thirds all can be hidden (chapter 04). Far below, as on 8 H100 of a node, there
+is little to hide, and the ways hardly differ.
 :::
 
 ## What to take along

@@ -315,8 +315,10 @@ if by_speed:
         low, high = gain.times.spread
         each.append(f"{gain.ratio:.2f} ({low:.2f} to {high:.2f}) at {at}, {best:.2f} predicted")
     most = max(overlap, key=lambda at: overlap[at][0].ratio)
+    losing = sum(gain.slower for gain, _ in overlap.values())
     said = (
-        f"Overlap gains at {gaining} of {len(by_speed)} speeds, most at {most}. With 8 buckets a "
+        f"Overlap gains at {gaining} of {len(by_speed)} speeds{f', most at {most}' * bool(gaining)}"
+        f"{f', and loses at {losing}' * bool(losing)}. With 8 buckets a "
         f"step is so many times as fast as with one: {'; '.join(each)}."
     )
     find(comms, "overlap", some=(gaining > 0, said), none=(gaining == 0, said))

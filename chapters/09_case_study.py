@@ -359,7 +359,7 @@ below counts once too often with two micro-batches:
 def messages(link):
     """The cluster's side: .messages is M. A link is its name, nodes, devices a node."""
     name, nodes, node = link
-    sizes = {"parameters": S / 4, "layers": 1, "tokens": 1, "value_size": 4}
+    sizes = {"parameters": S / 4, "layers": 32, "tokens": 1, "value_size": 4}
     return cluster("h100", name, nodes=nodes, node=node, **sizes)
 
 

@@ -73,7 +73,7 @@ r"""
 end. With $M$ for all messages alone a step takes $\max(C, \frac{2}{3}C + \frac{1}{2}M) +
 \frac{1}{2}M$. In bf16 $M$ is half.
 
-**Measure.** (Gradients are made matrices for a later section.)
+**Measure.**
 """
 
 # %%
@@ -94,8 +94,6 @@ def step_with(*arguments):
     return stage.step(strategy)
 
 
-for parameter in stage.model.parameters() if stage.sides else ():
-    parameter.data = parameter.data.view(128, -1)
 calls = {"one device": stage.step("none"), "fp32": step_with()}
 calls["bf16"] = step_with((in_bf16, own), hook)
 steps = measure(calls, comms, repeat=5)

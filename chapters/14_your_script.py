@@ -948,10 +948,10 @@ Ask in this order, and take the first yes; the numbers are chapters:
 # %% tags=["plumbing"]
 QUESTIONS = {
     "It is slow": [
-        ("Is one device alone as slow?", "profile that first: torch.profiler (00, 08)"),
+        ("Is one device alone as slow?", "where its time goes (00, 08); torch.profiler (09)"),
         ("Do the devices wait for data?", "time the loader alone; workers, pinned memory (14)"),
         ("Does one rank hold up the others?", "straggler report: slow rank or link (12)"),
-        ("Is communication exposed?", "buckets, accumulation (05, 08); send less (10, 11)"),
+        ("Is communication exposed?", "buckets (05), accumulation (06, 09); send less (10, 11)"),
     ],
     "It is stuck": [
         ("Has a rank ended?", "torchrun names the first; read that rank's own log (13)"),

@@ -383,9 +383,11 @@ if not ALONE:
 
 # %% [markdown] index=["hierarchical all-reduce", "topology"]
 r"""
-**Explain.** The model leaves out that a late rank lets others sleep, a long barrier; that what
-another core has just written comes from *caches*, the cores' small and fast memories, where a copy
-has to fetch what it overwrites; and that a copy is a call too, which $p$ and $c$ both count. (The
+**Explain.** The model leaves out that who comes first waits for the others' work, too, beside being
+woken; that a copy is a call, which $p$ and $c$ both count; and *caches*, the cores' small and fast
+memories. A copy that is made again and again stays in its own core's, while a sum fetches what the
+other core has just written, and holds twice as many tensors, so that it needs more cache. Where
+nothing fits any more, a copy has to fetch what it overwrites, and the sum finds some of it. (The
 barrier is that of more ranks than cores: with a core for each, ranks look again before they sleep.)
 
 ## Several machines: each sum once

@@ -32,9 +32,8 @@ def materialise(
         ValueError: a module has no ``reset_parameters()``, and ``initialise`` is ``None``.
     """
     calls: list[Callable[[], object]] = []
-    for m in modules:
-        if not any(t.is_meta for t in own_tensors(m)):
-            continue
+    waiting = [m for m in modules if any(t.is_meta for t in own_tensors(m))]
+    for m in waiting:  # all of them, before anything is allocated
         how = initialise or getattr(type(m), "reset_parameters", None)
         if how is None:
             raise ValueError(
@@ -42,6 +41,7 @@ def materialise(
                 "device has no reset_parameters(), got None"
             )
         calls.append(torch.no_grad()(partial(how, m)))
+    for m in waiting:
         for places in (m._parameters, m._buffers):
             for name, tensor in places.items():
                 if tensor is not None and tensor.is_meta:

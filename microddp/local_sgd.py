@@ -94,6 +94,12 @@ class Fragment:
         """Set the shared values to the parameters', which must be equal on all ranks."""
         self.shared.copy_(self._flat())
 
+    def forget(self) -> None:
+        """Wait for an average that is under way, and let nothing come of it."""
+        if self._under_way is not None:
+            self._under_way.wait()
+        self._sent = self._under_way = None
+
     def send(self, steps: int) -> None:
         """Start to average how far the ranks have moved after so many steps. A collective."""
         self.sent_after = steps
@@ -241,6 +247,7 @@ class LocalSteps:
         """Load a state. The parameters stay as they are, and must be equal on all ranks."""
         self.steps = state["steps"]
         for fragment, outer in zip(self.fragments, state["outer"], strict=True):
+            fragment.forget()
             fragment.sent_after = self.steps
             fragment.begin_anew()
             fragment.optimizer.load_state_dict(outer)

@@ -160,7 +160,7 @@ def load_parts(
     Raises:
         ValueError: a parameter has another shape, or some of its values are in none of the states.
     """
-    left = {shard.name: len(shard.sharded_data) for shard in shards}
+    found = {s.name: torch.zeros(len(s.sharded_data), dtype=torch.bool) for s in shards}
     for parts in saved:
         for shard in shards:
             if (entry := parts.get(shard.name)) is None:
@@ -172,21 +172,21 @@ def load_parts(
                 )
             kept = {} if optimizer is None else optimizer.state[shard.sharded_param]
             keys = [VALUES] if optimizer is None else entry["parts"]
-            left[shard.name] -= _take(shard, entry, keys, kept)
-    if missing := [name for name, count in left.items() if count]:
+            found[shard.name][_take(shard, entry, keys, kept)] = True
+    if missing := [name for name, here in found.items() if not here.all()]:
         raise ValueError(
             f"rank {comms.rank}: expected all values of each parameter, got none, or only "
             f"some, of {', '.join(missing)}"
         )
 
 
-def _take(shard: ParamShard, entry: Mapping[str, Any], keys: Iterable[str], kept: Any) -> int:
-    """Copy what an entry has of a shard, and of its optimizer state; return how many values."""
+def _take(shard: ParamShard, entry: Mapping[str, Any], keys: Iterable[str], kept: Any) -> slice:
+    """Copy what an entry has of a shard, and of its optimizer state; return which values."""
     begin, here = int(entry["start"]), shard.param_range.start
     first: int = max(begin, here)
     last: int = min(begin + entry["parts"][VALUES].numel(), shard.param_range.stop)
     if last <= first:
-        return 0
+        return slice(0)
     for key in keys:
         value = torch.as_tensor(entry["parts"][key])
         if value.dim() == 0 and (entry["shape"] or key == "step"):
@@ -196,7 +196,7 @@ def _take(shard: ParamShard, entry: Mapping[str, Any], keys: Iterable[str], kept
             kept[key] = torch.zeros_like(shard.sharded_param, dtype=value.dtype)
         target = shard.sharded_data if key == VALUES else kept[key].view(-1)
         target[first - here : last - here] = value.flatten()[first - begin : last - begin]
-    return last - first
+    return slice(first - here, last - here)
 
 
 def from_torch(module: nn.Module, model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Parts:

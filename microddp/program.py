@@ -229,7 +229,8 @@ class Program:
         if not together:
             return [[each] for each in ordered]
         # A dtype of so many bytes is all that the plan looks at.
-        kind = {2: torch.float16, 4: torch.float32}[int(self.work.gradient_size)]
+        kinds = {1: torch.uint8, 2: torch.float16, 4: torch.float32, 8: torch.float64}
+        kind = kinds[int(self.work.gradient_size)]
         sizes = [torch.empty(count, dtype=kind, device="meta") for _, count in ordered]
         plan = plan_buckets(sizes, bucket_caps(self.bucket_cap_mb))
         return [[ordered[i] for i in members] for members in plan]

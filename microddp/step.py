@@ -72,7 +72,7 @@ def take_step(
     Raises:
         RuntimeError: a parameter got no gradient, another rank failed, or the time-out passed.
     """
-    optimizer.zero_grad()
+    strategy.zero_grad(optimizer)
     loss = compute_gradients(strategy, loss_fn, batch, **options)
     apply_gradients(strategy, optimizer, options.get("scaler"))
     return loss
@@ -186,6 +186,10 @@ class Strategy:
     def no_sync(self) -> AbstractContextManager[None]:
         """Let the forward and backward passes of the block add to this rank's own gradients."""
         return nullcontext()
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forget all gradients, those of a backward that raised included."""
+        optimizer.zero_grad()
 
     def finish(self) -> None:
         """Return when all gradients are averaged."""

@@ -43,7 +43,9 @@ LIBRARIES = (
 
 # What stands between who starts a process and its fork. It imports next to nothing. With options
 # that it does not know it becomes a real Python.
-CLIENT = """#!{executable} -ISE
+CLIENT = """#!/bin/sh
+'''exec' '{executable}' -ISE "$0" "$@"
+' '''
 import array, json, os, signal, socket, sys
 if sys.argv[1].startswith("-") and sys.argv[1] not in ("-W", "-u", "-m", "-c"):
     os.execv({executable!r}, [{executable!r}, *sys.argv[1:]])
@@ -124,6 +126,7 @@ def _start_server(alive: Path, address: str) -> None:
                 pass_fds=numbers,
                 env=environment,
                 stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C must not end it before its forks
             )
         )
 
@@ -159,6 +162,9 @@ def serve(listening: socket.socket, alive: int) -> None:
         if listening in ready:
             line, _ = listening.accept()
             _, ancillary, _, _ = line.recvmsg(1, socket.CMSG_SPACE(MOST_FILES * 4))
+            if not ancillary:  # the client has gone
+                line.close()
+                continue
             files = array.array("i", ancillary[0][2])
             fork = os.fork()
             if not fork:

@@ -61,7 +61,7 @@ class PowerSGD(Compressor):
         if not low:
             return
 
-        bases = [torch.linalg.qr(first).Q for first in firsts]
+        bases = [_orthonormal(first) for first in firsts]
         seconds = [m.T @ basis for m, basis in zip(matrices, bases, strict=True)]
         together = _concatenated(seconds)
         ring_all_reduce(together, comms, "mean")
@@ -88,8 +88,7 @@ class PowerSGD(Compressor):
             shape = (matrix.shape[1], self._columns(parameter.shape))
             drawn = torch.randn(shape, generator=self.generator, dtype=torch.float64)
             self.factors[parameter] = drawn.to(matrix)
-        basis: torch.Tensor = torch.linalg.qr(self.factors[parameter]).Q
-        return basis
+        return _orthonormal(self.factors[parameter])
 
     def sent_bytes(self, shapes: Sequence[torch.Size], itemsize: int, world_size: int) -> float:
         """See :meth:`~microddp.compression.compressor.Compressor.sent_bytes`."""
@@ -127,3 +126,10 @@ def _split(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tenso
         for (begin, end), shape in zip(itertools.pairwise(ends), shapes, strict=True)
     ]
     return [*views, flat[ends[-1] :]]
+
+
+def _orthonormal(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a basis of a matrix's columns. There is no QR decomposition in 16 bits."""
+    wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+    basis: torch.Tensor = torch.linalg.qr(wide).Q
+    return basis.to(matrix.dtype)

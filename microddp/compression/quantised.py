@@ -112,7 +112,8 @@ class Int8(Blockwise):
     def encode(self, values: torch.Tensor, scale: torch.Tensor, code: torch.Tensor) -> None:
         """See :meth:`Blockwise.encode`."""
         torch.amax(values.abs(), dim=1, keepdim=True, out=scale).div_(LARGEST)
-        code.copy_(torch.div(values, scale).round_().nan_to_num_(0))
+        codes = torch.div(values, scale).round_().nan_to_num_(0)
+        code.copy_(codes.clamp_(-LARGEST, LARGEST))  # the scale may have been rounded down
 
     def decode(self, code: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """See :meth:`Blockwise.decode`."""
@@ -162,6 +163,7 @@ class Half(Compressor):
         """See :meth:`~microddp.compression.compressor.Compressor.average`."""
         limits = torch.finfo(self.dtype)
         most = limits.max * (1 - limits.eps)  # one step less: the quotients may be rounded up
+        most = min(most, torch.finfo(gradient.dtype).max)
         wire = torch.empty_like(gradient, dtype=self.dtype)
         for values, part in zip(
             torch.split(gradient, PIECE), torch.split(wire, PIECE), strict=True

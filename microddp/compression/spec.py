@@ -121,5 +121,6 @@ def compress(strategy: Strategy, name: str) -> None:
             f"rank {strategy.comms.rank}: expected a wrapper to compress what it sends, got "
             f"{type(strategy).__name__}"
         )
-    strategy.compression, function = hook(name, strategy.comms)
-    strategy.module.register_comm_hook(strategy.compression, function)
+    compression, function = hook(name, strategy.comms)
+    strategy.module.register_comm_hook(compression, function)  # refused if there is one
+    strategy.compression = compression

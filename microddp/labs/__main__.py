@@ -91,7 +91,7 @@ def _check(options: argparse.Namespace) -> int:
         raise FileNotFoundError(f"no {script.resolve()} yet: {_command('start', lab, options.dir)}")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # by way of finally
     print(f"Lab {lab.number}, {lab.title}: {script}\n", flush=True)
-    outcomes = []
+    outcomes, digest = [], work.digest(lab)
     total = sum(len(lab.checks_on(stage)) for stage in lab.stages)
     with tqdm(total=total, unit="check", leave=False, disable=not sys.stderr.isatty()) as bar:
         for stage in lab.stages:
@@ -100,7 +100,6 @@ def _check(options: argparse.Namespace) -> int:
             if (failure := outcomes[-1].failure) and failure.hangs:
                 break  # to hang again takes as long again
     outcomes += [Outcome(stage) for stage in lab.stages[len(outcomes) :]]
-    held = work.note(lab, outcomes)
     print(overview(lab, outcomes))
     for reason in {outcome.refused for outcome in outcomes} - {""}:
         print("\n" + textwrap.fill(f"Not run here: {reason}", WIDTH))
@@ -108,7 +107,7 @@ def _check(options: argparse.Namespace) -> int:
     if failed:
         print("\n" + explain(lab, failed))
     seconds = sum(outcome.seconds for outcome in outcomes)
-    print(f"\n{held} hold, in {seconds:.1f} s.")
+    print(f"\n{work.note(lab, outcomes, digest)} hold, in {seconds:.1f} s.", flush=True)
     return 1 if failed else 0
 
 

@@ -16,7 +16,8 @@ def is_echo(error: BaseException | None) -> bool:
     while error is not None:
         kinds, text = {kind.__name__ for kind in type(error).__mro__}, str(error)
         # gloo's errors are plain RuntimeErrors, which name their place in its source.
-        if (kinds & GONE or "/gloo/" in text) and not any(word in text for word in OWN):
+        of_gloo = "RuntimeError" in kinds and "/gloo/" in text
+        if (kinds & GONE or of_gloo) and not any(word in text for word in OWN):
             return True
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False

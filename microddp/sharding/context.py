@@ -64,6 +64,7 @@ class ShardingContext(ShardedReducer):
     def _root_pre_forward(self) -> None:
         if self._callback_queued:  # but never called: the last backward raised half-way
             self._in_backward.clear()
+            self.forget()
             self._post_backward_final_callback()
             for param in self.params:
                 param.stashed_grad = None

@@ -106,7 +106,7 @@ def fully_shard(
     # Groups of blocks that have a parameter in common with this module. An initialisation here
     # does not change their shards.
     shared = {group: None for m in mine for p in m.parameters(False) if (group := group_of(p))}
-    for group in shared if calls else ():
+    for group in shared:  # on every rank, though some may have nothing to initialise
         group.unshard()
         group.wait_for_unshard()
     for call in calls:

@@ -70,8 +70,7 @@ class ShardedGradients(ShardedReducer):
             FlatParamGroup(dict(named[i] for i in bucket), comms, by, keep_gradients=keep_gradients)
             for bucket in plan
         )
-        self._expected = deque(self.groups)  # not reduced yet, in one order on every rank
-        self._missing = {group: set(group.params) for group in self.groups}
+        self.forget()
         self._stale = False  # whether the next forward must all-gather the parameters
         self._handles: list[Any] = [
             p.parameter.register_post_accumulate_grad_hook(partial(self._ready, group, p))  # type: ignore[no-untyped-call]
@@ -80,11 +79,20 @@ class ShardedGradients(ShardedReducer):
         ]
         # Each element of a list waits for the groups of its parameters, the module for all others.
         group_of = {param.parameter: group for group in self.groups for param in group.params}
-        blocks = elements(module)
+        lists = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict  # never called
+        blocks = [block for block in elements(module) if not isinstance(block, lists)]
         outside = [p for _, m in module.named_modules({*blocks}) for p in m.parameters(False)]
         for waits, its in [(module, outside), *((block, block.parameters()) for block in blocks)]:
             groups = list(filter(None, dict.fromkeys(map(group_of.get, its))))
             self._handles.append(waits.register_forward_pre_hook(partial(self._unshard, groups)))
+
+    def forget(self) -> None:
+        """Forget gradients that were not reduced, and the means of a backward that raised."""
+        super().forget()
+        for param in self.params:
+            param.parameter.grad = None
+        self._expected = deque(self.groups)  # not reduced yet, in one order on every rank
+        self._missing = {group: set(group.params) for group in self.groups}
 
     @property
     def shards(self) -> list[nn.Parameter]:

@@ -74,9 +74,9 @@ class FlatParamGroup:
         numel: number of values without the padding.
         params: all parameters of the group.
         local_params: the ones of which this rank's shard has at least one value.
-        requires_grad: whether any parameter is trained.
         is_sharded: whether the parameters are shards now. Always ``False`` without
             ``shard_params``.
+        is_kept: whether the flat tensor is whole meanwhile.
         first_use: number of the event of a forward at which the group was first needed.
         timeline: records collectives, and the wait for them.
     """
@@ -104,7 +104,6 @@ class FlatParamGroup:
         self.unsharded = flat.to(param_dtype or flat.dtype)
         self.reduce_dtype = reduce_dtype or flat.dtype
         self.shard = self.shard_of(flat).clone() if shard_params else self.shard_of(flat)
-        self.requires_grad = any(p.requires_grad for p in parameters.values())
         self.params: list[ShardedParam] = []
         first, begin = comms.rank * self.shard_numel, 0
         for name, p in parameters.items():
@@ -118,7 +117,7 @@ class FlatParamGroup:
                     p.shape,
                     param_range=slice(start - begin, stop - begin),
                     sharded_data=own,
-                    sharded_param=p if shard_params else nn.Parameter(own, self.requires_grad),
+                    sharded_param=p if shard_params else nn.Parameter(own, p.requires_grad),
                     parameter=p,
                     flat_range=flat_range,
                     shard_range=shard_range,
@@ -129,7 +128,8 @@ class FlatParamGroup:
             if shard_params:
                 p.__dict__["_microddp_group"] = self
         self.local_params = [param for param in self.params if len(param.sharded_data)]
-        self.is_sharded, self.first_use = False, inf
+        self.is_sharded = self.is_kept = False
+        self.first_use = inf
         self._all_gather: Future | None = None
         self._reduce_scatter: Future | None = None
         self._all_reduce: Future | None = None
@@ -137,6 +137,11 @@ class FlatParamGroup:
         self._partial_mean: torch.Tensor | None = None
         self.timeline: Recorder = NOT_RECORDED
         self.reshard()
+
+    @property
+    def requires_grad(self) -> bool:
+        """True if any parameter is trained."""
+        return any(param.parameter.requires_grad for param in self.params)
 
     def shard_of(self, flat: torch.Tensor) -> torch.Tensor:
         """View this rank's shard of a padded flat tensor."""
@@ -155,7 +160,7 @@ class FlatParamGroup:
 
         A collective. :meth:`wait_for_unshard` completes it.
         """
-        if self.is_unsharding or (self.shard_params and not self.is_sharded):
+        if self.is_unsharding or self.is_kept or (self.shard_params and not self.is_sharded):
             return
         if self.shard_params:
             self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
@@ -164,27 +169,31 @@ class FlatParamGroup:
 
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather that :meth:`unshard` started, and make the parameters whole."""
-        if self._all_gather is None:
+        if self._all_gather is None and not self.is_kept:
             return
-        self._wait(self._all_gather)
-        self._all_gather = None
+        if self._all_gather is not None:
+            self._wait(self._all_gather)
+        self._all_gather, self.is_kept = None, False
         if self.is_sharded:
             self.is_sharded = False
             for param in self.params:
                 param.set_data(param.unsharded_data)
 
-    def reshard(self) -> None:
-        """Make the parameters this rank's shards, and free the memory of the flat tensor.
+    def reshard(self, free: bool = True) -> None:
+        """Make the parameters this rank's shards. Does nothing without ``shard_params``.
 
-        What autograd saved of the whole parameters is valid again, at the same address, after the
-        next :meth:`unshard`. Does nothing without ``shard_params``.
+        Args:
+            free: whether to free the memory of the flat tensor, too. What autograd saved of the
+                whole parameters is valid again, in the same storage, after the next
+                :meth:`unshard`. If not, that sends nothing.
         """
-        self.wait_for_unshard()  # of a prefetch that nobody used
+        self.wait_for_unshard()  # of a prefetch that nobody used, or of what was kept
         if self.shard_params and not self.is_sharded:
-            self.is_sharded = True
+            self.is_sharded, self.is_kept = True, not free
             for param in self.params:
                 param.set_data(param.sharded_data)
-            self.unsharded.untyped_storage().resize_(0)
+            if free:
+                self.unsharded.untyped_storage().resize_(0)
 
     def _start(self, collective: CollectiveName, flat: torch.Tensor) -> Future:
         name = f"{collective} {self.params[0].name} ..."
@@ -260,6 +269,12 @@ class FlatParamGroup:
             mean = self._wait(self._all_reduce, "gradients of ")
             self._all_reduce = None
             self._add_to_gradients(mean)
+
+    def forget_mean(self) -> None:
+        """Wait for all that is pending, of a backward that raised, and add nothing."""
+        for pending in filter(None, (self._reduce_scatter, self._all_reduce)):
+            self._wait(pending, "gradients of ")
+        self._reduce_scatter = self._all_reduce = self._partial_mean = None
 
     def _add_to_gradients(self, mean: torch.Tensor) -> None:
         mean = mean.to(self.shard.dtype, copy=not self.keep_gradients)

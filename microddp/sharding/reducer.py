@@ -39,3 +39,9 @@ class ShardedReducer(Switchable):
         self._pending.clear()
         for group in self.groups:
             group.wait_for_mean()
+
+    def forget(self) -> None:
+        """Wait for all that is pending, of a backward that raised, and add nothing."""
+        self._pending.clear()
+        for group in self.groups:
+            group.forget_mean()

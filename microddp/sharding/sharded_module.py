@@ -73,14 +73,16 @@ class ShardedModule:
         return self.context.all_reduces.no_sync()
 
     def whole_state_dict(self) -> dict[str, Any]:
-        """Gather the state dictionary that the model would have without sharding. A collective.
+        """Gather the state dictionary that the whole model would have without sharding.
+
+        A collective.
 
         Returns:
             On rank 0 whole tensors in main memory, in the dtype of the shards. On other ranks an
             empty dictionary, so that only rank 0 needs memory for all of the model.
         """
         comms = self.context.groups[0].comms
-        state, _ = whole_state(self.context.local_params, comms, self.module)
+        state, _ = whole_state(self.context.local_params, comms, self.context.modules[-1].module)
         return state if comms.rank == 0 else {}
 
     def remove(self) -> None:
@@ -93,6 +95,8 @@ class ShardedModule:
             group.reshard()
             flat = group.comms.all_gather(group.shard).flatten()  # may be of higher precision
             for param in group.params:
+                if param.stashed_grad is not None:  # of no_sync()
+                    param.stashed_grad = param.stashed_grad.to(flat.dtype)
                 param.set_data(flat[param.flat_range].view(param.shape))
                 del param.parameter.__dict__["_microddp_group"]
 
@@ -123,17 +127,19 @@ class ShardedModule:
         if not recomputed:
             prefetch = context.post_forward(self)
             self.exited_at = context.event_count
-        trained = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        # A leaf is no result of the module: its own parameter, say.
+        trained = [t for t in tensors_in(output) if t.requires_grad and not t.is_leaf]
         context.backward_pending |= bool(trained)
         for tensor in trained:
             tensor.register_hook(  # type: ignore[no-untyped-call]
                 partial(self._pre_backward, self.exited_at, prefetch)
             )
-        if recomputed or (trained and not self.reshard_after_forward):
+        if recomputed:
             return
+        keep = bool(trained) and not self.reshard_after_forward
         for group in self.groups:
             if not any(group in running.groups for running in context.forward_stack):
-                group.reshard()
+                group.reshard(free=not keep)
 
     # ---- backward: unshard; the context reshards and reduces what backward has passed
 

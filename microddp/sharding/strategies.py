@@ -97,6 +97,8 @@ class Sharded(Strategy):
     ) -> None:
         parts = from_torch(model, state["model"], state["optimizer"])
         load_parts(self.local_params, self.inside, [parts], optimizer)
+        (group,), (saved,) = optimizer.param_groups, state["optimizer"]["param_groups"]
+        group.update({key: value for key, value in saved.items() if key != "params"})
 
 
 @register("zero1")
@@ -117,6 +119,10 @@ class Zero1(Sharded):
         self.sharded = self.reducer = ShardedGradients(
             model, comms, bucket_cap_mb, keep_gradients=self.stage < 2, collectives=collectives
         )
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        super().zero_grad(optimizer)
+        self.sharded.forget()
 
     def finish(self) -> None:
         self.sharded.finish()
@@ -288,6 +294,10 @@ class Owned(Sharded):
 
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext()  # nothing is sent before finish()
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        super().zero_grad(optimizer)
+        self.module.zero_grad()  # the owners' optimizers know the averages only
 
     def finish(self) -> None:
         reduced = [group.reduce() for group in self.groups]

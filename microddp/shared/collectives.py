@@ -72,8 +72,8 @@ def shared_reduce_scatter(
 ) -> torch.Tensor:
     """Reduce over all ranks so that each rank has its chunk of the result, in place.
 
-    The rest of ``tensor`` is left as it was. Other arguments and errors are those of
-    :func:`shared_all_reduce`.
+    The rest of ``tensor`` is left as it was; for a mean, divided. Other arguments and errors are
+    those of :func:`shared_all_reduce`.
 
     Args:
         tensor: contiguous.

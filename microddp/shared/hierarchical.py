@@ -54,7 +54,6 @@ class Hierarchy:
                 f"rank {comms.rank}: expected machines that have each of the ranks 0 to "
                 f"{comms.world_size - 1} once, got {[list(ranks) for ranks in machines]}"
             )
-        self.comms = comms
         self.machines = [sorted(ranks) for ranks in machines]
         self.shares = max(map(len, self.machines))
         groups = [comms.subgroup(ranks) for ranks in self.machines]
@@ -77,11 +76,12 @@ class Hierarchy:
         cuts = [ends[-(-k * self.shares // n)] for k in range(n + 1)]
         return [flat[start:end] for start, end in pairwise(cuts)]
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+    def all_reduce(self, tensor: torch.Tensor, comms: Comms, op: str = "sum") -> None:
         """All-reduce in place: inside each machine, then between machines, then inside again.
 
         Args:
             tensor: as for :func:`hierarchical_all_reduce`.
+            comms: all ranks. They are not kept: a hierarchy that is kept for them would keep them.
             op: as for :func:`hierarchical_all_reduce`.
         """
         inside_op = "sum" if op == "mean" else op
@@ -91,7 +91,7 @@ class Hierarchy:
             for share, lane in self.lanes.items():
                 ring_all_reduce(shares[share], lane, inside_op)
 
-        with flattened(tensor, self.comms, op) as (flat, _):
+        with flattened(tensor, comms, op) as (flat, _):
             parts = flat.tensor_split(max(1, -(-flat.nbytes // PART_BYTES)))
             crossing = []
             for part in parts:
@@ -113,7 +113,7 @@ def hierarchical_all_reduce(tensor: torch.Tensor, comms: Comms, op: str = "sum")
     there may be several machines, with any number of ranks each. The first call of a group finds
     its machines and makes their groups.
     """
-    _hierarchy_of(comms).all_reduce(tensor, op)
+    _hierarchy_of(comms).all_reduce(tensor, comms, op)
 
 
 @cached_per_comms

@@ -137,7 +137,7 @@ class ElasticTrainer(Trainer):
     def _step(self, batch: Sequence[torch.Tensor]) -> None:
         if self.others_wait:
             raise OthersWait
-        self.optimizer.zero_grad()
+        self.strategy.zero_grad(self.optimizer)
         loss = compute_gradients(self.strategy, self.task.loss, batch, **self._options())
         # Before the weights change: a step is taken with its loss known to all, or it is lost.
         waiting = float(self.members.others_wait())

@@ -245,7 +245,7 @@ class Trainer:
         with torch.random.fork_rng(gpus):
             batch = next(self.batches.epoch(0))
             compute_gradients(self.strategy, self.task.loss, batch, **self._options())
-        self.optimizer.zero_grad()
+        self.strategy.zero_grad(self.optimizer)
         if self.strategy.compression and self.kept_back:
             self.strategy.compression.load_state_dict(self.kept_back, self.model)
 

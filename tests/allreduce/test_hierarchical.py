@@ -33,10 +33,10 @@ def test_equals_the_fold_by_hand_for_every_partition(comms):
             for op, fold in OPS.items():
                 expected = functools.reduce(fold, [of_rank(rank, size) for rank in range(n)])
                 tensor = of_rank(comms.rank, size)
-                hierarchy.all_reduce(tensor, op)
+                hierarchy.all_reduce(tensor, comms, op)
                 assert torch.equal(tensor, expected), (machines, size, op)
             tensor = of_rank(comms.rank, size)
-            hierarchy.all_reduce(tensor, "mean")
+            hierarchy.all_reduce(tensor, comms, "mean")
             mean = sum(of_rank(rank, size) for rank in range(n)) / n
             torch.testing.assert_close(tensor, mean)
 
@@ -45,7 +45,7 @@ def test_equals_the_fold_by_hand_for_every_partition(comms):
 def test_all_ranks_have_the_same_bits(comms):
     for machines in PARTITIONS[comms.world_size]:
         tensor = torch.randn(100_003, generator=torch.Generator().manual_seed(comms.rank))
-        Hierarchy(comms, machines).all_reduce(tensor)
+        Hierarchy(comms, machines).all_reduce(tensor, comms)
         everyone = comms.all_gather(tensor)
         assert bool((everyone == everyone[0]).all()), machines
 
@@ -62,7 +62,7 @@ def test_a_machines_link_carries_each_sum_once(comms):
         with inside:
             for counter in counters:
                 counter.__enter__()
-            hierarchy.all_reduce(tensor)
+            hierarchy.all_reduce(tensor, comms)
             for counter in counters:
                 counter.__exit__(None, None, None)
         assert not inside.messages
@@ -91,5 +91,5 @@ def test_each_machine_may_hold_its_ranks_in_any_order(comms):
     assert torch.cat(chunks).tolist() == list(range(10))
     assert len(chunks) == hierarchy.inside.world_size == 2
     # A rank that left now would leave others that are still connecting to it.
-    hierarchy.all_reduce(flat)
+    hierarchy.all_reduce(flat, comms)
     assert flat.tolist() == [comms.world_size * i for i in range(10)]

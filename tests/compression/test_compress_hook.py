@@ -62,7 +62,7 @@ def lost(comms, make_hook, forget=None, steps=5):
         difference = difference + mean - gradients_of(module)
         if forget:
             forget(state)
-    assert len(ddp.reducer.buckets) > 2
+    assert len(ddp.reducer.buckets.all) > 2
     left = torch.cat([state.residuals[p] for p in module.parameters()])
     comms.all_reduce_mean(left)
     return (difference - left).abs().max().item()

@@ -291,3 +291,29 @@ def test_signs_take_a_bit_each(length):
 def test_other_names_are_refused(name):
     with pytest.raises(ValueError, match=rf"expected one of top-k:K, .*, bf16, .* got '{name}'"):
         compressor(name)
+
+
+@on_ranks(2)
+def test_int8_keeps_the_sign_of_the_largest_in_16_bits(comms):
+    for mantissa in range(128):
+        values = torch.zeros(64, dtype=torch.bfloat16)
+        values[0] = 1 + mantissa / 128
+        mean = torch.empty_like(values)
+        compressor("int8").average(values.clone(), mean, [], comms)
+        assert 0.98 < mean[0] / values[0] < 1.02, mantissa
+
+
+@on_ranks(2)
+def test_factors_of_gradients_in_16_bits(comms):
+    for dtype in (torch.bfloat16, torch.float16):
+        matrix = torch.ones(16, 8, dtype=dtype)
+        mean = torch.empty(128, dtype=dtype)
+        compressor("power:2").average(matrix.flatten(), mean, [torch.nn.Parameter(matrix)], comms)
+        torch.testing.assert_close(mean, torch.ones(128, dtype=dtype), rtol=0.02, atol=0.02)
+
+
+@on_ranks(1)
+def test_halves_of_other_halves(comms):
+    values, mean = torch.ones(4, dtype=torch.float16), torch.empty(4, dtype=torch.float16)
+    compressor("bf16").average(values, mean, [], comms)
+    assert mean.tolist() == [1.0] * 4

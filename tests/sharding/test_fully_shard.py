@@ -442,7 +442,12 @@ def test_a_frozen_block_is_freed_in_backward(comms):
 
 @on_ranks(2)
 def test_after_a_backward_that_raised(comms):
-    model, _ = sharded_odd(comms)
+    for collectives in ("auto", "ring"):  # the latter are under way when it raises
+        raises_and_goes_on(comms, collectives)
+
+
+def raises_and_goes_on(comms, collectives):
+    model, _ = sharded_odd(comms, collectives=collectives)
     x, y = batch(comms, 0)
     mse_loss(model(x), y).backward()
     right = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -460,6 +465,52 @@ def test_after_a_backward_that_raised(comms):
     mse_loss(model(x), y).backward()
     found = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(map(torch.equal, found, right))
+
+
+@on_ranks(1, 2)
+def test_gradients_may_be_cleared_between_forward_and_backward(comms):
+    model, _ = layers(comms, reshard_after_forward=False)
+    x = torch.full((2, 64), comms.rank + 1.0)
+    model(x).sum().backward()
+    right = [p.grad.clone() for p in model.parameters()]
+    for _ in range(2):
+        loss = model(x).sum()
+        model.zero_grad()
+        loss.backward()
+        assert all(map(torch.equal, [p.grad for p in model.parameters()], right))
+
+
+@on_ranks(1, 2)
+def test_a_forward_between_backward_and_step_hides_no_gradient(comms):
+    model, _ = layers(comms, reshard_after_forward=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.full((2, 64), comms.rank + 1.0)
+    model(x).sum().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    model(x)  # to log something, say
+    optimizer.step()
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
+@on_ranks(2)
+def test_what_is_unfrozen_later_is_trained(comms):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False).requires_grad_(False), nn.Linear(4, 4))
+    fully_shard(model[0], comms)
+    fully_shard(model, comms)
+    model[0].requires_grad_(True)
+    model(torch.ones(1, 4)).sum().backward()
+    assert model[0].weight.grad is not None
+
+
+@on_ranks(2)
+def test_made_whole_after_a_backward_that_sent_nothing(comms):
+    model, sharded = layers(comms, param_dtype=torch.bfloat16)
+    with sharded.no_sync():
+        model(torch.ones(1, 64)).sum().backward()
+    sharded.remove()
+    assert {p.shape for p in model.parameters()} == {(64, 64)}
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
 @on_ranks(2)

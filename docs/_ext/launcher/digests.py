@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,7 +19,8 @@ def digest_of_surroundings(confdir: Path, depends: Sequence[str]) -> str:
 
     Raises `ConfigError` if a glob matches no file.
     """
-    machine = (version("torch"), platform.python_version(), os.cpu_count(), _gpus())
+    gpus = _gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    machine = (version("torch"), platform.python_version(), os.cpu_count(), *gpus)
     text = f"{digest_of(confdir, depends)} {machine!r}"
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -41,8 +43,13 @@ def digest_of_files(files: Iterable[Path], folder: Path) -> str:
     """Digest files below a folder, with their names."""
     digest = hashlib.sha256()
     for path in files:
-        digest.update(f"{path.relative_to(folder)} {get_md5sum(path)}\n".encode())
+        digest.update(f"{path.relative_to(folder)} {_digest_of_file(path)}\n".encode())
     return digest.hexdigest()
+
+
+@cache  # as at the first look: jobs may have imported it then, and run that
+def _digest_of_file(path: Path) -> str:
+    return str(get_md5sum(path))
 
 
 def _gpus() -> str:

@@ -23,12 +23,16 @@ def files_of(script: Path, package: Path, programs: Path | None = None) -> list[
             found.add(path)
             pending += _imported(path, package, programs)
     beside = [near for folder in {path.parent for path in found} for near in folder.iterdir()]
-    return sorted(found | {near for near in beside if near.is_file() and near.suffix != ".py"})
+    data = {near for near in beside if near.is_file() and near.suffix != ".py"}
+    # Not what editors and file managers leave for themselves.
+    return sorted(found | {file for file in data if file.name[0] != "." and file.name[-1] != "~"})
 
 
 @cache  # as files do not change while a build starts
 def _imported(path: Path, package: Path, programs: Path | None) -> tuple[Path, ...]:
-    return tuple(_imports(path.read_text(encoding="utf-8"), package, programs))
+    with suppress(SyntaxError):  # which the example's job reports
+        return tuple(_imports(path.read_text(encoding="utf-8"), package, programs))
+    return ()
 
 
 def _imports(source: str, package: Path, programs: Path | None) -> Iterator[Path]:

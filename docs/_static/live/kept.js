@@ -120,6 +120,7 @@
     }
     function start() {
       play.textContent = "Stop";
+      told.setAttribute("aria-live", "off"); // not each moment read out
       if (state.moment === last) go(0);
       playing = setInterval(() => {
         go(state.moment + 1);
@@ -130,6 +131,7 @@
       clearInterval(playing);
       playing = null;
       play.textContent = "Play";
+      told.setAttribute("aria-live", "polite");
     }
     function redraw() {
       const whole = stage.clientWidth;

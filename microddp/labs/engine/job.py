@@ -60,7 +60,10 @@ def _live(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="microddp-lab-")))
         environment = {
             "MICRODDP_RECORD": str(folder),
-            "CUDA_VISIBLE_DEVICES": "",  # the same everywhere: what is counted depends on nothing
+            # The same everywhere: what is counted depends on nothing.
+            "CUDA_VISIBLE_DEVICES": "",
+            "MICRODDP_DEBUG": "0",
+            "TORCH_FR_BUFFER_SIZE": "2000",
         }
         hosts: list[Callable[[Callable[[], int]], object]] = []
         if stage.link:

@@ -43,7 +43,16 @@ def each_ranks(make: Callable[[int], nn.Module], bench: Bench, seed: int = 0) ->
 def expect_means(bench: Bench, model: nn.Module, each: torch.Tensor, step: str = "") -> None:
     """Expect that a model's gradients are the mean over the rows of ``each``."""
     named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-    parts = torch.split(each, [gradient.numel() for _, gradient in named], dim=1)
+    sizes = [gradient.numel() for _, gradient in named]
+    bench.expect(
+        sum(sizes) == each.shape[1],
+        f"gradients of {each.shape[1]} values{step}",
+        f"{sum(sizes)} values, of {', '.join(name for name, _ in named) or 'no parameter'}",
+        "A parameter that got no gradient keeps None."
+        if sum(sizes) > each.shape[1]
+        else "A parameter has lost its gradient.",
+    )
+    parts = torch.split(each, sizes, dim=1)
     for (name, gradient), part in reversed(list(zip(named, parts, strict=True))):
         own, mean = part[bench.rank], part.mean(0)
         mistakes = {

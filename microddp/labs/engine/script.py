@@ -22,8 +22,9 @@ def load(path: Path, functions: Sequence[str]) -> ModuleType:
     module = ModuleType(path.stem)
     module.__file__ = str(path)
     sys.modules[path.stem] = module
+    sys.path.insert(0, str(path.parent))  # as where Python runs the script
     kept = TRY.sub(lambda cell: "\n" * cell[0].count("\n"), path.read_text())  # lines keep numbers
-    exec(compile(kept, str(path), "exec"), module.__dict__)
+    exec(compile(kept, str(path), "exec", dont_inherit=True), module.__dict__)
     for name in functions:
         found: object = module
         for part in name.split("."):

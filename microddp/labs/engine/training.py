@@ -78,7 +78,7 @@ def expect_equal_models(bench: Bench, start: Callable[[nn.Module, Comms], None])
     """Expect that the reader's function copies rank 0's model to all ranks, in place."""
     models = [used_model(rank).state_dict() for rank in range(bench.n)]
     model, new = used_model(bench.rank), used_model(0, steps=0).state_dict()
-    parameters = dict(model.named_parameters())
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     start(model, bench.comms)
     for name, got in model.state_dict().items():
         kind = "parameter" if name in parameters else "buffer"
@@ -97,6 +97,12 @@ def expect_equal_models(bench: Bench, start: Callable[[nn.Module, Comms], None])
         "the parameters to be overwritten in place",
         "other parameters in the model",
         "An optimizer that was made before would go on with the old ones.",
+    )
+    bench.expect(
+        all(buffers[name] is tensor for name, tensor in model.named_buffers()),
+        "the buffers to be overwritten in place",
+        "other buffers in the model",
+        "Who holds a buffer, as a wrapper does, would keep the old one.",
     )
 
 

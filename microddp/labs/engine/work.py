@@ -44,8 +44,17 @@ class Work:
             unfinished.write_text(skeleton(lab.solution.read_text(), lab.functions))
         return path
 
-    def note(self, lab: Lab, outcomes: Sequence[Outcome]) -> str:
-        """Keep the result of a script's checks; return it in words: ``"5 of 5 checks"``."""
+    def note(self, lab: Lab, outcomes: Sequence[Outcome], digest: str) -> str:
+        """Keep the result of checks; return it in words: ``"5 of 5 checks"``.
+
+        Args:
+            lab: the lab.
+            outcomes: of its stages.
+            digest: of the script when they began.
+
+        Raises:
+            ValueError: the file of results is damaged.
+        """
         held = [
             all(
                 check.title in outcome.passed
@@ -54,7 +63,7 @@ class Work:
             )
             for check in lab.checks
         ]
-        result = {"passed": sum(held), "checks": len(held), "script": self._digest(lab)}
+        result = {"passed": sum(held), "checks": len(held), "script": digest}
         result["date"] = time.strftime("%Y-%m-%d %H:%M")
         with whole_file(self._notes) as unfinished:
             results = {**self._results(), lab.name: result}
@@ -69,7 +78,7 @@ class Work:
         if result is None:
             return "started"
         text = f"{result['passed']} of {result['checks']} checks passed, {result['date']}"
-        return text if result["script"] == self._digest(lab) else f"{text}; changed since"
+        return text if result["script"] == self.digest(lab) else f"{text}; changed since"
 
     @property
     def _notes(self) -> Path:
@@ -78,8 +87,12 @@ class Work:
     def _results(self) -> dict[str, dict[str, Any]]:
         if not self._notes.exists():
             return {}
-        results: dict[str, dict[str, Any]] = json.loads(self._notes.read_text())
+        try:
+            results: dict[str, dict[str, Any]] = json.loads(self._notes.read_text())
+        except ValueError as error:
+            raise ValueError(f"{self._notes} is damaged, delete it: {error}") from error
         return results
 
-    def _digest(self, lab: Lab) -> str:
+    def digest(self, lab: Lab) -> str:
+        """Return a hash of a lab's script."""
         return hashlib.blake2b(self.script(lab).read_bytes(), digest_size=8).hexdigest()

@@ -201,7 +201,7 @@ class Group:
         missed = (found - self.whole).norm(dim=1) / self.whole.norm()
         k = int(missed.argmax())
         bench.expect(
-            bool((missed < 1e-9).all()),
+            bool((missed < 1e-6).all()),
             f"replica {k} of {self.n} to step with the gradient of the whole batch, of {self.rows} "
             f"samples cut into {' + '.join(str(len(seen)) for seen in self.samples)}",
             f"one that is {missed[k]:.2g} times its length away from it",

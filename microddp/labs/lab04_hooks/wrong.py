@@ -61,4 +61,14 @@ WRONG = {
         {LOOP: "        for _, parameter in model.named_parameters(remove_duplicate=False):\n"},
         "has one gradient, and needs one hook",
     ),
+    "divided in finish": (
+        {
+            LOOP: "        self.model = model\n" + LOOP,
+            DIVIDE: "",
+            CLEAR: CLEAR + "        for p in self.model.parameters():\n"
+            "            if p.grad is not None:\n"
+            "                p.grad /= self.comms.world_size\n",
+        },
+        "Divide in the hook, what has just come",
+    ),
 }

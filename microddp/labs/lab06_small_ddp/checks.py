@@ -174,6 +174,8 @@ def sent(bench: Bench) -> None:
     once(bench, seen, net, "Each gradient travels once, and nothing else does.")
     sizes = seen.sizes
     most, largest = sum(sizes) // BUCKET_BYTES + 1, BUCKET_BYTES + net.shared.weight.nbytes
+    mistake = "A bucket is one all-reduce of PyTorch's: messages are not counted here."
+    bench.expect(bool(sizes), "an all-reduce for each bucket", "none", mistake)
     mistake = "The gradients of a bucket travel as one: put them side by side in a flat tensor."
     if len(sizes) <= most:
         mistake = "A bucket that has reached bucket_bytes takes no more parameters."
@@ -256,6 +258,9 @@ def decides(bench: Bench) -> None:
     with model.no_sync():
         seen = backward(bench, output)
     once(bench, seen, net, mistake)
+    seen = backward(bench, loss(net, bench.rank))
+    mistake = "An announcement holds for one backward: take it back when that begins."
+    silent(bench, seen, "a backward that no forward of the wrapper has announced", mistake)
 
 
 @LAB.check(

@@ -141,4 +141,14 @@ WRONG = {
         },
         "Another rank used it, and steps with the mean",
     ),
+    "an announcement that holds": (
+        {
+            HOOK: "            if self.announced and not self.queued:\n"
+            "                self.queued = True\n"
+            "                at_end_of_backward(average)\n",
+            BUCKETS: "            self.queued = False\n" + BUCKETS,
+            REGISTER: "        self.queued = False\n" + REGISTER,
+        },
+        "An announcement holds for one backward",
+    ),
 }

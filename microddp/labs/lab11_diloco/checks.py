@@ -158,11 +158,13 @@ def seldom(bench: Bench) -> None:
     model.register_forward_pre_hook(lambda *_: begun.append(time.time_ns()))
     inner, data = torch.optim.SGD(model.parameters(), lr=0.1), batches(bench.rank, steps)
     with bench.seen() as seen:
-        bench.work.train(model, inner, data, 4, LR, MOMENTUM, bench.comms)
+        bench.work.train(model, inner, iter(data), 4, LR, MOMENTUM, bench.comms)
     met = [sum(at < call.created for at in begun) for call in seen.collectives]
     mistake = ""
     if not met:
         mistake = "The ranks never met."
+        if seen.messages:
+            mistake = "A meeting is one all-reduce of PyTorch's: messages are not counted here."
     elif set(met) >= set(range(1, steps + 1)):
         mistake = "Something was averaged in every step. Between two meetings a rank trains alone."
     elif met[0] == 0:
@@ -232,7 +234,7 @@ def ddp(bench: Bench) -> None:
     model, steps = tiny(), 5
     data = batches(bench.rank, steps)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    bench.work.train(model, inner, data, 1, 1.0, 0.0, bench.comms)
+    bench.work.train(model, inner, iter(data), 1, 1.0, 0.0, bench.comms)
     alone = tiny()
     inner = torch.optim.SGD(alone.parameters(), lr=0.1)
     each = zip(*(batches(rank, steps) for rank in range(bench.n)), strict=True)
@@ -244,7 +246,7 @@ def ddp(bench: Bench) -> None:
 def both(bench: Bench) -> None:
     model, steps, every = tiny(), 7, 3
     inner, data = torch.optim.AdamW(model.parameters(), lr=0.05), batches(bench.rank, steps)
-    bench.work.train(model, inner, data, every, LR, MOMENTUM, bench.comms)
+    bench.work.train(model, inner, iter(data), every, LR, MOMENTUM, bench.comms)
     right = trained(bench.n, steps, every)[bench.rank]
     mistakes = {
         text: trained(bench.n, steps, every, mistake)[bench.rank]

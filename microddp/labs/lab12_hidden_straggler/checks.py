@@ -207,6 +207,11 @@ def _answers(bench: Bench, job: Job) -> list[int | None]:
         raise
     finally:
         bench.comms.debug = False
+    bench.expect(
+        answer is None or isinstance(answer, int),
+        "a rank's number, or None",
+        f"{answer!r}, a {type(answer).__name__}",
+    )
     return bench.comms.all_gather_data(answer)
 
 
@@ -241,6 +246,10 @@ def nobody(bench: Bench) -> None:
     work = {part: SECONDS[part] * (1.25 if last else 1.0) for part in SECONDS}
     why = "The last rank works 1.25 times as long as the others. Name it from 1.5 times on."
     expect_named(bench, [(None, Job(bench.comms, work))], why)
+    if bench.n > 2:
+        work = {part: SECONDS[part] * (0.6 if last else 1.0) for part in SECONDS}
+        why = "Only the last rank is quicker. Compare with the median of the others."
+        expect_named(bench, [(None, Job(bench.comms, work))], why)
 
 
 @LAB.check("one step that is disturbed does not count", read="How often is it wrong?")

@@ -73,4 +73,8 @@ WRONG = {
         {"steps[1:]": "steps[:1]"},
         "another rank lost two seconds.*the median|clocks of two ranks differ",
     ),
+    "the quickest of the others": (
+        {DECIDE: "if seconds > 1.5 * min(others):"},
+        "Compare with the median of the others",
+    ),
 }

@@ -21,7 +21,7 @@ WRONG = {
             'f"checkpoint-{step}.part"': 'f"checkpoint-{step}.pt"',
             '    os.replace(unfinished, folder / f"checkpoint-{step}.pt")\n': "",
         },
-        "under its own name.*then rename",
+        "It had its own name before.*then rename",
     ),
     "what is half written looks like a checkpoint": (
         {'f"checkpoint-{step}.part"': 'f"checkpoint-{step}-new.pt"'},

@@ -11,8 +11,9 @@ all-reduce: the first leaves in chunk `rank` of a flat tensor the mean of all ra
 brings every rank's chunk to all. Both cut by `torch.tensor_split`, so a length that n divides is
 cut into equal parts.
 
-**Counted:** what the optimizer keeps, an n-th. What is sent, no more than an all-reduce sends. That
-parameters are the same bits on all ranks, and those that DDP would have.
+**Counted:** what the optimizer keeps, an n-th. What is sent, by these two rings and not by
+PyTorch's own collectives, no more than an all-reduce sends. That parameters are the same bits on
+all ranks, and those that DDP would have.
 
 `python -m microddp.labs check 16` runs it on 1, 2, 3 and 4 ranks; `torchrun --nproc-per-node=2` and
 this file run its last cell.

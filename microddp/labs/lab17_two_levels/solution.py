@@ -11,8 +11,9 @@ little as possible over them.
 The first cuts a flat tensor by `torch.tensor_split`, and returns chunk `rank` of the sum or
 `"mean"`, a view. The second leaves the whole sum or `"mean"` in its tensor.
 
-**Counted:** the values. What a rank sends inside its node, no more than a reduce-scatter does, and
-between nodes, no more than an all-reduce of one part does. That replicas have the same bits.
+**Counted:** the values. What a rank sends by these rings inside its node, no more than a reduce-
+scatter does, and between nodes, no more than an all-reduce of one part does. That replicas have the
+same bits.
 
 `python -m microddp.labs check 17` runs it on 1, 4 and 6 ranks, in all grids; `torchrun
 --nproc-per-node=4` and this file run its last cell.
