@@ -303,3 +303,22 @@ def test_the_strategy_ends_with_equal_weights_and_says_what_it_sent(comms):
     strategy.meet()
     assert torch.equal(*comms.all_gather(flat(module)))
     assert strategy.sent_bytes() == flat(module).nbytes / 4
+
+
+@on_ranks(2)
+def test_what_is_under_way_when_a_state_is_loaded_comes_to_nothing(comms):
+    module = replica(torch.float64)
+    local = LocalSteps(module, comms, 4, outer=DILOCO, fragments=2)
+    saved = copy.deepcopy(local.state_dict())
+    begun = [p.detach().clone() for p in module.parameters()]
+    with torch.no_grad():
+        for p in module.parameters():
+            p += comms.rank + 1
+    for _ in range(4):
+        local.after_step()  # after which one of the fragments is sent
+    with torch.no_grad():
+        for p, at_first in zip(module.parameters(), begun, strict=True):
+            p.copy_(at_first)
+    local.load_state_dict(saved)
+    local.meet()
+    assert all(map(torch.equal, begun, module.parameters()))

@@ -7,13 +7,22 @@ import pytest
 import torch
 from ddp_pairs import SMALL, Pair, data, errors_from_warnings_of_ours_only, mlp
 from ranks import on_ranks
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from microddp import DDP
-from microddp.compression import Compression, RandomK, compress_hook, compressor, hook
+from microddp.compression import (
+    Compression,
+    RandomK,
+    compress,
+    compress_hook,
+    compressor,
+    hook,
+)
 from microddp.replicas import check_replicas
+from microddp.strategies import STRATEGIES
 
 NAMES = ("top-k:0.1", "random-k:0.1", "int8", "sign", "power:2", "fp16", "bf16")
 
@@ -177,3 +186,13 @@ def test_what_was_kept_goes_on_bitwise_from_a_state(comms):
 def test_a_name_that_is_not_known_is_an_error_on_every_rank(comms):
     with pytest.raises(ValueError, match="expected one of top-k"):
         hook("zip", comms)
+
+
+@on_ranks(1)
+def test_a_second_compressor_is_refused_and_the_first_goes_on(comms):
+    strategy = STRATEGIES["ddp"](nn.Linear(4, 4), comms)
+    compress(strategy, "int8")
+    first = strategy.compression
+    with pytest.raises(RuntimeError, match="got a second"):
+        compress(strategy, "sign")
+    assert strategy.compression is first

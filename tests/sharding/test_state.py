@@ -172,6 +172,11 @@ def test_parts_that_do_not_fit_are_refused(comms):
     first = next(iter(parts))
     with pytest.raises(ValueError, match=rf"rank {comms.rank}: expected all values .*{first}"):
         load_parts(run.local_params, comms, [{k: v for k, v in parts.items() if k != first}])
+    kept = parts[first]["parts"]["parameter"]
+    half = {**parts, first: {**parts[first], "parts": {"parameter": kept[: len(kept) // 2]}}}
+    with pytest.raises(ValueError, match=rf"expected all values .*{first}"):
+        load_parts(run.local_params, comms, [half, half])
+    load_parts(run.local_params, comms, [parts, parts])  # as replicas of shards have them
     wrong = {**parts, first: {**parts[first], "shape": (1, 2)}}
     with pytest.raises(ValueError, match=rf"expected {first} of shape"):
         load_parts(run.local_params, comms, [wrong])

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
+from torch import nn
 from torch.nn.functional import mse_loss
 
 from microddp.model import FullMLP, gradient_bytes
@@ -191,3 +192,44 @@ def test_a_rank_that_owns_nothing_scales_the_loss_as_the_others(comms):
     dist.broadcast_object_list(saved)
     model, moments = saved[0]
     strategy.load(strategy.module, optimizer, {"model": model, "optimizer": moments})
+
+
+@on_ranks(2)
+def test_settings_of_the_optimizer_are_loaded_as_by_ddp(comms):
+    for schedule in ("ddp", "zero1", "zero2", "zero3", "owned"):
+        model = nn.Linear(8, 8)
+        strategy = STRATEGIES[schedule](model, comms)
+        optimizer = torch.optim.SGD(strategy.parameters(), lr=0.1)
+        optimizer.param_groups[0]["lr"] = 0.01
+        saved, state = strategy.state(model, optimizer)
+        whole = comms.rank == 0 and {"model": saved, "optimizer": state}
+        parts = [whole]
+        torch.distributed.broadcast_object_list(parts)
+        optimizer.param_groups[0]["lr"] = 0.1
+        strategy.load(model, optimizer, parts[0])
+        assert optimizer.param_groups[0]["lr"] == 0.01, schedule
+
+
+@on_ranks(2)
+def test_a_step_after_a_backward_that_raised_knows_nothing_of_it(comms):
+    def fail(_):
+        raise ArithmeticError("on purpose")
+
+    inputs, targets = torch.ones(2, 8) * (comms.rank + 1), torch.zeros(2, 8)
+    for schedule in ("ddp", "zero1", "zero2", "zero3", "owned"):
+        weights = []
+        for raises in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+            strategy = STRATEGIES[schedule](model, comms, 1e-4)
+            optimizer = torch.optim.SGD(strategy.parameters(), lr=0.1)
+            if raises:
+                handle = model[0].weight.register_hook(fail)
+                with pytest.raises(ArithmeticError):
+                    take_step(strategy, nn.functional.mse_loss, optimizer, (inputs, targets))
+                handle.remove()
+            take_step(strategy, nn.functional.mse_loss, optimizer, (inputs, targets))
+            strategy.meet()
+            strategy.remove()
+            weights.append(flat(model))
+        assert torch.equal(*weights), schedule
