@@ -123,6 +123,8 @@ launcher = {
         "docs/_ext/pages/markdown.py",
         "microddp/figures/*.py",  # which it imports by names that it makes up
     ],
+    # What changes results, and is not seen in a file.
+    "variables": ["MICRODDP_ROUNDS", "MICRODDP_DEBUG", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"],
     "package": "microddp",
     "programs": "docs/_downloads",  # jobs of their own, which chapters start
     # What ranks import takes seconds of each. Elsewhere a fork of such a process is not safe.

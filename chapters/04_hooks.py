@@ -326,7 +326,8 @@ if stage.sides and n > 1:
 r"""
 **Explain.** What is longer than backward, two thirds of $C$, cannot hide behind it. Nothing is sent
 until the first gradient is there, and the last one is ready when backward ends. Every gradient
-still travels on its own, and pays for its start. Sending fewer and larger messages is the next
+still travels on its own, and pays for its start; where several are under way together, their starts
+overlap, and a step may take less than predicted. Sending fewer and larger messages is the next
 chapter.
 
 :::{admonition} On GPUs

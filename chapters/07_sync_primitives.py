@@ -306,7 +306,7 @@ the end, not what it costs to get there.
 
 :::{admonition} On GPUs
 Who has what stays, and so does the order of calls. A broadcast's bytes do not grow with $n$; a
-reduce-scatter has half an all-reduce's. On 8 H200, with 16 GiB, a link carried 367 GB/s in an
+reduce-scatter has half an all-reduce's. On 8 H200, with 16 GiB, a link carried 368 GB/s in an
 all-reduce around a ring (`NCCL_NVLS_ENABLE=0`), 363 in a reduce-scatter and 361 in an all-gather
 ([ml-engineering](https://github.com/stas00/ml-engineering/tree/master/network), August 2026): the
 same, so half the bytes take half the time. On yours, run `reduce_scatter_perf` of nccl-tests.
@@ -589,7 +589,7 @@ find(
     "not-come",
     named=(
         READS,
-        f"Others wait in collective {ahead}, and {name_ranks(absent)} made only {behind}: that is "
+        f"Others wait in collective {ahead}, and {name_ranks(absent)}'s last was {behind}: that is "
         "who did not come. With two orders the numbers are equal, and the calls differ.",
     ),
     not_made=(not READS, "Left out: nobody waits, so there is nothing to read."),

@@ -493,7 +493,7 @@ switch, which asks all GPUs, and writes it to the switch, which gives it to all.
 its $S$ once, and its finished part, $S/n$, once more ([NCCL's
 maintainer](https://github.com/NVIDIA/nccl-tests/pull/239)). **Predict.** In a ring of 8 each GPU
 sends $\frac{14}{8}\,S$, here $\frac{9}{8}\,S$: the switch could be 1.56 times as fast. On 8 H200,
-16 GiB ran at 480 GB/s with NVLS and 367 in a ring, 1.31 times ([Stas
+16 GiB ran at 480 GB/s with NVLS and 367.6 in a ring, 1.31 times ([Stas
 Bekman](https://github.com/stas00/ml-engineering/tree/master/network), August 2026).
 
 **Explain.** NVLink carries 450 GB/s each way by specification, and 480 is no error. It is *bus

@@ -276,6 +276,16 @@ def test_what_runs_again(tmp_path: Path) -> None:
     assert book.build_in_forks().ran() == []
 
 
+def test_what_an_environment_variable_changes_runs_again(tmp_path: Path) -> None:
+    book = Book(tmp_path / "book")
+    book.configure(*LAUNCHER, launcher={"preload": PRELOAD, "variables": ["COLOUR"]})
+    book.chapter("paints", "import os\nprint(os.environ.get('COLOUR'))")
+    for colour, runs in (("red", True), ("red", False), ("blue", True)):
+        build = book.build_in_forks("-W", COLOUR=colour)
+        assert build.ran() == ["paints.py"] * runs, build.output
+        assert colour in book.page("paints")
+
+
 def test_a_change_of_words_runs_nothing_unless_an_output_names_a_line(tmp_path: Path) -> None:
     book = Book(tmp_path / "book")
     book.configure(*LAUNCHER, launcher={"ranks": 2, "preload": PRELOAD})

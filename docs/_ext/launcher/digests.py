@@ -14,14 +14,14 @@ from sphinx.errors import ConfigError
 from sphinx_gallery.utils import get_md5sum
 
 
-def digest_of_surroundings(confdir: Path, depends: Sequence[str]) -> str:
-    """Digest what all examples depend on: files, PyTorch, Python and the machine.
+def digest_of_surroundings(confdir: Path, depends: Sequence[str], variables: Sequence[str]) -> str:
+    """Digest what all examples depend on: files, variables, PyTorch, Python and the machine.
 
     Raises `ConfigError` if a glob matches no file.
     """
-    gpus = _gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    machine = (version("torch"), platform.python_version(), os.cpu_count(), *gpus)
-    text = f"{digest_of(confdir, depends)} {machine!r}"
+    machine = (version("torch"), platform.python_version(), os.cpu_count(), _gpus())
+    values = [os.environ.get(name) for name in variables]
+    text = f"{digest_of(confdir, depends)} {machine!r} {values!r}"
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -188,7 +188,7 @@ def install(app: Sphinx) -> None:
         raise ConfigError(f"launcher['ranks'] gives {ranks!r}, not a number from 1 on")
     if app.config.sphinx_gallery_conf["parallel"]:
         raise ConfigError("sphinx_gallery_conf['parallel'] is not possible with the launcher")
-    surroundings = digest_of_surroundings(confdir, options.depends)
+    surroundings = digest_of_surroundings(confdir, options.depends, options.variables)
     server = None if options.imports is None else Server(options.imports, ENVIRONMENT)
     package = confdir / options.package if options.package else None
     if package and not package.is_dir():

@@ -27,6 +27,9 @@ class Options:
     # Globs. If a file that matches one changes, all examples run again.
     depends: Sequence[str] = ()
 
+    # Environment variables. If the value of one changes, all examples run again.
+    variables: Sequence[str] = ()
+
     # Folder of a package. If a file of it changes, the examples that import the file run again,
     # whether they import it themselves or through other files of the package.
     package: str | None = None

@@ -98,6 +98,7 @@ class ChapterCards(SphinxDirective):
         """Write the cards in Markdown, and parse that."""
         lines = [":::::{grid} 1 2 2 2", ":gutter: 3", ":class-container: chapter-cards"]
         first, last = self.arguments[0].split(" to ")
+        self.env.note_dependency("chapters/index.rst")  # made anew when there is another chapter
         for path in sorted(CHAPTERS.glob("[0-9]*.py")):
             if not first <= path.stem[:2] <= last:
                 continue

@@ -1,11 +1,13 @@
 """List the labs and their checks."""
 
+from pathlib import Path
 from typing import Any
 
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
+import microddp.labs
 from microddp.labs.engine.catalogue import LABS
 from microddp.labs.engine.lab import Check, Lab
 
@@ -15,6 +17,9 @@ class LabList(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Write them in Markdown, and parse that."""
+        folder = Path(microddp.labs.__file__).parent
+        for path in (*folder.glob("engine/*.py"), *folder.glob("*/checks.py")):
+            self.env.note_dependency(str(path))
         lines = [line for lab in LABS.values() for line in paragraphs(lab)]
         return self.parse_text_to_nodes("\n".join(lines))
 
