@@ -62,7 +62,8 @@ def fully_shard(
 
     Buffers stay whole, and each rank has its own. A parameter of a block that was run, and that got
     no gradient on any rank, has a mean of zero. A parameter of several modules belongs to the block
-    that was sharded first. Activation checkpoints may be around blocks, or inside.
+    that was sharded first. Activation checkpoints may be around blocks, or inside. Several forwards
+    may come before their backwards, but none between two of these.
 
     Args:
         module: its parameters and buffers become those of rank 0. What is on the ``meta`` device

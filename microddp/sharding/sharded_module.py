@@ -58,8 +58,8 @@ class ShardedModule:
     def no_sync(self) -> AbstractContextManager[None]:
         """Let each backward inside add to this rank's own gradients, and reduce none of them.
 
-        They are unsharded, in the dtype of the unsharded parameters, and each rank keeps them until
-        a backward outside.
+        They are unsharded, in the dtype of the unsharded parameters, and each rank keeps those of a
+        module until a backward outside comes to it.
         """
         return self.context.no_sync()
 
