@@ -890,11 +890,14 @@ said = quick and (
     f"gloo carries, hid {in_words(others)} and {in_words(shares[last]['ddp'])}"
 )
 less = quick is not None and quick.spread[1] < slow.spread[0]
+more = quick is not None and quick.spread[0] > slow.spread[1]
+alike = quick is not None and not less and not more
 find(
     comms,
     "faster-links",
     less=(less, f"{said}. On faster links stage 3 hid less."),
-    alike=(quick is not None and not less, f"{said}. By its quartiles stage 3 hid no less."),
+    more=(more, f"{said}. On faster links stage 3 hid more."),
+    alike=(alike, f"{said}. Stage 3's quartiles overlap: the two are not told apart."),
     left_out=(quick is None, "Left out: it takes hosts in a box."),
 )
 
