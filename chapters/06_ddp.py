@@ -149,8 +149,8 @@ every backward. What follows is the rest.
 
 **Predict.** The first iteration knows no order of gradients yet, so all of them travel in one
 bucket. The second forward sends rank 0's order to all, and from then on there is one all-reduce
-for each bucket. Each forward here also broadcasts rank 0's *buffers*, the model's tensors that are not
-trained, all at once. A group numbers its collectives, so the count of a call is a difference of
+for each bucket. Each forward here also broadcasts rank 0's *buffers*, the model's tensors that are
+not trained, all at once. A group numbers its collectives, so the count of a call is a difference of
 two:
 """
 

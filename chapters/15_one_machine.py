@@ -564,7 +564,7 @@ in turn; `two_shot_all_reduce_` is the sum in place; in `multimem_all_reduce_` t
 
 ## What to take along
 
-- An all-reduce in place, in memory, can read and write no more than one copy does.
+- An all-reduce in place, in memory, need read and write no more than one copy does.
 - Two barriers make it right, and buffers in turn save one. Test with a late rank.
 - If a machine's ranks share a link, add up inside the machine first.
 

@@ -576,8 +576,8 @@ said = (
     f"published 1.3 are {HOURS / hours:.1f} times that"
 )
 why = (
-    f"They mean {reached:.0%} of the peak, where others publish {usual_utilisation('h100'):.0%}. "
-    "A reason is not published."
+    f"They mean {reached:.0%} of the peak; the median of what others publish is "
+    f"{usual_utilisation('h100'):.0%}. A reason is not published."
 )
 find(
     comms,
