@@ -482,14 +482,15 @@ def test_gradients_may_be_cleared_between_forward_and_backward(comms):
 
 @on_ranks(1, 2)
 def test_a_forward_between_backward_and_step_hides_no_gradient(comms):
-    model, _ = layers(comms, reshard_after_forward=False)
+    model, sharded = layers(comms, reshard_after_forward=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.full((2, 64), comms.rank + 1.0)
     model(x).sum().backward()
-    before = [p.detach().clone() for p in model.parameters()]
+    shards = [param.sharded_data for param in sharded.context.local_params]
+    before = [shard.clone() for shard in shards]
     model(x)  # to log something, say
     optimizer.step()
-    assert not any(map(torch.equal, before, model.parameters()))
+    assert not any(map(torch.equal, before, shards))
 
 
 @on_ranks(2)
