@@ -80,17 +80,8 @@ several_ranks = """\
 # The folders of the package that chapters import; a change in another one leaves their outputs be.
 PARTS = (
     *("allreduce", "comms", "compression", "ddp", "doctor", "elastic", "figures", "hang", "hosts"),
-    *(
-        "launch",
-        "performance",
-        "plan",
-        "sharding",
-        "shared",
-        "stage",
-        "timing",
-        "train",
-        "workloads",
-    ),
+    *("launch", "performance", "plan", "sharding", "shared", "stage", "timing", "train"),
+    "workloads",
 )
 
 sphinx_gallery_conf = {

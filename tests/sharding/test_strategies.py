@@ -201,12 +201,11 @@ def test_settings_of_the_optimizer_are_loaded_as_by_ddp(comms):
         strategy = STRATEGIES[schedule](model, comms)
         optimizer = torch.optim.SGD(strategy.parameters(), lr=0.1)
         optimizer.param_groups[0]["lr"] = 0.01
-        saved, state = strategy.state(model, optimizer)
-        whole = comms.rank == 0 and {"model": saved, "optimizer": state}
-        parts = [whole]
-        torch.distributed.broadcast_object_list(parts)
+        saved = [strategy.state(model, optimizer)]  # whole on rank 0
+        dist.broadcast_object_list(saved)
+        whole, settings = saved[0]
         optimizer.param_groups[0]["lr"] = 0.1
-        strategy.load(model, optimizer, parts[0])
+        strategy.load(model, optimizer, {"model": whole, "optimizer": settings})
         assert optimizer.param_groups[0]["lr"] == 0.01, schedule
 
 
