@@ -16,7 +16,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 import microddp
 from microddp import figures
 from microddp.comms import peak_memory
-from microddp.data import ShardedBatches, SyntheticDataset, load_digits
+from microddp.data import ShardedBatches
+from microddp.datasets import SyntheticDataset, load_digits
 from microddp.findings import find
 from microddp.model import FullMLP, gradient_bytes, parameter_count
 from microddp.report import human_bytes, human_seconds, table

@@ -17,7 +17,8 @@ from torch.nn.functional import cross_entropy
 
 import microddp
 from microddp import figures
-from microddp.data import ShardedBatches, load_digits, shard
+from microddp.data import ShardedBatches, shard
+from microddp.datasets import load_digits
 from microddp.findings import find
 from microddp.model import FullMLP
 from microddp.report import table

@@ -17,14 +17,10 @@ import torch
 
 import microddp
 from microddp import figures
-from microddp.allreduce import (
-    ALGORITHMS,
-    all_reduce_cost,
-    bus_bandwidth,
-    fit_alpha_beta,
-)
-from microddp.comms import MessageCounter
+from microddp.allreduce import ALGORITHMS, all_reduce_cost, bus_bandwidth
 from microddp.findings import compare, find
+from microddp.fitted import fit_alpha_beta
+from microddp.message_counter import MessageCounter
 from microddp.report import human_bytes, human_seconds, mark_least, table
 from microddp.stage import known_all_reduces
 from microddp.timing import Timing, measure
@@ -141,7 +137,7 @@ def ring(tensor):
 """
 **Measure.** First: are they right? They must agree with the backend's all-reduce. The values are
 whole numbers, whose sums are exact in any order, so the comparison can be exact. The number of
-values is odd, so that chunks differ in size. A {class}`~microddp.comms.counter.MessageCounter`
+values is odd, so that chunks differ in size. A {class}`~microddp.message_counter.MessageCounter`
 records every message:
 """
 

@@ -15,7 +15,8 @@ from torch.nn.functional import cross_entropy
 import microddp
 from microddp import figures
 from microddp.allreduce import all_reduce_cost
-from microddp.data import ShardedBatches, epoch_order, load_digits, shard
+from microddp.data import ShardedBatches, epoch_order, shard
+from microddp.datasets import load_digits
 from microddp.findings import Prediction, find
 from microddp.model import FullMLP, gradient_bytes
 from microddp.replicas import broadcast_parameters, check_replicas

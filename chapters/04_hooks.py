@@ -21,7 +21,8 @@ from torch.nn.functional import cross_entropy
 
 import microddp
 from microddp import figures
-from microddp.data import ShardedBatches, load_digits
+from microddp.data import ShardedBatches
+from microddp.datasets import load_digits
 from microddp.findings import Prediction, compare, find
 from microddp.hooks import AllReduceHooks, demonstrate_hook_order
 from microddp.hosts import relink

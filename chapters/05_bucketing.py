@@ -22,11 +22,12 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import microddp
 from microddp import figures
-from microddp.allreduce import FittedCost, fit_alpha_beta
 from microddp.bucketing import BucketedDDPHooks
 from microddp.buckets import plan_buckets
-from microddp.data import ShardedBatches, load_digits
+from microddp.data import ShardedBatches
+from microddp.datasets import load_digits
 from microddp.findings import compare, find
+from microddp.fitted import FittedCost, fit_alpha_beta
 from microddp.hosts import relink
 from microddp.model import FullMLP, SimpleCNN, gradient_bytes
 from microddp.performance import predict_plan

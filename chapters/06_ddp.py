@@ -27,7 +27,8 @@ import microddp
 from microddp import figures
 from microddp.allreduce import ring_all_reduce
 from microddp.bucketing import BucketedDDPHooks
-from microddp.data import ShardedBatches, load_digits, shard
+from microddp.data import ShardedBatches, shard
+from microddp.datasets import load_digits
 from microddp.ddp import DDP
 from microddp.findings import compare, find
 from microddp.hosts import relink

@@ -31,7 +31,8 @@ import microddp
 from microddp import figures
 from microddp.allreduce import ring_reduce_scatter
 from microddp.comms import name_ranks
-from microddp.data import ShardedBatches, load_digits
+from microddp.data import ShardedBatches
+from microddp.datasets import load_digits
 from microddp.ddp import DDP
 from microddp.findings import compare, find
 from microddp.hang import torch_calls

@@ -20,12 +20,13 @@ from torch.nn.utils import parameters_to_vector
 import microddp
 from microddp import figures
 from microddp.allreduce import ring_all_reduce
-from microddp.comms import MessageCounter
 from microddp.compression import Compression, compress_hook, compressor
-from microddp.data import ShardedBatches, load_digits
+from microddp.data import ShardedBatches
+from microddp.datasets import load_digits
 from microddp.ddp import DDP
 from microddp.findings import Prediction, compare, find
 from microddp.hosts import relink
+from microddp.message_counter import MessageCounter
 from microddp.model import FullMLP, parameter_count
 from microddp.report import human_bytes, table
 from microddp.shared import on_thread

@@ -21,7 +21,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import microddp
 from microddp import figures
-from microddp.data import CHARACTERS, load_text, shard
+from microddp.data import shard
+from microddp.datasets import CHARACTERS, load_text
 from microddp.findings import Prediction, compare, find
 from microddp.hosts import relink
 from microddp.local_sgd import LocalSteps, Outer

@@ -22,7 +22,8 @@ from torch.nn.utils import parameters_to_vector
 import microddp
 from microddp import figures
 from microddp.allreduce import ring_all_reduce
-from microddp.data import ShardedBatches, load_digits
+from microddp.data import ShardedBatches
+from microddp.datasets import load_digits
 from microddp.findings import Prediction, compare, find, in_words
 from microddp.hosts import relink
 from microddp.model import FullMLP

@@ -37,7 +37,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 import microddp
 from microddp import figures
 from microddp.allreduce import ring_all_reduce
-from microddp.data import CHARACTERS, ShardedBatches, load_digits, load_text
+from microddp.data import ShardedBatches
+from microddp.datasets import CHARACTERS, load_digits, load_text
 from microddp.findings import compare, find
 from microddp.report import table
 from microddp.shared import all_reduce_hook

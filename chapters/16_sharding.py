@@ -31,15 +31,15 @@ from torch.utils.checkpoint import checkpoint
 import microddp
 from microddp import figures
 from microddp.allreduce import ring_all_gather, ring_reduce_scatter
-from microddp.comms import MessageCounter
 from microddp.findings import Prediction, compare, find
 from microddp.hosts import relink
-from microddp.model import FullMLP, elements, gradient_bytes, parameter_count
+from microddp.message_counter import MessageCounter
+from microddp.model import FullMLP, gradient_bytes, parameter_count
 from microddp.parts import load_parts, own_parts
 from microddp.performance import Sends, bytes_kept
 from microddp.performance.memory import activation_bytes
 from microddp.report import human_bytes, human_seconds, table
-from microddp.sharding import shard_blocks
+from microddp.sharding import elements, shard_blocks
 from microddp.shared import carrier
 from microddp.stage import Stage, cluster, known_clusters, pausing_model, set_stage, work_of
 from microddp.step import take_step

@@ -27,14 +27,13 @@ from torch.nn.utils import get_total_norm, parameters_to_vector
 import microddp
 from microddp import figures
 from microddp.allreduce import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from microddp.comms import MessageCounter
 from microddp.findings import compare, find
 from microddp.hosts import relink
-from microddp.model import elements
+from microddp.message_counter import MessageCounter
 from microddp.parts import clip_grad_norm, load_parts, own_parts
 from microddp.performance import Sends, bytes_alive
 from microddp.report import human_bytes, table
-from microddp.sharding import OwnedOptimizer, fully_shard, nodes_of, owners
+from microddp.sharding import OwnedOptimizer, elements, fully_shard, nodes_of, owners
 from microddp.stage import cluster, set_stage
 from microddp.strategies import STRATEGIES
 from microddp.timing import measure

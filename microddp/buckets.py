@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from microddp.comms import Comms
-
 BUCKET_CAP_MB = 25.0
 # A small first bucket, so that communication begins early in backward. PyTorch's own default; its
 # developers disagree on what it gains (PyTorch issue 118421).
@@ -69,11 +67,6 @@ def plan_buckets(
     return plan + sorted(filling.values(), key=lambda bucket: bucket[-1])
 
 
-def flat_zeros(parameter: torch.Tensor, numel: int) -> torch.Tensor:
-    """A flat buffer of a parameter's kind."""
-    return parameter.detach().new_zeros(numel)
-
-
 class GradientBucket:
     """Gradients that travel together, side by side in one flat buffer.
 
@@ -93,7 +86,7 @@ class GradientBucket:
         index: int = 0,
         is_last: bool = True,
         sparse: bool = False,
-        zeros: Callable[[torch.Tensor, int], torch.Tensor] = flat_zeros,
+        zeros: Callable[[torch.Tensor, int], torch.Tensor] = lambda p, n: p.detach().new_zeros(n),
     ) -> None:
         self._parameters = list(parameters)
         self._index, self._is_last = index, is_last
@@ -232,17 +225,3 @@ def gradients_are_sparse(model: nn.Module) -> list[bool]:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
     }
     return [id(p) in sparse for p in model.parameters() if p.requires_grad]
-
-
-def check_dense(model: nn.Module, comms: Comms) -> None:
-    """Refuse sparse gradients, which have no fixed place in a flat tensor.
-
-    Raises:
-        ValueError: a trained parameter would get one.
-    """
-    sparse = gradients_are_sparse(model)
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    if found := [name for name, is_sparse in zip(names, sparse, strict=True) if is_sparse]:
-        raise ValueError(
-            f"rank {comms.rank}: expected dense gradients, got sparse ones of {', '.join(found)}"
-        )

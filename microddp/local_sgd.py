@@ -309,6 +309,7 @@ class Local(Strategy):
 
     @classmethod
     def program(cls, program: Program) -> None:
-        super().program(program)
+        program.micro_batches(program.accumulation)
+        program.compute(program.work.optimizer)
         if (program.step + 1) % program.every == 0:
             program.wait(program.start("all_reduce", program.parameter_bytes))

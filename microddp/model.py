@@ -143,12 +143,6 @@ class SimpleCNN(nn.Module):
         return result
 
 
-def elements(module: nn.Module) -> list[nn.Module]:
-    """The elements of a module's lists, which compute one after the other."""
-    lists = [m for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
-    return list(dict.fromkeys(child for m in lists for child in m))
-
-
 def parameter_count(module: nn.Module) -> int:
     """The number of trainable values in a module."""
     return sum(p.numel() for p in module.parameters() if p.requires_grad)

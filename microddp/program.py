@@ -1,7 +1,7 @@
 """A step written down as data: what each device computes, starts and waits for, in its order.
 
-Each strategy writes its own (:meth:`microddp.step.Strategy.program`), so that what it does can be
-looked at, and played on devices that nobody has at hand.
+So what a strategy does can be looked at, and played on devices that nobody has at hand. One that
+sends anything but each gradient once writes its own, as a class method ``program(program)``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from microddp.buckets import bucket_caps, plan_buckets
+from microddp.step import Strategy
 
 
 @dataclass(frozen=True)
@@ -255,3 +256,25 @@ class Program:
         """
         values, parts = sum(count for _, count in gradients), parts or self.devices
         return -(-values // parts) * parts * size
+
+
+def write(kind: type[Strategy], program: Program) -> None:
+    """Write down a step: as the strategy's own ``program`` does, or each gradient averaged once.
+
+    Args:
+        kind: a strategy.
+        program: to write to.
+    """
+    own: Callable[[Program], None] | None = getattr(kind, "program", None)
+    if own is not None:
+        own(program)
+        return
+    buckets = program.buckets(kind.overlaps, kind.buckets) if kind.averages else []
+    program.micro_batches(program.accumulation - kind.overlaps)
+    if kind.overlaps:
+        program.forward()
+        program.backward(buckets, "all_reduce", program.gradient_bytes)
+    else:
+        for bucket in buckets:
+            program.wait(program.start("all_reduce", program.gradient_bytes(bucket)))
+    program.compute(program.work.optimizer)

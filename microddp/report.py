@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from tabulate import tabulate
 
 MIB = 1 << 20  # bytes
-
-
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB")  # each 1024 times the one before
 
 

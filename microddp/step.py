@@ -17,7 +17,6 @@ from torch import nn
 from microddp.allreduce import ring_cost
 from microddp.comms import Comms
 from microddp.model import gradient_bytes
-from microddp.program import Program
 from microddp.timing import NOT_RECORDED, Recorder
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -248,20 +247,3 @@ class Strategy:
 
     def remove(self) -> None:
         """Leave the model as it was."""
-
-    @classmethod
-    def program(cls, program: Program) -> None:
-        """Write a step down as data: what a device computes, starts and waits for.
-
-        Args:
-            program: to write to.
-        """
-        buckets = program.buckets(cls.overlaps, cls.buckets) if cls.averages else []
-        program.micro_batches(program.accumulation - cls.overlaps)
-        if cls.overlaps:
-            program.forward()
-            program.backward(buckets, "all_reduce", program.gradient_bytes)
-        else:
-            for bucket in buckets:
-                program.wait(program.start("all_reduce", program.gradient_bytes(bucket)))
-        program.compute(program.work.optimizer)

@@ -1,9 +1,9 @@
 """The ways in which a step's gradients are averaged: the table ``STRATEGIES``.
 
 A strategy is a class and a name in one place. Training, benchmarks, plans and the simulator read
-the table. Those that stand here average gradients; :mod:`microddp.sharding` and
-:mod:`microddp.local_sgd` register theirs when they are imported. A strategy that sends anything but
-each gradient once says so by its own ``program`` and ``sent_bytes``.
+the table. Those that stand here are the book's first; :mod:`microddp.torch_ddp`,
+:mod:`microddp.sharding` and :mod:`microddp.local_sgd` register theirs when they are imported. A
+strategy that sends anything but each gradient once says so by its own ``sent_bytes``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from microddp.backward import bytes_held
 from microddp.bucketing import BucketedDDPHooks
@@ -22,7 +21,6 @@ from microddp.ddp import DDP
 from microddp.hooks import AllReduceHooks
 from microddp.step import Strategy
 from microddp.timing import NOT_RECORDED, Recorder
-from microddp.torch_watch import TorchDDPWatch
 
 Hooks = AllReduceHooks | BucketedDDPHooks
 Kind = TypeVar("Kind", bound=type[Strategy])
@@ -147,47 +145,3 @@ class Wrapped(Strategy):
     def remove(self) -> None:
         if self._made:  # else it is its owner's
             self.ddp.reducer.remove()
-
-
-@register("torch")
-class WrappedByTorch(Strategy):
-    """In buckets during backward, by PyTorch's DDP, with gradients that are views of its buckets.
-
-    The end of backward waits. The model may be wrapped already.
-    """
-
-    averages = overlaps = buckets = True
-
-    def __init__(self, model: nn.Module, comms: Comms, bucket_cap_mb: float | None = None) -> None:
-        super().__init__(model, comms)
-        if not isinstance(model, TorchDDP):
-            model = TorchDDP(
-                model,
-                process_group=comms.group,
-                bucket_cap_mb=bucket_cap_mb,
-                gradient_as_bucket_view=True,
-            )
-        self.ddp = self.module = model
-        self._watch: TorchDDPWatch | None = None
-
-    def record(self, timeline: Recorder) -> None:
-        super().record(timeline)
-        if self._watch:
-            self._watch.remove()
-        # A watch takes time of its own: only while somebody looks.
-        self._watch = None if timeline is NOT_RECORDED else TorchDDPWatch(self.ddp, timeline)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self.ddp.no_sync()
-
-    def finish(self) -> None:
-        if self._watch:
-            self._watch.finish()
-
-
-def strategy_of(model: nn.Module | Strategy, comms: Comms) -> Strategy:
-    """The strategy that a model has: a wrapper's own, or none."""
-    if isinstance(model, Strategy):
-        return model
-    kind = Wrapped if isinstance(model, DDP) else Strategy
-    return (WrappedByTorch if isinstance(model, TorchDDP) else kind)(model, comms)

@@ -1,6 +1,6 @@
 """What the all-reduces of chapter 02 send, by their rules."""
 
-from microddp.comms import Message
+from microddp.message_counter import Message
 
 
 def ring_messages(n, size, itemsize=4):

@@ -10,17 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
-from microddp.data import (
-    CHARACTERS,
-    ShardedBatches,
-    SyntheticDataset,
-    epoch_order,
-    load_digits,
-    load_mnist,
-    load_text,
-    shard,
-    shard_sizes,
-)
+from microddp.data import ShardedBatches, epoch_order, shard
+from microddp.datasets import CHARACTERS, SyntheticDataset, load_digits, load_mnist, load_text
 
 # ---- data sets
 
@@ -233,7 +224,6 @@ def test_unequal_shares_are_the_same_batches():
     for sizes in ((10, 10), (0, 10, 10), (5, 5, 5)):
         with pytest.raises(ValueError, match=r"rank 0: expected 3 sizes .* up to 20, got \["):
             ShardedBatches(dataset, 20, 0, 3, sizes=sizes)
-    assert shard_sizes(20, 3) == [len(shard(torch.arange(20), rank, 3)) for rank in range(3)]
 
 
 def test_a_target_is_the_input_one_character_later():

@@ -71,6 +71,16 @@ def test_the_core_imports_nothing_from_behind_the_doors():
     assert set(done.stdout.split()) <= core
 
 
+def test_the_core_is_read_in_an_afternoon():
+    core = {part for part, floor in FLOOR.items() if floor < FLOOR[LINE]} | {"__init__"}
+    lengths = [
+        len(path.read_text().splitlines())
+        for path in PACKAGE.rglob("*.py")
+        if path.relative_to(PACKAGE).parts[0].removesuffix(".py") in core
+    ]
+    assert (sum(lengths) <= 5000, len(lengths) <= 40, max(lengths) <= 300) == (True,) * 3, lengths
+
+
 def test_the_readme_has_every_part():
     tree = (ROOT / "README.md").read_text().partition("## What is where")[2]
     assert set(FLOOR) - {LINE} <= set(re.findall(r"(\w+)(?:/|\.py)", tree))

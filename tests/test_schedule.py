@@ -9,7 +9,8 @@ from ranks import on_ranks
 from torch.nn.functional import cross_entropy
 
 from microddp.bucketing import BucketedDDPHooks
-from microddp.data import ShardedBatches, load_digits
+from microddp.data import ShardedBatches
+from microddp.datasets import load_digits
 from microddp.ddp import DDP
 from microddp.hooks import AllReduceHooks
 from microddp.model import FullMLP, ModelConfig, SimpleCNN, gradient_bytes
@@ -17,8 +18,9 @@ from microddp.replicas import check_replicas
 from microddp.schedule import ddp_step, naive_data_parallel_step, register_ddp_hooks
 from microddp.step import take_step
 from microddp.step_times import exposed, overlapped
-from microddp.strategies import STRATEGIES, average_gradients, strategy_of
+from microddp.strategies import STRATEGIES, average_gradients
 from microddp.timing import NOT_RECORDED, Timeline
+from microddp.torch_ddp import strategy_of
 
 STEPS = 20
 # Those in parts have tests with the rest of sharding.

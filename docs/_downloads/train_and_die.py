@@ -27,7 +27,7 @@ import torch  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 
 import microddp  # noqa: E402
-from microddp.data import load_digits  # noqa: E402
+from microddp.datasets import load_digits  # noqa: E402
 from microddp.elastic import Members  # noqa: E402
 from microddp.train import TrainingConfig, train  # noqa: E402
 from microddp.train.elastic import train_elastically  # noqa: E402

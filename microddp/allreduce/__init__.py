@@ -23,11 +23,8 @@ import torch
 
 from microddp.allreduce.cost import (
     CollectiveCost,
-    FittedCost,
     all_reduce_cost,
     bus_bandwidth,
-    estimate_communication_time,
-    fit_alpha_beta,
     ring_cost,
 )
 from microddp.allreduce.reduction import flattened

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.profiler import ProfilerActivity
 from tqdm import tqdm
 
-from microddp import compression
+from microddp import compression, torch_ddp  # noqa: F401 - the latter registers its strategy
 from microddp.bench.rows import quartiles, report
 from microddp.comms import Comms
 from microddp.ddp import DDP

@@ -21,10 +21,10 @@ from microddp.backward import tensors_in
 from microddp.bench.ddp import Batch, models
 from microddp.bench.rows import quartiles, report
 from microddp.comms import Comms
-from microddp.model import elements, parameter_count
+from microddp.model import parameter_count
 from microddp.performance import bytes_alive, bytes_kept
 from microddp.report import MIB
-from microddp.sharding import nodes_of  # and registers the strategies
+from microddp.sharding import elements, nodes_of  # and registers the strategies
 from microddp.shared import AUTO, scatter_gather
 from microddp.step import Loss, take_step
 from microddp.strategies import STRATEGIES

@@ -2,7 +2,6 @@
 
 from microddp.comms.agreement import describe, name_members, name_ranks, name_usual, odd_ranks
 from microddp.comms.collectives import Comms
-from microddp.comms.counter import Message, MessageCounter
 from microddp.comms.job import init
 from microddp.comms.machine import (
     cpu_cores,

@@ -7,27 +7,22 @@ from __future__ import annotations
 
 import importlib
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 # A module with a function start(rank, world_size, answers) that returns Calls; None: nobody.
 taken_by: str | None = None
 _current: Calls | None = None
 
 
-class Call(AbstractContextManager[None], Protocol):
-    """A call that was made; as a context, the time for which this rank waits in it."""
+class Calls(AbstractContextManager[None]):
+    """Takes note of what a process calls: this one of nothing.
 
-    def begin(self) -> object:
-        """Note that it is made now."""
-        ...
-
-
-class Calls(Protocol):
-    """Takes note of what a process calls."""
+    What :meth:`begin` returns is the call that was made; as a context, the time for which this rank
+    waits in it. To begin that again notes that it is made now.
+    """
 
     def begin(
-        self, call: str, group: str = "", ranks: str = "", *, collective: bool = False
-    ) -> Call:
+        self, call: str = "", group: str = "", ranks: str = "", *, collective: bool = False
+    ) -> Calls:
         """Note that a call is made.
 
         Args:
@@ -36,25 +31,11 @@ class Calls(Protocol):
             ranks: its members; empty for all.
             collective: whether to number it.
         """
-        ...
-
-    def left(self, group: str = "", ranks: str = "") -> None:
-        """Note that this rank leaves a group, or, if none is named, the job."""
-        ...
-
-
-class Unnoted(AbstractContextManager[None]):
-    """Takes no note."""
-
-    def begin(
-        self, call: str = "", group: str = "", ranks: str = "", *, collective: bool = False
-    ) -> Unnoted:
-        """Do nothing; so does what is returned."""
         del call, group, ranks, collective
         return self
 
     def left(self, group: str = "", ranks: str = "") -> None:
-        """Do nothing."""
+        """Note that this rank leaves a group, or, if none is named, the job."""
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -73,7 +54,7 @@ def start(rank: int, world_size: int, answers: bool) -> Calls:
     """
     global _current
     if taken_by is None:
-        _current = Unnoted()
+        _current = Calls()
     else:
         _current = importlib.import_module(taken_by).start(rank, world_size, answers)
     return _current

@@ -75,10 +75,8 @@ def attempt(rank: int) -> str:
     told = os.environ.get
     if told("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return "0"  # the store is as new as the start
-    agents, restarts = (
-        int(told("GROUP_WORLD_SIZE", "1")),
-        int(told("TORCHELASTIC_MAX_RESTARTS", "0")),
-    )
+    agents = int(told("GROUP_WORLD_SIZE", "1"))
+    restarts = int(told("TORCHELASTIC_MAX_RESTARTS", "0"))
     if agents > 1 and restarts > 0:
         raise ValueError(
             f"rank {rank}: expected TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node, for "

@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from microddp.comms import calls
 from microddp.comms.agreement import Headers, name_members
-from microddp.comms.calls import Call
+from microddp.comms.calls import Calls
 from microddp.comms.machine import cpu_cores, cpu_name, known_links
 
 
@@ -148,7 +147,7 @@ class Identity:
         """Short texts between the ranks."""
         return Headers(self.group, self.wire_device)
 
-    def agree(self, call: str) -> Call:
+    def agree(self, call: str) -> Calls:
         """Record that a collective is called. With ``MICRODDP_DEBUG=1`` compare it, too.
 
         Then this is a collective itself, and raises on every rank unless all make the same call.
@@ -165,7 +164,7 @@ class Identity:
             recorded.begin()
         return recorded
 
-    def _message(self, call: str) -> Call:
+    def _message(self, call: str) -> Calls:
         """Record that a message is sent or received; for what is returned see :meth:`agree`."""
         if self._group is None:
             raise self._closed()
@@ -174,12 +173,7 @@ class Identity:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # To destroy a group, NCCL waits for what is under way in it: for ever, if that is what
         # failed. An error must show before that.
         if kind is not None and self.backend == "nccl":

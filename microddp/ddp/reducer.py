@@ -92,11 +92,7 @@ class Reducer:
         """Let ``hook(state, bucket)`` reduce each bucket, instead of an all-reduce mean."""
         self.hooked = True
         self.buckets.send = partial(hook, state)
-        self.divide_by(1)
-
-    def divide_by(self, divisor: int) -> None:
-        """Divide gradients by so many from now on, before they are added up."""
-        self.buckets.divisor = divisor
+        self.buckets.divisor = 1
 
     def remove(self) -> None:
         """Take the hooks off the module."""

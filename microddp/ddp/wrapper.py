@@ -190,7 +190,7 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
         syncing = grad_enabled and self.require_backward_grad_sync
         joined = Join.notify_join_context(self)
         if not self.reducer.hooked:
-            self.reducer.divide_by(self._divisor(joined))
+            self.reducer.buckets.divisor = self._divisor(joined)
         if grad_enabled:
             self.reducer.begin_forward()
         if self._sync_buffers_next and self._has_buffers:

@@ -7,9 +7,9 @@ from dataclasses import asdict
 
 import torch
 
-from microddp.allreduce import FittedCost
 from microddp.buckets import plan_buckets
 from microddp.figures.live import Live, html_table
+from microddp.fitted import FittedCost
 from microddp.report import human_bytes, human_seconds
 from microddp.step_times import Bucket, ComputeTimes, PredictedStep
 from microddp.timing import Timing

@@ -8,10 +8,10 @@ from dataclasses import astuple
 
 from matplotlib.patches import Rectangle
 
-from microddp.comms import Message
 from microddp.figures.drawing import Drawing, drawing, is_narrow, new_panels
 from microddp.figures.live import Live, html_table
 from microddp.figures.style import COLORS
+from microddp.message_counter import Message
 
 HEADS = {
     "naive": "who sends to whom",

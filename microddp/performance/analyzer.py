@@ -23,8 +23,9 @@ from microddp.model import gradient_bytes
 from microddp.report import table
 from microddp.step import Loss, Strategy, take_step
 from microddp.step_times import StepTimes, break_down
-from microddp.strategies import STRATEGIES, strategy_of
+from microddp.strategies import STRATEGIES
 from microddp.timing import Timeline, Timing, measure
+from microddp.torch_ddp import strategy_of
 
 PHASES = tuple(field.name for field in fields(StepTimes))
 

@@ -10,9 +10,10 @@ from itertools import pairwise
 
 import torch
 
-from microddp.allreduce import fit_alpha_beta, ring_cost
+from microddp.allreduce import ring_cost
 from microddp.allreduce.ring import ring_all_reduce
 from microddp.comms import Comms
+from microddp.fitted import fit_alpha_beta
 from microddp.performance.network import Port, Processor
 from microddp.program import Layer, Work
 from microddp.step_times import ComputeTimes
@@ -76,7 +77,7 @@ def fit_network(
         bandwidth: bytes a second of the port, if known.
 
     Raises:
-        ValueError: as for :func:`~microddp.allreduce.cost.fit_alpha_beta`.
+        ValueError: as for :func:`~microddp.fitted.fit_alpha_beta`.
     """
     cost = ring_cost(ranks, 1)
     rounds, share = cost.rounds, cost.most_sent  # the share of the tensor that a rank sends

@@ -15,8 +15,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from microddp.allreduce import FittedCost
 from microddp.comms import Comms
+from microddp.fitted import FittedCost
 from microddp.hooks import HookTracker
 from microddp.report import MIB
 from microddp.step import Loss, Strategy, take_step

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from microddp import local_sgd, sharding  # noqa: F401 - they register their strategies
+from microddp import local_sgd, sharding, torch_ddp  # noqa: F401 - each registers its own
 from microddp.performance.network import Network
-from microddp.program import Call, Op, Program, Work
+from microddp.program import Call, Op, Program, Work, write
 from microddp.strategies import STRATEGIES
 
 
@@ -86,7 +86,7 @@ def program(work: Work, way: Way, devices: int, step: int = 0, node: int = 1) ->
         every=way.every,
         step=step,
     )
-    STRATEGIES[way.strategy].program(written)
+    write(STRATEGIES[way.strategy], written)
     return written.ops
 
 

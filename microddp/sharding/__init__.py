@@ -18,6 +18,7 @@ m, stage 3 may be inside the nodes (HSDP): then a rank keeps 16/n Ψ, sends 3 (n
 node, and 2 (m-1)/m S/n to the other nodes.
 """
 
+from microddp.sharding.blocks import elements
 from microddp.sharding.fully_shard import fully_shard, shard_blocks
 from microddp.sharding.gradients import ShardedGradients
 from microddp.sharding.nodes import nodes_of

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from microddp.buckets import check_dense
 from microddp.comms import Comms, describe
 from microddp.deferred import Initialise, materialise, own_tensors
-from microddp.model import elements
 from microddp.replicas import broadcast_tensors, check_structure
+from microddp.sharding.blocks import check_dense, elements
 from microddp.sharding.param_group import flat_param_groups, group_of
 from microddp.sharding.sharded_module import ShardedModule, sharded_module_of
 from microddp.shared import AUTO, scatter_gather

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from microddp.buckets import bucket_caps, check_dense, plan_in_order
+from microddp.buckets import bucket_caps, plan_in_order
 from microddp.comms import Comms
-from microddp.model import elements
 from microddp.replicas import broadcast_parameters, check_structure
+from microddp.sharding.blocks import check_dense, elements
 from microddp.sharding.param_group import FlatParamGroup, ShardedParam
 from microddp.sharding.reducer import ShardedReducer
 from microddp.shared import AUTO, scatter_gather

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from microddp.allreduce import ring_cost
-from microddp.buckets import bucket_caps, check_dense
+from microddp.buckets import bucket_caps
 from microddp.comms import Comms
 from microddp.parts import ParamShard, from_torch, load_parts, whole_state
 from microddp.program import Program
 from microddp.replicas import broadcast_parameters, check_structure
+from microddp.sharding.blocks import check_dense
 from microddp.sharding.fully_shard import shard_blocks
 from microddp.sharding.gradients import ShardedGradients
 from microddp.sharding.nodes import nodes_of

@@ -12,8 +12,9 @@ from torch import nn
 
 from microddp.comms import Comms
 from microddp.findings import Comparison, compare
-from microddp.model import elements, parameter_count
+from microddp.model import parameter_count
 from microddp.report import table
+from microddp.sharding import elements
 from microddp.stage.devices import PausingOptimizer, pausing_batch, pausing_loss, pausing_model
 from microddp.stage.scale import Side, stage_of, work_of
 from microddp.step import Loss, Strategy, take_step

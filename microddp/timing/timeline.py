@@ -138,10 +138,7 @@ class Timeline(Recorder):
 
         Waits for the collectives that were :meth:`launched`.
         """
-        if not (self._spans or self._under_way):
-            return []
-        rank = self.comms.rank
-        spans = [Span(rank, *span) for span in self._recorded()]
+        spans = [Span(self.comms.rank, *span) for span in self._recorded()]
         self._spans.clear()
         self._under_way.clear()
         return spans

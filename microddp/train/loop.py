@@ -17,7 +17,7 @@ from tqdm import tqdm
 from microddp.carrier import BACKEND
 from microddp.comms import Comms
 from microddp.compression import compress
-from microddp.data import ShardedBatches, shard_sizes
+from microddp.data import ShardedBatches
 from microddp.ddp import DDP
 from microddp.local_sgd import Local, LocalSteps, Outer
 from microddp.performance import StragglerReport, straggler_report
@@ -161,10 +161,10 @@ class Trainer:
                 f"rank {comms.rank}: --report: expected at least 2 steps in an epoch, got "
                 f"{len(self.task.train)} samples in batches of {config.batch_size}"
             )
-        sizes = shard_sizes(config.batch_size, comms.world_size)
+        shards = torch.empty(config.batch_size).tensor_split(comms.world_size)
         return ShardedBatches(
             *(self.task.train, config.batch_size, comms.rank, comms.world_size, config.seed),
-            sizes=sizes,
+            sizes=[len(rows) for rows in shards],
         )
 
     def _begin_from(self) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from microddp import sharding  # noqa: F401 - registers strategies that are choices
+from microddp import sharding, torch_ddp  # noqa: F401 - they register strategies, choices here
 from microddp.carrier import BACKEND
 from microddp.compression import compressor
 from microddp.local_sgd import Outer

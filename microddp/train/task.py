@@ -11,14 +11,14 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import TensorDataset
 
 from microddp.comms import Comms
-from microddp.data import (
+from microddp.data import shard
+from microddp.datasets import (
     CHARACTERS,
     Split,
     SyntheticDataset,
     load_digits,
     load_mnist,
     load_text,
-    shard,
 )
 from microddp.model import FullMLP, ModelConfig, SimpleCNN
 from microddp.train.options import TrainingConfig

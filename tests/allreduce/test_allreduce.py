@@ -18,7 +18,7 @@ from microddp.allreduce import (
     ring_all_reduce,
     ring_reduce_scatter,
 )
-from microddp.comms import MessageCounter
+from microddp.message_counter import MessageCounter
 from microddp.shared import ALL_REDUCES
 
 BY_MESSAGES = ("naive", "direct", "ring", "doubling")

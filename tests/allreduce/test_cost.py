@@ -8,14 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import on_ranks
 
-from microddp.allreduce import (
-    CollectiveCost,
-    all_reduce_cost,
-    bus_bandwidth,
-    fit_alpha_beta,
-    ring_cost,
-)
-from microddp.comms import Message, MessageCounter
+from microddp.allreduce import CollectiveCost, all_reduce_cost, bus_bandwidth, ring_cost
+from microddp.fitted import fit_alpha_beta
+from microddp.message_counter import Message, MessageCounter
 
 ALGORITHMS = ("naive", "direct", "ring", "doubling")
 

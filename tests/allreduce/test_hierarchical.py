@@ -6,7 +6,7 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from microddp.comms import MessageCounter
+from microddp.message_counter import MessageCounter
 from microddp.shared import Hierarchy
 
 # The ranks of one real machine, taken for several.

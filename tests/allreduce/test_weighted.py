@@ -11,7 +11,7 @@ from ranks import on_ranks
 from wires import run_threads
 
 from microddp.allreduce import direct_all_reduce, ring, ring_all_reduce
-from microddp.comms import MessageCounter
+from microddp.message_counter import MessageCounter
 from microddp.shared import parts_by_speed, weighted, weighted_all_reduce, weighted_time
 
 SPEEDS = st.floats(0.01, 100)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from microddp.comms import MessageCounter
 from microddp.compression import Compression, compressor
 from microddp.compression.compressor import exchange_parts
 from microddp.compression.quantised import BLOCK, pack, unpack
 from microddp.compression.sparse import SAMPLE, largest, threshold_of
+from microddp.message_counter import MessageCounter
 from microddp.replicas import broadcast_tensors
 
 ALL = ("top-k:0.1", "top-k:7", "random-k:0.1", "int8", "sign", "power:2", "fp16", "bf16")

@@ -512,7 +512,7 @@ def test_each_way_goes_on_after_a_death(way, tmp_path):
     ended = command(*torchrun, FOLDER / "train_and_die.py", way, tmp_path)
     assert ended.returncode == 0, ended.stderr
     lines = [line for log in tmp_path.glob("*.log") for line in log.read_text().splitlines()]
-    told = sorted(json.loads(line) for line in lines)
+    told = sorted((json.loads(line) for line in lines), key=lambda each: each[0])
     died = next(at for at, what, _ in told if what == "dead")
     # The others may be about to end steps 25 and 26 when process 1 dies after its own.
     new = [what for at, what, _ in told if at > died and isinstance(what, int)]

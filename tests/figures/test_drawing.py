@@ -8,10 +8,10 @@ from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 
 from microddp import figures
-from microddp.comms import Message
 from microddp.figures.drawing import text_width, wrapped
 from microddp.figures.style import COLORS, DARK, INK, NAMES, NARROW, ROLES, WIDE, looks
 from microddp.hooks import GradientReady
+from microddp.message_counter import Message
 from microddp.timing import Span, Timing
 
 LONG = "A title that says in words what there is to be seen, and so has no room in one line"

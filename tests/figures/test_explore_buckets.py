@@ -5,7 +5,7 @@ import re
 import pytest
 
 from microddp import figures
-from microddp.allreduce import FittedCost
+from microddp.fitted import FittedCost
 from microddp.performance import predict_plan
 from microddp.report import human_seconds
 from microddp.step_times import Bucket, ComputeTimes

@@ -6,8 +6,8 @@ from matplotlib.collections import PathCollection
 from ranks import on_ranks
 
 from microddp import figures
-from microddp.comms import Message
 from microddp.hooks import GradientReady
+from microddp.message_counter import Message
 from microddp.timing import Span, Timing
 
 

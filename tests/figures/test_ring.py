@@ -11,8 +11,8 @@ from messages import all_messages
 from ranks import on_ranks
 
 from microddp.allreduce import ALGORITHMS, all_reduce_cost
-from microddp.comms import MessageCounter
 from microddp.figures import all_reduces
+from microddp.message_counter import MessageCounter
 
 SVG = "{http://www.w3.org/2000/svg}"
 

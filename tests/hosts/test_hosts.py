@@ -363,7 +363,7 @@ import os, sys, time
 import torch
 import microddp
 from microddp.allreduce import ring_all_reduce
-from microddp.comms import MessageCounter
+from microddp.message_counter import MessageCounter
 
 comms = microddp.init()
 n = comms.world_size

@@ -6,21 +6,12 @@ from ranks import on_ranks
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from microddp.allreduce import FittedCost, estimate_communication_time
 from microddp.bucketing import BucketedDDPHooks
 from microddp.ddp import DDP
+from microddp.fitted import FittedCost
 from microddp.model import FullMLP
 from microddp.performance import measure_compute, predict_plan
 from microddp.step_times import Bucket, ComputeTimes
-
-
-def test_communication_time_is_the_models():
-    assert estimate_communication_time(4e9, 4, bandwidth=1e9) == 6
-    assert estimate_communication_time(4e9, 4, 1e9, latency=1) == 12
-    assert estimate_communication_time(1e9, 1, 1e9) == 0
-    with pytest.raises(ValueError, match="bandwidth above 0"):
-        estimate_communication_time(1, 2, 0)
-
 
 # Backward takes 10 s; its gradients come after 4 s and 10 s.
 COMPUTE = ComputeTimes(forward=5, backward=10, ready={"b": 4, "a": 10}, optimizer=1, copy=0)

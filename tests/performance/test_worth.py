@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from microddp.allreduce import estimate_communication_time
+from microddp.allreduce import ring_cost
 from microddp.performance import step_budget
 
 # 6 x 1e9 x 1000 operations at 6e12 a second: 1 s of computing, 2/3 s of it in backward.
@@ -93,7 +93,7 @@ def test_a_sharded_step_is_planned(more, memory, overlapped, unhidden):
 def test_communication_is_that_of_the_ring():
     for n in (1, 2, 3, 8, 100):
         budget = step_budget(**PLAN, devices=n, bandwidth=2e9, latency=1e-3)
-        ring = estimate_communication_time(4e9, n, 2e9, latency=1e-3)
+        ring = ring_cost(n, 4e9).seconds(1e-3, 1 / 2e9)
         assert budget.communication == pytest.approx(ring)
 
 

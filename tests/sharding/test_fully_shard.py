@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from microddp.comms import MessageCounter
+from microddp.message_counter import MessageCounter
 from microddp.parts import clip_grad_norm
 from microddp.sharding import ShardedGradients, fully_shard, shard_blocks
 from microddp.workloads import Transformer

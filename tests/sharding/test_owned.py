@@ -6,7 +6,7 @@ from ranks import on_ranks
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from microddp.comms import MessageCounter
+from microddp.message_counter import MessageCounter
 from microddp.replicas import check_replicas
 from microddp.sharding import OwnedOptimizer
 from microddp.sharding.owned import owners, together

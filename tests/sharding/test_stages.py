@@ -8,7 +8,7 @@ from ranks import on_ranks
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from microddp.comms import MessageCounter
+from microddp.message_counter import MessageCounter
 from microddp.model import gradient_bytes
 from microddp.parts import clip_grad_norm
 from microddp.sharding import ShardedGradients

@@ -10,8 +10,8 @@ from live_page import write_page
 from test_site import Visit
 
 from microddp import figures
-from microddp.allreduce import FittedCost
 from microddp.buckets import plan_buckets
+from microddp.fitted import FittedCost
 from microddp.performance import predict_plan
 from microddp.step_times import Bucket, ComputeTimes
 from microddp.timing import Timing

@@ -22,7 +22,7 @@ import pytest
 import torch
 from ranks import on_ranks, run
 
-from microddp.data import CHARACTERS
+from microddp.datasets import CHARACTERS
 from microddp.replicas import check_replicas
 from microddp.strategies import STRATEGIES
 from microddp.timing import Span

@@ -10,8 +10,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from microddp.comms import Comms, Message, MessageCounter
+from microddp.comms import Comms
 from microddp.hang import torch_calls
+from microddp.message_counter import Message, MessageCounter
 from microddp.replicas import tensor_digest
 
 

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 import microddp
-from microddp.data import load_digits
+from microddp.datasets import load_digits
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from microddp.comms import MessageCounter
 from microddp.labs.engine.bench import Bench
 from microddp.labs.engine.lab import Lab
+from microddp.message_counter import MessageCounter
 from microddp.sharding import nodes_of
 
 LAB = Lab(

@@ -1,16 +1,23 @@
-"""PyTorch's DDP on a timeline, seen from outside."""
+"""PyTorch's DDP: a strategy of its own, and a step of it on a timeline, seen from outside."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from microddp.timing import Instant, Recorder
+from microddp.comms import Comms
+from microddp.ddp import DDP
+from microddp.hooks import Removable
+from microddp.step import Strategy
+from microddp.strategies import Wrapped, register
+from microddp.timing import NOT_RECORDED, Instant, Recorder
 
 
-class TorchDDPWatch:
+class TorchDDPWatch(Removable):
     """Tells a timeline when PyTorch's DDP communicates, and when it only waits.
 
     It changes nothing in the wrapper, which may have a communication hook. The group numbers its
@@ -46,11 +53,6 @@ class TorchDDPWatch:
         self._timeline.between("all-reduce", "communication", first, now)
         self._timeline.between("wait for all-reduce", "wait", self._last, now)
 
-    def remove(self) -> None:
-        """Take the hooks off the model."""
-        for handle in self._handles:
-            handle.remove()
-
     def _number(self) -> int:
         return int(self._group._get_sequence_number_for_group())
 
@@ -62,3 +64,47 @@ class TorchDDPWatch:
         if self._last and not self._first and self._number() > self._before:
             self._first = self._last
         self._last = Instant(self._device)
+
+
+@register("torch")
+class WrappedByTorch(Strategy):
+    """In buckets during backward, by PyTorch's DDP, with gradients that are views of its buckets.
+
+    The end of backward waits. The model may be wrapped already.
+    """
+
+    averages = overlaps = buckets = True
+
+    def __init__(self, model: nn.Module, comms: Comms, bucket_cap_mb: float | None = None) -> None:
+        super().__init__(model, comms)
+        if not isinstance(model, TorchDDP):
+            model = TorchDDP(
+                model,
+                process_group=comms.group,
+                bucket_cap_mb=bucket_cap_mb,
+                gradient_as_bucket_view=True,
+            )
+        self.ddp = self.module = model
+        self._watch: TorchDDPWatch | None = None
+
+    def record(self, timeline: Recorder) -> None:
+        super().record(timeline)
+        if self._watch:
+            self._watch.remove()
+        # A watch takes time of its own: only while somebody looks.
+        self._watch = None if timeline is NOT_RECORDED else TorchDDPWatch(self.ddp, timeline)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.ddp.no_sync()
+
+    def finish(self) -> None:
+        if self._watch:
+            self._watch.finish()
+
+
+def strategy_of(model: nn.Module | Strategy, comms: Comms) -> Strategy:
+    """The strategy that a model has: a wrapper's own, or none."""
+    if isinstance(model, Strategy):
+        return model
+    kind = Wrapped if isinstance(model, DDP) else Strategy
+    return (WrappedByTorch if isinstance(model, TorchDDP) else kind)(model, comms)

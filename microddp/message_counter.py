@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from microddp.comms.collectives import Comms
+from microddp.comms import Comms
 
 
 @dataclass(frozen=True)
