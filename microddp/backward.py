@@ -92,6 +92,9 @@ class Buckets:
                 if self.as_view and p.grad is not None and not bucket.sparse:
                     p.grad = bucket.views[slot].copy_(p.grad)
 
+    def __iter__(self) -> Iterator[GradientBucket]:
+        return iter(self.all)
+
     def all_reduce(self, bucket: GradientBucket) -> Launched:
         """Begin to add a bucket up over the ranks."""
         self.comms.agree(f"all-reduce of gradient bucket {bucket.index()}: {len(bucket.views)}")
@@ -149,7 +152,7 @@ class Backward:
         Raises:
             RuntimeError: another rank failed, or the time-out passed.
         """
-        for bucket, work in zip(self.buckets.all, self.works, strict=False):
+        for bucket, work in zip(self.buckets, self.works, strict=False):
             try:
                 with self.buckets.timeline.span(f"wait for bucket {bucket.index()}", lane="wait"):
                     result = work.wait()

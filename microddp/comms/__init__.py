@@ -1,7 +1,7 @@
 """Ranks that talk: joining a job, messages, collectives, and what ranks agree on."""
 
-from microddp.comms.agreement import describe, name_members, name_ranks, name_usual, odd_ranks
 from microddp.comms.collectives import Comms
+from microddp.comms.headers import describe, name_members, name_ranks, name_usual, odd_ranks
 from microddp.comms.job import init
 from microddp.comms.machine import (
     cpu_cores,

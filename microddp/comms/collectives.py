@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from microddp.comms.agreement import describe, name_ranks
 from microddp.comms.checks import check_divides, check_rank, check_tensor
 from microddp.comms.dealing import collected, dealt
 from microddp.comms.groups import make_group
+from microddp.comms.headers import describe, name_ranks
 from microddp.comms.pending import Pending, started
 from microddp.comms.point_to_point import PointToPoint
 

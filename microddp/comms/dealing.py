@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from microddp.comms.agreement import describe
+from microddp.comms.headers import describe
 from microddp.comms.pending import Pending
 
 if TYPE_CHECKING:

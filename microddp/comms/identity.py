@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from microddp.comms import calls
-from microddp.comms.agreement import Headers, name_members
 from microddp.comms.calls import Calls
+from microddp.comms.headers import Headers, name_members, name_usual, odd_ranks
 from microddp.comms.machine import cpu_cores, cpu_name, known_links
 
 
@@ -160,9 +160,24 @@ class Identity:
         recorded = self._calls.begin(call, self._name, self._members, collective=True)
         if self.debug:
             with recorded:
-                self.headers.agree(call)
+                self._compare(call)
             recorded.begin()
         return recorded
+
+    def _compare(self, call: str) -> None:
+        """Raise on every rank unless all are about to make the same call. A collective.
+
+        The error names the ranks that differ from the most frequent call; on a tie, from that of
+        the lowest rank.
+        """
+        said = self.headers.exchange(call)
+        usual, odd = odd_ranks(said)
+        if odd:
+            calls = "; ".join(f"rank {rank} calls {said[rank]}" for rank in odd)
+            raise RuntimeError(
+                f"rank {self.rank}: the ranks disagree: {calls}; expected {usual}, "
+                f"{name_usual(said)}"
+            )
 
     def _message(self, call: str) -> Calls:
         """Record that a message is sent or received; for what is returned see :meth:`agree`."""

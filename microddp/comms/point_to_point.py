@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from microddp.comms.agreement import describe
 from microddp.comms.checks import check_peer, check_tensor
+from microddp.comms.headers import describe
 from microddp.comms.identity import Identity
 from microddp.comms.pending import Exchange, Pending, QuickExchange, started
 

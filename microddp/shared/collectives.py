@@ -18,8 +18,8 @@ import torch
 
 from microddp.allreduce import flattened
 from microddp.comms import Comms
-from microddp.comms.agreement import describe
 from microddp.comms.checks import check_contiguous, check_rank
+from microddp.comms.headers import describe
 from microddp.shared.region import BUFFER_BYTES, NOT_SHARED, SharedRegion, region_of
 
 # Up to this size, of all ranks' tensors together, each rank reduces everything itself, after one

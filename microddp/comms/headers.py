@@ -1,4 +1,4 @@
-"""Headers: short texts by which ranks agree on a call, or say what they are about to send.
+"""Headers: short texts in which ranks say what they are about to call or to send; ranks in words.
 
 A header has a fixed size, so that a receiver needs to know nothing of what comes, and it is plain
 text, so that no rank unpickles what another one sent.
@@ -94,24 +94,6 @@ class Headers:
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(everyone, mine, group=self.group)
         return [self._decode(wire) for wire in everyone]
-
-    def agree(self, call: str) -> None:
-        """Raise on every rank unless all pass the same text. A collective.
-
-        :meth:`microddp.Comms.agree` calls it with ``MICRODDP_DEBUG=1``.
-
-        Raises:
-            RuntimeError: names the ranks that differ from the most frequent text; on a tie, from
-                the one that the lowest rank has.
-        """
-        said = self.exchange(call)
-        usual, odd = odd_ranks(said)
-        if odd:
-            calls = "; ".join(f"rank {rank} calls {said[rank]}" for rank in odd)
-            raise RuntimeError(
-                f"rank {self.rank}: the ranks disagree: {calls}; expected {usual}, "
-                f"{name_usual(said)}"
-            )
 
     def _encode(self, text: str) -> torch.Tensor:
         data = bytearray(text.encode()[:HEADER_BYTES].ljust(HEADER_BYTES))

@@ -1,11 +1,11 @@
-"""Short texts between ranks."""
+"""Short texts between ranks, and calls that they compare by them."""
 
 import pytest
 import torch
 from ranks import on_ranks
 
 from microddp.comms import describe, name_ranks, name_usual, odd_ranks
-from microddp.comms.agreement import HEADER_BYTES, Headers
+from microddp.comms.headers import HEADER_BYTES, Headers
 
 
 @pytest.mark.parametrize(
@@ -63,14 +63,16 @@ def test_a_text_that_is_too_long_is_cut_to_the_header(comms):
 
 @on_ranks()
 def test_agree_is_silent_where_all_say_the_same(comms):
-    headers(comms).agree("all_reduce(float32 (3,), op=sum)")
+    comms.debug = True
+    comms.agree("all_reduce(float32 (3,), op=sum)")
 
 
 @on_ranks(3, 5)
 def test_agree_names_the_odd_ranks_on_every_rank(comms):
     odd = comms.world_size - 1
+    comms.debug = True
     with pytest.raises(RuntimeError) as caught:
-        headers(comms).agree("something else" if comms.rank == odd else "the usual")
+        comms.agree("something else" if comms.rank == odd else "the usual")
     assert str(caught.value) == (
         f"rank {comms.rank}: the ranks disagree: rank {odd} calls something else; "
         "expected the usual, the most frequent"
@@ -79,8 +81,9 @@ def test_agree_names_the_odd_ranks_on_every_rank(comms):
 
 @on_ranks(2)
 def test_of_two_ranks_neither_is_the_odd_one(comms):
+    comms.debug = True
     with pytest.raises(RuntimeError) as caught:
-        headers(comms).agree(f"call of {comms.rank}")
+        comms.agree(f"call of {comms.rank}")
     assert str(caught.value) == (
         f"rank {comms.rank}: the ranks disagree: rank 1 calls call of 1; "
         "expected call of 0, rank 0's, of several equally frequent"
