@@ -17,11 +17,11 @@ import torch
 
 import microddp
 from microddp import figures
-from microddp.allreduce import ALGORITHMS, all_reduce_cost, bus_bandwidth
-from microddp.findings import compare, find
-from microddp.fitted import fit_alpha_beta
+from microddp.allreduce import ALGORITHMS, all_reduce_cost
+from microddp.findings import compare, find, mark_least
+from microddp.fitted import bus_bandwidth, fit_alpha_beta
 from microddp.message_counter import MessageCounter
-from microddp.report import human_bytes, human_seconds, mark_least, table
+from microddp.report import human_bytes, human_seconds, table
 from microddp.stage import known_all_reduces
 from microddp.timing import Timing, measure
 

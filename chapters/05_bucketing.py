@@ -26,12 +26,12 @@ from microddp.bucketing import BucketedDDPHooks
 from microddp.buckets import plan_buckets
 from microddp.data import ShardedBatches
 from microddp.datasets import load_digits
-from microddp.findings import compare, find
+from microddp.findings import compare, find, mark_least
 from microddp.fitted import FittedCost, fit_alpha_beta
 from microddp.hosts import relink
 from microddp.model import FullMLP, SimpleCNN, gradient_bytes
 from microddp.performance import predict_plan
-from microddp.report import MIB, human_bytes, human_seconds, mark_least, table
+from microddp.report import MIB, human_bytes, human_seconds, table
 from microddp.stage import cluster, set_stage
 from microddp.step_times import ComputeTimes
 from microddp.timing import Timing, measure

@@ -23,11 +23,11 @@ import microddp
 from microddp import figures
 from microddp.data import shard
 from microddp.datasets import CHARACTERS, load_text
-from microddp.findings import Prediction, compare, find
+from microddp.findings import Prediction, compare, find, mark_least
 from microddp.hosts import relink
 from microddp.local_sgd import LocalSteps, Outer
 from microddp.model import ModelConfig, SimpleCNN, gradient_bytes
-from microddp.report import human_seconds, mark_least, table
+from microddp.report import human_seconds, table
 from microddp.stage import cluster, known_clusters, set_stage
 from microddp.timing import Timing, measure
 from microddp.workloads import Curves

@@ -29,6 +29,26 @@ def tensors_in(output: Any) -> Iterator[torch.Tensor]:
                 yield from tensors_in(getattr(leaf, field.name))
 
 
+def parameters_behind(outputs: Iterator[torch.Tensor]) -> set[int]:
+    """The ids of the parameters that a backward from ``outputs`` reaches."""
+    found, nodes = set(), []
+    for tensor in outputs:
+        if tensor.grad_fn is None:
+            found.add(id(tensor))  # maybe a parameter itself
+        else:
+            nodes.append(tensor.grad_fn)
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):  # where gradients are accumulated
+            found.add(id(node.variable))
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return found
+
+
 def bytes_held(gradient: torch.Tensor) -> int:
     """Bytes of a gradient's values; of a sparse one, of its values and their indices."""
     if gradient.is_sparse:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from microddp.comms import Comms, name_ranks, odd_ranks
@@ -211,3 +212,17 @@ def _ratio(value: float) -> str:
 def _small(text: str) -> str:
     """The text as it begins within a sentence: in lower case, but for an abbreviation."""
     return text[:1].lower() + text[1:] if text[1:2].islower() or text[1:2] == " " else text
+
+
+def mark_least(cells: Sequence[str], values: Sequence[float], within: float = 1) -> list[str]:
+    """The cells of a table, with a star behind the one whose value is the least.
+
+    The others get a blank, so that they stay aligned.
+
+    Args:
+        cells: of a row or column.
+        values: of the cells.
+        within: so many times the least has a star, too.
+    """
+    most = min(values) * within
+    return [f"{cell} {'*' if v <= most else ' '}" for cell, v in zip(cells, values, strict=True)]

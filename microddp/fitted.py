@@ -1,4 +1,4 @@
-"""Alpha and beta of the cost model, fitted to measured times."""
+"""Measured times in the words of the cost model: bus bandwidth, alpha and beta."""
 
 from __future__ import annotations
 
@@ -7,6 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from microddp.allreduce import ring_cost
+
+
+def bus_bandwidth(nbytes: float, seconds: float, world_size: int) -> float:
+    """Compute an all-reduce's bus bandwidth in bytes a second: S/t x 2 (n-1)/n, as nccl-tests does.
+
+    It is the bandwidth each link must have carried, so it can be compared with the hardware's and
+    between numbers of ranks. Source: nccl-tests, doc/PERFORMANCE.md.
+    """
+    return ring_cost(world_size, nbytes).most_sent / seconds
+
 
 SMALL = 1 << 14  # bytes; the time of a message of this size is nearly all alpha
 

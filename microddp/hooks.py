@@ -203,6 +203,11 @@ class AllReduceHooks(Switchable):
             with self.timeline.span(f"wait for {name}", lane="wait"):
                 work.wait()
 
+    def abandon(self) -> None:
+        """Give a backward up that raised, once what was sent has come to rest."""
+        while self._works:
+            self._works.popitem()[1].wait()
+
     def _ready(self, name: str, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         if gradient is None or not self.armed:

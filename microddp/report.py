@@ -33,20 +33,6 @@ def human_seconds(seconds: float, _position: object = None) -> str:
     return f"{days:.3g} days" if days < 999.5 else f"{days:,.0f} days"
 
 
-def mark_least(cells: Sequence[str], values: Sequence[float], within: float = 1) -> list[str]:
-    """The cells of a table, with a star behind the one whose value is the least.
-
-    The others get a blank, so that they stay aligned.
-
-    Args:
-        cells: of a row or column.
-        values: of the cells.
-        within: so many times the least has a star, too.
-    """
-    most = min(values) * within
-    return [f"{cell} {'*' if v <= most else ' '}" for cell, v in zip(cells, values, strict=True)]
-
-
 def table(
     rows: Iterable[Iterable[object]],
     headers: Sequence[str],
@@ -75,7 +61,7 @@ def table(
         tablefmt=form,
         colalign=align,
         disable_numparse=True,
-        preserve_whitespace=True,  # behind the cells that mark_least leaves without a star
+        preserve_whitespace=True,  # of cells that are aligned by themselves
     )
     return text
 

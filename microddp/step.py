@@ -98,6 +98,11 @@ def compute_gradients(
         autocast: the precision of forward.
         scaler: scales the loss, and so the gradients, where the precision needs it.
     """
+    if not 0 < parts <= len(batch[0]):
+        raise ValueError(
+            f"rank {strategy.comms.rank}: expected parts of at least a sample each, got {parts} of "
+            f"{len(batch[0])} samples"
+        )
     losses = []
     timeline = strategy.timeline
     micro_batches = list(zip(*(tensor.tensor_split(parts) for tensor in batch), strict=True))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from microddp.backward import bytes_held
@@ -67,9 +68,10 @@ def average_gradients(model: nn.Module, comms: Comms, timeline: Recorder = NOT_R
             if (gradient := parameter.grad) is not None:
                 nbytes = bytes_held(gradient)
                 with timeline.span(f"all-reduce {name}", "communication", nbytes):
-                    if gradient.is_sparse or gradient.is_contiguous():
-                        comms.all_reduce_mean(gradient)
-                    else:  # laid out like its parameter: channels last, say
+                    if gradient.is_sparse:
+                        comms.agree(f"all-reduce of the gradient of {name}")
+                        comms.group.allreduce([gradient.div_(comms.world_size)]).wait()
+                    else:  # it is laid out like its parameter: channels last, say
                         flat = gradient.contiguous()
                         comms.all_reduce_mean(flat)
                         gradient.copy_(flat)
@@ -101,6 +103,10 @@ class Hooked(Strategy):
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.hooks.no_sync()
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        self.hooks.abandon()
+        super().zero_grad(optimizer)
 
     def finish(self) -> None:
         self.hooks.finish()

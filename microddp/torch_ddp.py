@@ -70,7 +70,8 @@ class TorchDDPWatch(Removable):
 class WrappedByTorch(Strategy):
     """In buckets during backward, by PyTorch's DDP, with gradients that are views of its buckets.
 
-    The end of backward waits. The model may be wrapped already.
+    The end of backward waits. The model may be wrapped already. After a backward that raised, it
+    cannot go on.
     """
 
     averages = overlaps = buckets = True
@@ -100,6 +101,9 @@ class WrappedByTorch(Strategy):
     def finish(self) -> None:
         if self._watch:
             self._watch.finish()
+
+    def remove(self) -> None:
+        self.record(NOT_RECORDED)
 
 
 def strategy_of(model: nn.Module | Strategy, comms: Comms) -> Strategy:

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from microddp.report import human_bytes, human_seconds, mark_least, table
+from microddp.findings import mark_least
+from microddp.report import human_bytes, human_seconds, table
 
 
 @given(st.integers(0, 2**50))

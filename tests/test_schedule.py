@@ -253,3 +253,59 @@ def test_a_strategy_leaves_the_hooks_of_a_wrapper_that_it_did_not_make(comms):
     strategy_of(ddp, comms).remove()
     ddp(torch.full((1, 3), comms.rank + 1.0)).sum().backward()
     assert torch.equal(ddp.module.weight.grad, torch.full((2, 3), 1.5))
+
+
+@on_ranks(2)
+def test_every_strategy_averages_sparse_gradients(comms):
+    for name in ("naive", "hooks", "bucketed", "ddp"):
+        torch.manual_seed(0)
+        model = torch.nn.EmbeddingBag(6, 2, sparse=True)
+        strategy = STRATEGIES[name](model, comms)
+        strategy.module(torch.tensor([[comms.rank, 4]])).sum().backward()
+        strategy.finish()
+        expected = torch.zeros(6, 2)
+        expected[:2], expected[4] = 0.25, 0.5
+        assert torch.equal(model.weight.grad.to_dense(), expected), name
+
+
+@on_ranks(2)
+def test_a_step_after_one_that_raised_is_as_without_it(comms):
+    batch = torch.full((4, 8), 1.0 + comms.rank), torch.zeros(4, 2)
+    for name in ("none", "naive", "hooks", "bucketed", "ddp"):
+        weights = []
+        for raises in (True, False):
+            torch.manual_seed(0)
+            model = FullMLP(8, 3, outputs=2)
+            strategy, optimizer = STRATEGIES[name](model, comms), optimizer_of(model, "sgd")
+            if raises:
+                first, *_ = model.layers
+                handle = first.weight.register_hook(lambda _: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    take_step(strategy, torch.nn.functional.mse_loss, optimizer, batch)
+                handle.remove()
+            take_step(strategy, torch.nn.functional.mse_loss, optimizer, batch)
+            weights.append([p.detach().clone() for p in model.parameters()])
+        assert all(map(torch.equal, *weights)), name
+
+
+@on_ranks(2)
+def test_parts_of_less_than_a_sample_are_refused(comms):
+    model = FullMLP(8, 2)
+    for parts in (0, 5):
+        with pytest.raises(ValueError, match=rf"^rank {comms.rank}: .* got {parts} of 4 samples"):
+            take_step(
+                STRATEGIES["naive"](model, comms),
+                torch.nn.functional.mse_loss,
+                optimizer_of(model, "sgd"),
+                (torch.zeros(4, 8), torch.zeros(4, 8)),
+                parts=parts,
+            )
+
+
+@on_ranks(2)
+def test_pytorchs_ddp_is_left_without_hooks(comms):
+    model = FullMLP(8, 2)
+    strategy = STRATEGIES["torch"](model, comms)
+    strategy.record(Timeline(comms))
+    strategy.remove()
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())

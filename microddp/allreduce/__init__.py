@@ -24,7 +24,6 @@ import torch
 from microddp.allreduce.cost import (
     CollectiveCost,
     all_reduce_cost,
-    bus_bandwidth,
     ring_cost,
 )
 from microddp.allreduce.reduction import flattened

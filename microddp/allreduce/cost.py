@@ -88,12 +88,3 @@ def all_reduce_cost(algorithm: str, world_size: int, nbytes: float) -> Collectiv
             sent = size * (doublings + (1 if extra else 0))
             return CollectiveCost(rounds, size, power * doublings + 2 * extra, sent)
     raise ValueError(f"expected 'naive', 'direct', 'ring' or 'doubling', got {algorithm!r}")
-
-
-def bus_bandwidth(nbytes: float, seconds: float, world_size: int) -> float:
-    """Compute an all-reduce's bus bandwidth in bytes a second: S/t x 2 (n-1)/n, as nccl-tests does.
-
-    It is the bandwidth each link must have carried, so it can be compared with the hardware's and
-    between numbers of ranks. Source: nccl-tests, doc/PERFORMANCE.md.
-    """
-    return ring_cost(world_size, nbytes).most_sent / seconds

@@ -28,7 +28,7 @@ def flattened(
     if error := cannot_combine(op, tensor.dtype):
         raise ValueError(f"rank {comms.rank}: {error}")
     with torch.no_grad():
-        flat = tensor.view(-1) if tensor.is_contiguous() else tensor.flatten()
+        flat = tensor.contiguous().view(-1)
         if op == "mean":
             # Before adding: the sum of n gradients may overflow where their mean does not.
             flat.div_(comms.world_size)

@@ -11,10 +11,10 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from microddp.allreduce import bus_bandwidth
 from microddp.bench.rows import report
 from microddp.carrier import BACKEND
 from microddp.comms import Comms
+from microddp.fitted import bus_bandwidth
 from microddp.report import human_bytes
 from microddp.shared import (
     ALL_REDUCES,

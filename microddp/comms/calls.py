@@ -53,10 +53,8 @@ def start(rank: int, world_size: int, answers: bool) -> Calls:
         ValueError: ``MICRODDP_RECORD`` names no folder that can be written to.
     """
     global _current
-    if taken_by is None:
-        _current = Calls()
-    else:
-        _current = importlib.import_module(taken_by).start(rank, world_size, answers)
+    job = rank, world_size, answers
+    _current = importlib.import_module(taken_by).start(*job) if taken_by else Calls()
     return _current
 
 

@@ -69,8 +69,7 @@ class Identity:
         self.world_size = dist.get_world_size(group)
         job = dist.get_rank(), dist.get_world_size()
         self._calls = calls.current() or calls.start(*job, answers=False)
-        members = dist.get_process_group_ranks(group)
-        self._name = group.group_name
+        self._name, members = group.group_name, dist.get_process_group_ranks(group)
         self._members = "" if group is dist.group.WORLD else name_members(members)
         self.local_rank = local_rank
         self.local_world_size = local_world_size

@@ -18,6 +18,7 @@ INSTEAD = {
     "batched_grad_copy": "gradient_as_bucket_view=True, the default here, which copies nothing",
     "lazy_bucket_allocation": "gradient_as_bucket_view=True, the default here: one copy, not two",
     "delay_all_reduce_named_params": "no_sync(), and an all-reduce of these gradients afterwards",
+    "_ddp_params_and_buffers_to_ignore": "requires_grad_(False) for what is not to be trained",
     "param_to_hook_all_reduce": "no_sync(), and an all-reduce of the gradients afterwards",
 }
 

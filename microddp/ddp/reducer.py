@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from microddp.backward import Backward, Buckets, tensors_in
+from microddp.backward import Backward, Buckets, parameters_behind, tensors_in
 from microddp.buckets import GradientBucket, bucket_caps, plan_in_order
 from microddp.carrier import Carrier
 from microddp.comms import Comms
@@ -110,8 +110,11 @@ class Reducer:
         last = self.backward
         if last is not None and last.begun:
             self.backward = None
-            list(last.wait_for_buckets())  # what was sent comes to rest
-            if not last.end_is_told:  # it ended, and did not raise half-way
+            back = [bucket for bucket, _ in last.wait_for_buckets()]  # what was sent comes to rest
+            if last.end_is_told:  # it raised half-way: what came back is no average
+                for parameter in (p for bucket in back for p in bucket.parameters()):
+                    parameter.grad = None
+            else:
                 names = [name for i, name in enumerate(self.names) if i not in last.arrived]
                 raise RuntimeError(
                     f"rank {self.comms.rank}: expected a gradient for every parameter, but the "
@@ -132,7 +135,7 @@ class Reducer:
         out, the output is copied, so that the end of a backward that reaches none is seen too.
         """
         if self.find_unused:
-            needed = _parameters_behind(tensors_in(output))
+            needed = parameters_behind(tensors_in(output))
             self._unused = [i for i, p in enumerate(self.parameters) if id(p) not in needed]
         self.backward = ExpectedBackward(self.buckets, self._calls)
         if not (self.find_unused or self._counting):
@@ -142,7 +145,17 @@ class Reducer:
     def _watched(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.grad_fn is None:
             return leaf
-        return _Watch.apply(self, leaf)  # type: ignore[no-untyped-call,unused-ignore]
+        # It rings where autograd accumulates gradients, not where it only computes some.
+        bell = torch.zeros((), device=leaf.device, requires_grad=True)
+        reducer = weakref.ref(self)
+
+        def ring(_bell: torch.Tensor) -> None:
+            mine = reducer()
+            if mine is not None and (now := mine.backward) is not None and not now.end_is_told:
+                mine.begin(now)
+
+        bell.register_post_accumulate_grad_hook(ring)  # type: ignore[no-untyped-call]
+        return _Watch.apply(bell, leaf)  # type: ignore[no-untyped-call,unused-ignore]
 
     # ---- backward: a gradient is ready, its bucket full, and sent
 
@@ -248,45 +261,24 @@ class Reducer:
         now = Backward(buckets)
         for i in range(len(self.parameters)):
             now.mark_ready(i, None)
-        list(now.wait_for_buckets())
-        self._find_used_nowhere()
+        back = list(now.wait_for_buckets()) if self.hooked else now.wait_for_buckets()
+        self._find_used_nowhere()  # before the others are waited for, as in _finish
+        list(back)
         if self.order is None and in_order:
             self.order = list(range(len(self.parameters)))
 
 
 class _Watch(torch.autograd.Function):
-    """The identity; tells the reducer when a backward through it begins."""
+    """The identity; a backward through it comes to the bell, too."""
 
     @staticmethod
-    def forward(ctx: Any, reducer: Reducer, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, bell: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        del bell
         ctx.set_materialize_grads(False)  # where no gradient comes, none goes on, not even zeros
-        ctx.reducer = weakref.ref(reducer)
         # A copy: the caller may change an output in place, which autograd forbids for an input.
         return tensor.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, torch.Tensor | None]:
-        reducer = ctx.reducer()
-        if reducer is not None and (now := reducer.backward) is not None and not now.end_is_told:
-            reducer.begin(now)
+        del ctx
         return None, grad
-
-
-def _parameters_behind(outputs: Iterator[torch.Tensor]) -> set[int]:
-    """The ids of the parameters that a backward from ``outputs`` reaches."""
-    found, nodes = set(), []
-    for tensor in outputs:
-        if tensor.grad_fn is None:
-            found.add(id(tensor))  # maybe a parameter itself
-        else:
-            nodes.append(tensor.grad_fn)
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        if hasattr(node, "variable"):  # where gradients are accumulated
-            found.add(id(node.variable))
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
-    return found

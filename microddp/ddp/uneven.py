@@ -14,7 +14,7 @@ from microddp.comms import Comms
 class _Shadow(JoinHook):
     """Work of a rank that has run out of batches, in each iteration of the others and after."""
 
-    def __init__(self, wrapper: UnevenInputs) -> None:
+    def __init__(self, wrapper: Any) -> None:  # the DistributedDataParallel, which imports this
         self.wrapper = wrapper
 
     def main_hook(self) -> None:
@@ -35,23 +35,13 @@ class UnevenInputs(Joinable):
 
     Attributes:
         comms: the ranks that train together.
-        forward_sync_buffers: True if all ranks' buffers are kept alike.
     """
 
     comms: Comms
-    forward_sync_buffers: bool
 
     def __init__(self) -> None:
         super().__init__()
         self._divide_by_all = True
-
-    def shadow(self) -> None:
-        """Make the collectives of an iteration of the others: of forward, then of backward."""
-        raise NotImplementedError
-
-    def copy_module(self, src: int, with_buffers: bool) -> None:
-        """Make all replicas rank ``src``'s, with their buffers or without. A collective."""
-        raise NotImplementedError
 
     def join(
         self,
@@ -59,7 +49,7 @@ class UnevenInputs(Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """A context in which ranks may have different numbers of batches.
+        """A context in which ranks may have different numbers of batches, all to train on.
 
         Args:
             divide_by_initial_world_size: a rank without a batch counts with gradients of zero;

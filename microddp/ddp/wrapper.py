@@ -51,7 +51,8 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
         broadcast_buffers: its name before PyTorch 2.13, deprecated there. ``False`` leaves each
             rank its own buffers at construction, too.
         find_unused_parameters: let a forward pass leave parameters out. Those that no rank used
-            keep their gradient; those that this rank did not use get the average.
+            keep their gradient (as a view, the average of the ranks'); those that this rank did
+            not use get the average.
         gradient_as_bucket_view: keep gradients in the buckets, which saves the time and the memory
             of copying them back. PyTorch's default is a copy: with a view, a gradient that was
             kept aside changes in the next backward. Pass ``False`` if gradients are kept aside.
@@ -73,7 +74,7 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
             of devices, ``device_ids`` that cannot be, or a bucket cap that is not positive.
         RuntimeError: on every rank: no parameter requires a gradient, or one is not initialised;
             the ranks' parameters or buffers differ in number, name, shape or dtype, or, where
-            that is asked for, in value; or their options differ.
+            that is asked for, parameters in value; or their options differ.
 
     Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
     VLDB 2020, section 3 and 4.
@@ -117,6 +118,13 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
         device = parameters[0].device if parameters else torch.get_default_device()
         self.comms = comms = comms or Comms.of_group(process_group, device)
         self.all_reduce = all_reduce or Carrier(comms)
+        if self.all_reduce.comms.group is not comms.group:
+            raise ValueError(
+                f"rank {comms.rank}: expected a carrier between the ranks of {comms}, got one "
+                f"between those of {self.all_reduce.comms}"
+            )
+        ignored = "_ddp_params_and_buffers_to_ignore"  # of the module, where somebody has set it
+        refused |= {ignored: getattr(module, ignored)} if hasattr(module, ignored) else {}
         kinds = sorted({p.device.type for p in parameters})
         at_first, before_forward = which_buffers(broadcast_buffers, forward_sync_buffers)
         options = {
@@ -127,7 +135,9 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
             "all_reduce": self.all_reduce.name,
             "devices": kinds,
             "device_ids": len(device_ids or ()),
-            "refused": sorted(refused),
+            "output_device": str(output_device),
+            "verify_replicas": verify_replicas,
+            "refused": sorted((name, bool(value)) for name, value in refused.items()),
         }
         check_structure(module, comms, options)
         # After that, what is wrong is wrong on every rank, and every rank says so.
@@ -151,10 +161,11 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.require_backward_grad_sync = True
-        self._has_buffers = before_forward and any(True for _ in module.buffers())
+        self._has_buffers = any(True for _ in module.buffers())
         self._sync_buffers_next = True
         if verify_replicas:
             check_replicas(module, self.comms)
+            broadcast_tensors(module.buffers() if at_first else (), self.comms)
         else:
             self.copy_module(src=0, with_buffers=at_first)
         self._make_reducer()
@@ -193,8 +204,7 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
             self.reducer.buckets.divisor = self._divisor(joined)
         if grad_enabled:
             self.reducer.begin_forward()
-        if self._sync_buffers_next and self._has_buffers:
-            self._sync_buffers(candidate=True)
+        self._sync_buffers(candidate=True)
         if self._join_config.enable:
             self._highest(int(syncing))
         output = self.module(*inputs, **kwargs)
@@ -236,12 +246,15 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
         self.reducer.reduce_by(hook, state)
 
     def _sync_buffers(self, candidate: bool) -> None:
+        if not (self._sync_buffers_next and self._has_buffers and self.forward_sync_buffers):
+            return
         buffers = list(self.module.buffers())  # anew: a module may replace them
         mine = self.comms.rank if candidate else -1
         src = self._highest(mine) if self._join_config.enable else 0
         layout = [(id(b), b.dtype, b.shape) for b in buffers]
         if layout != self._layout:
-            self._layout, self._packed = layout, list(pack(buffers))
+            with torch.inference_mode(False):  # kept for training, too
+                self._layout, self._packed = layout, list(pack(buffers))
         # A graph that an earlier forward built may hold them: as far as it goes, nothing changed.
         with _unsafe_preserve_version_counter(tuple(buffers)):
             for packed in self._packed:
@@ -250,8 +263,7 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
     def shadow(self) -> None:
         """Make the collectives of an iteration of ranks that still have a batch."""
         self.reducer.begin_forward()
-        if self._sync_buffers_next and self._has_buffers:
-            self._sync_buffers(candidate=False)
+        self._sync_buffers(candidate=False)
         self._sync_buffers_next = bool(self._highest(0))
         if self._sync_buffers_next:
             self.reducer.shadow()

@@ -17,9 +17,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.utils import parameters_to_vector
 
-from microddp.allreduce import bus_bandwidth
 from microddp.comms import Comms
 from microddp.ddp import DDP
+from microddp.fitted import bus_bandwidth
 from microddp.model import FullMLP
 from microddp.replicas import check_replicas
 from microddp.report import MIB, human_bytes, table

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
-from microddp.allreduce import bus_bandwidth
+from microddp.fitted import bus_bandwidth
 from microddp.performance.nccl import NETWORK, NVLINK, PCIE
 from microddp.performance.network import Network, Port
 from microddp.performance.simulator import Way, simulate

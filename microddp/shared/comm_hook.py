@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 
 from microddp.comms import Comms
+
+LANE = "all-reduce"
+_under_way: dict[str, Future[None]] = {}  # by lane, the last that was begun
 
 
 def all_reduce_hook(
@@ -33,7 +36,7 @@ def all_reduce_hook(
 
 
 def on_thread(
-    reduce: Callable[[torch.Tensor], object], buffer: torch.Tensor, lane: str = "all-reduce"
+    reduce: Callable[[torch.Tensor], object], buffer: torch.Tensor, lane: str = LANE
 ) -> torch.futures.Future[torch.Tensor]:
     """Reduce a buffer in place on a thread; return its future, as a communication hook does.
 
@@ -61,7 +64,7 @@ def on_thread(
             kind = dist.DistError if isinstance(error, dist.DistError) else RuntimeError
             future.set_exception(kind(f"{type(error).__name__}: {error}"))  # type: ignore[arg-type]
 
-    _transport(lane).submit(run)
+    _under_way[lane] = _transport(lane).submit(run)
     return future
 
 
@@ -79,6 +82,8 @@ class AtWait(torch.futures.Future[torch.Tensor]):
     def wait(self) -> torch.Tensor:
         """Reduce the buffer, and return it. What that raises is raised here."""
         if not self.done():
+            if LANE in _under_way:  # another wrapper's buckets, which use the same connections
+                _under_way[LANE].result()
             try:
                 self._reduce(self._buffer)
             except BaseException as error:

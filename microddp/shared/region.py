@@ -214,12 +214,13 @@ class SharedRegion:
 
     def _buffers(self, dtype: torch.dtype) -> tuple[list[list[torch.Tensor]], ...]:
         if dtype not in self._views:
-            wholes = [
-                torch.frombuffer(memory.first, dtype=dtype, offset=BUFFERS_AT).view(BUFFERS, -1)
-                for memory in self.memories
-            ]
-            inputs = [list(whole[:2]) for whole in wholes]
-            self._views[dtype] = inputs, [list(whole[2:]) for whole in wholes]
+            with torch.inference_mode(False):  # kept for calls outside of it, too
+                wholes = [
+                    torch.frombuffer(memory.first, dtype=dtype, offset=BUFFERS_AT).view(BUFFERS, -1)
+                    for memory in self.memories
+                ]
+                inputs = [list(whole[:2]) for whole in wholes]
+                self._views[dtype] = inputs, [list(whole[2:]) for whole in wholes]
         return self._views[dtype]
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

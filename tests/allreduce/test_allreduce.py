@@ -198,6 +198,16 @@ def test_tensors_that_are_not_contiguous_are_reduced_in_place_and_their_gaps_lef
         assert slanted.stride() == (1, 3)
 
 
+@on_ranks(2)
+def test_views_that_lie_apart_are_reduced(comms):
+    for algorithm in ALL_REDUCES.values():
+        for view in (lambda x: x[::2], lambda x: x[:, :1], lambda x: x.T):
+            whole = torch.arange(24.0).view(6, 4) * (comms.rank + 1)
+            expected = view(torch.arange(24.0).view(6, 4) * 1.5)
+            algorithm(view(whole), comms, "mean")
+            assert torch.equal(view(whole), expected)
+
+
 @on_ranks(3)
 def test_gradients_of_parameters_and_parameters_can_be_reduced(comms):
     for algorithm in ALL_REDUCES.values():

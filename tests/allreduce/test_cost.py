@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import on_ranks
 
-from microddp.allreduce import CollectiveCost, all_reduce_cost, bus_bandwidth, ring_cost
-from microddp.fitted import fit_alpha_beta
+from microddp.allreduce import CollectiveCost, all_reduce_cost, ring_cost
+from microddp.fitted import bus_bandwidth, fit_alpha_beta
 from microddp.message_counter import Message, MessageCounter
 
 ALGORITHMS = ("naive", "direct", "ring", "doubling")

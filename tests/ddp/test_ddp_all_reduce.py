@@ -23,8 +23,9 @@ from ddp_pairs import (
 )
 from ranks import on_ranks, run
 from test_ddp_options import leaving_out
+from torch import nn
 
-from microddp.carrier import BACKEND
+from microddp.carrier import BACKEND, Carrier
 from microddp.comms import Comms
 from microddp.ddp import DDP
 from microddp.replicas import check_replicas
@@ -223,3 +224,41 @@ def test_buffers_go_the_way_of_gradients(comms):
         ddp(torch.ones(2, 3))
         assert model[1].running_mean.tolist() == [1.0] * 4, (name, "rank 0's")
         assert (regions.region_of(comms).barriers > before) == (name == "shared")
+
+
+@on_ranks(2)
+def test_two_wrappers_in_one_backward_do_not_mix_their_messages(comms):
+    def gradients(name):
+        torch.manual_seed(0)
+        by = carrier(name, comms)
+        pair = [nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)]) for _ in range(2)]
+        first, second = (DDP(half, comms, all_reduce=by, bucket_cap_mb=0.25) for half in pair)
+        torch.manual_seed(comms.rank)
+        for _ in range(10):
+            first.zero_grad()
+            second.zero_grad()
+            second(first(torch.randn(8, 256))).square().mean().backward()
+            yield torch.cat([p.grad.flatten() for half in pair for p in half.parameters()])
+
+    ways = [list(gradients(name)) for name in ("ring", "direct", BACKEND)]
+    for ring, direct, right in zip(*ways, strict=True):
+        assert torch.equal(ring, right)
+        assert torch.equal(direct, right)
+
+
+@on_ranks(2)
+def test_a_rank_without_batches_shadows_a_search_for_unused_parameters(comms):
+    by = carrier("ring", comms)
+    ddp = DDP(mlp(), comms, all_reduce=by, find_unused_parameters=True)
+    with ddp.join():
+        for step in range(1 + 2 * comms.rank):
+            ddp.zero_grad()
+            ddp(data(comms.rank, step)[0]).square().mean().backward()
+    check_replicas(ddp.module, comms)
+
+
+@on_ranks(2)
+def test_a_carrier_between_other_ranks_is_refused(comms):
+    alone = [comms.subgroup([rank]) for rank in range(2)][comms.rank]
+    with pytest.raises(ValueError, match=rf"^rank {comms.rank}: expected a carrier between"):
+        DDP(mlp(), comms, all_reduce=Carrier(alone))

@@ -110,6 +110,25 @@ def test_what_cannot_be_wrapped_is_refused_on_every_rank(comms):
     assert still_works(comms)
 
 
+@on_ranks(2)
+def test_options_that_differ_are_an_error_on_every_rank(comms):
+    for option, value in (("verify_replicas", True), ("output_device", 0), ("init_sync", False)):
+        mine = {option: value} if comms.rank else {}
+        if option == "init_sync":
+            mine = {option: not comms.rank}
+        with pytest.raises(RuntimeError, match="expected the same parameters, buffers and options"):
+            DDP(mlp(), comms, **mine)
+    ignoring = mlp()
+    ignoring._ddp_params_and_buffers_to_ignore = ["0.weight"]
+    with pytest.raises(TypeError, match=rf"^rank {comms.rank}: .*requires_grad_"):
+        DDP(ignoring, comms)
+    batch_norm = nn.BatchNorm1d(2)
+    batch_norm.running_mean.fill_(comms.rank)
+    DDP(batch_norm, comms, verify_replicas=True)
+    assert not batch_norm.running_mean.any(), "rank 0's, though parameters are only compared"
+    assert still_works(comms)
+
+
 @on_ranks(2, 3)
 def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank(comms):
     last = comms.rank == comms.world_size - 1
@@ -236,6 +255,26 @@ def test_a_backward_that_raised_leaves_no_trace(comms):
                 expected = after_one_process(comms, single, range(5))
                 for p, q in zip(module.parameters(), expected.parameters(), strict=True):
                     torch.testing.assert_close(p, q, msg=f"{options} {where} {fail_at}")
+
+
+@on_ranks(2)
+def test_gradients_that_are_zeroed_in_place_after_a_backward_that_raised(comms):
+    module = without_norm(Fragile())
+    ddp = DDP(module, comms, bucket_cap_mb=SMALL)
+    for step in range(4):
+        single = copy.deepcopy(module)
+        for Bomb.armed in (True, False):
+            module.zero_grad(set_to_none=False)
+            loss = loss_of(ddp(data(comms.rank, step)[0]), data(comms.rank, step)[1])
+            if Bomb.armed:
+                time.sleep(0.2 * comms.rank)  # so that the other's buckets are still under way
+                with pytest.raises(ArithmeticError):
+                    loss.backward()
+            else:
+                loss.backward()
+        after_one_process(comms, single, [step])
+        for p, q in zip(module.parameters(), single.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
 
 
 @on_ranks(2)

@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from microddp.allreduce import ring_all_reduce
 from microddp.comms import Comms
@@ -416,3 +417,43 @@ def test_without_either_it_is_over_all_ranks(comms):
     ddp(data(comms.rank, 0)[0]).sum().backward()
     everyone = comms.all_gather(ddp.module[0].weight.grad)
     assert torch.equal(everyone[0], everyone[1])
+
+
+@on_ranks(2)
+def test_gradients_of_an_input_are_computed_before_a_backward(comms):
+    """A penalty on them: autograd goes through the output, and accumulates nothing."""
+
+    def penalised(ddp, optimizer, step):
+        optimizer.zero_grad()
+        x = data(comms.rank, step)[0].requires_grad_()
+        loss = ddp(x)
+        loss = loss.sum(1).square().mean()
+        (of_input,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + of_input.norm()).backward()
+        optimizer.step()
+
+    for options in ({}, {"find_unused_parameters": True}):
+        Pair(
+            comms, lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 3)), **options
+        ).train(penalised, what=options)
+
+
+@on_ranks(1, 2)
+def test_a_model_may_be_evaluated_in_inference_mode_before_it_trains(comms):
+    ddp = DDP(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), comms)
+    with torch.inference_mode():
+        ddp(torch.ones(4, 4))
+    for _ in range(2):
+        ddp(torch.randn(4, 4)).square().sum().backward()
+    check_replicas(ddp.module, comms)
+
+
+@on_ranks(2)
+def test_that_buffers_are_copied_can_be_changed_later(comms):
+    for kind in (DDP, TorchDDP):
+        ddp = kind(nn.BatchNorm1d(2))
+        ddp.forward_sync_buffers = ddp.broadcast_buffers = False
+        for _ in range(2):
+            ddp(torch.full((2, 2), float(comms.rank))).sum().backward()
+        mean = comms.all_gather(ddp.module.running_mean)
+        assert not torch.equal(mean[0], mean[1]), kind

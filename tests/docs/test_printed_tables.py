@@ -7,7 +7,8 @@ import pytest
 import torch
 from gallery_book import Book
 
-from microddp.report import mark_least, table
+from microddp.findings import mark_least
+from microddp.report import table
 from pages.printed_tables import Table, as_html, pieces
 
 HEADERS = ["", "size", "time, median (quartiles)", "note"]

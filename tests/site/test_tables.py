@@ -5,7 +5,8 @@ import random
 import pytest
 from test_site import REPOSITORY, Visit
 
-from microddp.report import human_bytes, human_seconds, mark_least, table
+from microddp.findings import mark_least
+from microddp.report import human_bytes, human_seconds, table
 from pages.printed_tables import as_html, pieces
 
 STATIC = REPOSITORY / "docs" / "_static"
