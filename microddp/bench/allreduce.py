@@ -90,7 +90,11 @@ def bench_allreduce(options: argparse.Namespace, comms: Comms) -> None:
         for name in [BACKEND, *chosen]
         if name not in not_here
     }
-    sizes = SWEEP if options.sweep else (int(options.size_mb * 2**20),)
+    # Whole values; in an all-gather of the backend's, as many on each rank.
+    value = DTYPES[options.dtype].itemsize
+    value *= comms.world_size if options.collective == "all_gather" else 1
+    asked = SWEEP if options.sweep else (int(options.size_mb * 2**20),)
+    sizes = [max(1, size // value) * value for size in asked]
     comms.print(comms.describe())
     for name, why in not_here.items():
         comms.print(f"Without {name}: {why}.")
@@ -124,7 +128,7 @@ def _measure(
 ) -> dict[str, Timing]:
     """Time each call on a tensor of so many bytes, and a copy of the tensor."""
     dtype = DTYPES[options.dtype]
-    numel = max(1, nbytes // dtype.itemsize)
+    numel = nbytes // dtype.itemsize
     tensor = torch.empty(numel, dtype=dtype, device=comms.device)
     twin = torch.empty_like(tensor)
     tensors = dict.fromkeys([*calls_of, "copy"], tensor)

@@ -80,7 +80,7 @@ def lines(
     if "y" in log:
         axes.set_yscale("log")
     elif zero:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     for axis in (axes.xaxis, axes.yaxis):
         plain = isinstance(axis.get_major_formatter(), FuncFormatter)
         if is_narrow() and axis.get_scale() == "log" and not plain:
@@ -128,7 +128,7 @@ def stacked_bars(
     figure, axes = new_axes(title, xlabel, "", height=1.2 + _ROW[is_narrow()] * len(bars))
     names = list(bars)
     top, height = _bar()
-    total = max(sum(sizes.values()) for sizes in bars.values())
+    total = max(sum(sizes.values()) for sizes in bars.values()) or 1.0
     left = [0.0] * len(names)
     rows: list[dict[tuple[float, float, float, float], str]] = [{} for _ in names]
     parts = list(next(iter(bars.values())))

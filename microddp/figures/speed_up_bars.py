@@ -33,13 +33,13 @@ def speed_ups(times: Mapping[str, Timing], devices: int, *, title: str) -> Drawi
         axes.barh(row + top, speed.median, height, align="edge", color=color)
         middle = row + top + height / 2
         axes.plot([low, high], [middle, middle], color=INK, linewidth=1.5)
-        end = max(high, speed.median) + 0.02 * devices
+        end = high + 0.02 * devices
         axes.text(end, middle, f"{speed.median:.2f}", va="center")
         said = f"{speed.median:.2f} times as fast as one device ({low:.2f} to {high:.2f})"
         figure.boxes(axes, name, {(0, speed.median, row + top + height, row + top): said})
     axes.axvline(devices, color=INK, linestyle="--", linewidth=1)
     axes.text(devices * 0.99, -0.45, f"all {devices}", ha="right", va="top")
-    axes.set_xlim(0, devices * 1.04)
+    axes.set_xlim(0, 1.04 * max(devices, *(speed.spread[1] for speed in times.values())))
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
     name_rows(axes, {name: (row + top, row + top + height / 2) for row, name in enumerate(rows)})

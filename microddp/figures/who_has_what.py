@@ -91,8 +91,8 @@ def _draw_square(axes: Axes, left: float, top: float, value: int) -> None:
 
 
 def _short(size: float) -> str:
-    """Write a size with two digits, and no 0 before a point: squares are small."""
-    return f"{size:.2g}".removeprefix("0")
+    """Write a size with two digits at least, and no 0 before a point: squares are small."""
+    return f"{size:.0f}" if size >= 10 else f"{size:.2g}".removeprefix("0")
 
 
 @drawing

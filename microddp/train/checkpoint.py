@@ -33,6 +33,7 @@ class Checkpoints:
         folder: folder on rank 0's machine.
         comms: ranks that train together.
         keep: number of checkpoints that stay; older ones are removed after a newer one is written.
+            Damaged ones are not counted.
 
     Attributes:
         stopped: for each checkpoint, seconds for which rank 0 stopped training.
@@ -46,10 +47,13 @@ class Checkpoints:
         self.folder, self.comms, self.keep = folder, comms, keep
         self.stopped: list[float] = []
         self.writing: list[float] = []
+        self._damaged: set[Path] = set()
         problem = ""
         if comms.rank == 0:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
+                for leftover in folder.glob("checkpoint-*.pt.part"):  # from a run that was killed
+                    leftover.unlink()
                 problem = "" if os.access(folder, os.W_OK) else "it may not be written to"
             except OSError as error:
                 problem = str(error)
@@ -58,7 +62,7 @@ class Checkpoints:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._under_way: Future[str] | None = None
 
-    def save(self, step: int, state: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: Mapping[str, Any], began: float | None = None) -> None:
         """Begin to write a checkpoint on rank 0; the other ranks return at once.
 
         If the last checkpoint is still being written, this waits for it. If that one could not be
@@ -67,11 +71,12 @@ class Checkpoints:
         Args:
             step: number of steps before the checkpoint.
             state: tensors, numbers and texts in dictionaries and lists; it is copied.
+            began: when training stopped for it, by ``time.perf_counter()``; default: now.
         """
         if self.comms.rank:
             return
-        start = time.perf_counter()
-        if problem := self._problem():
+        start = time.perf_counter() if began is None else began
+        if problem := self.rest():
             self.comms.print(f"No checkpoint: {problem}")
         snapshot = tree_map_only(torch.Tensor, _copy, dict(state))
         self._under_way = self._writer.submit(self._write, step, snapshot)
@@ -83,7 +88,7 @@ class Checkpoints:
         Raises:
             RuntimeError: on every rank, if it could not be written.
         """
-        problem = self._problem()
+        problem = self.rest()
         self.comms.fail_together(problem, f"a checkpoint in {self.folder}")
 
     def load(self) -> dict[str, Any] | None:
@@ -111,6 +116,7 @@ class Checkpoints:
                     break
                 except Exception as error:  # of many types, by where the damage is
                     data = None
+                    self._damaged.add(path)
                     problems.append(f"{path.name}: {(str(error) or repr(error)).splitlines()[0]}")
                     if path != paths[0]:
                         self.comms.print(f"{problems[-1]}; going back to the one before")
@@ -131,7 +137,7 @@ class Checkpoints:
         what = f"--resume, or a folder without checkpoints as {self.folder}"
         self.comms.fail_together(problem, what, ValueError)
 
-    def _problem(self) -> str:
+    def rest(self) -> str:
         """Wait for the last checkpoint; return why it was not written, or an empty text."""
         under_way, self._under_way = self._under_way, None
         return under_way.result() if under_way else ""
@@ -140,11 +146,12 @@ class Checkpoints:
         """Write a file; return why it could not be written, or an empty text."""
         start = time.perf_counter()
         try:
-            for leftover in self.folder.glob("checkpoint-*.pt.part"):  # from a run that was killed
-                leftover.unlink()
-            with whole_file(self.folder / f"checkpoint-{step}.pt") as unfinished:
+            path = self.folder / f"checkpoint-{step}.pt"
+            with whole_file(path) as unfinished:
                 torch.save(state, unfinished)
-            for old in _checkpoints(self.folder)[: -self.keep]:
+            self._damaged.discard(path)
+            whole = [each for each in _checkpoints(self.folder) if each not in self._damaged]
+            for old in whole[: -self.keep]:
                 old.unlink()
         except (OSError, RuntimeError) as error:  # torch's, if the disk is full
             return str(error)

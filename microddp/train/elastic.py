@@ -89,6 +89,9 @@ def _train_generation(
         what = str(error).partition(". ")[0]  # without gloo's advice
         print(f"{members.name}, after step {trainer.step}: {what}", flush=True)
         return None, trainer.state(), error.with_traceback(None)
+    finally:
+        if trainer.checkpoints:
+            trainer.checkpoints.rest()  # before the next generation looks for what is left over
 
 
 class OthersWait(Exception):
@@ -129,8 +132,7 @@ class ElasticTrainer(Trainer):
             comms.print(f"{who}: all are new")
             return super()._begin_from()
         comms.print(f"{who}: from rank {source}'s state after step {steps[source]}")
-        if len(set(steps)) == 1:
-            return self.brought
+        # Also where all have taken as many steps: some may have ended the epoch, and others not.
         data = encode_state(self.brought) if self.brought and comms.rank == source else None
         return share_state(data, comms, source)
 

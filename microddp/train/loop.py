@@ -220,7 +220,9 @@ class Trainer:
         if self.config.report and self.traced > 1:
             report = straggler_report(self.profiled, self.comms, self.strategy.sent_bytes())
         self.strategy.remove()
-        if self.config.profile and self.comms.rank == 0:
+        if not self.profiled and (self.config.profile or self.config.report):
+            self.comms.print("No step was left to take, and none is there to profile or report.")
+        elif self.config.profile and self.comms.rank == 0:
             from microddp.figures import save_chrome_trace  # with matplotlib, for seconds
 
             save_chrome_trace(self.profiled, self.config.profile)
@@ -287,7 +289,8 @@ class Trainer:
         if epoch == self.config.epochs - 1:
             self.profiled, self.traced = spans, traced
         with self._autocast():
-            test_loss, test_accuracy = evaluate(self.task, self.comms, self.config.batch_size)
+            most = self.batches.sizes[0] // self.config.accumulate  # a forward pass of training
+            test_loss, test_accuracy = evaluate(self.task, self.comms, most)
         loss = total.item() / len(self.batches)
         times = mean_step(spans, traced, self.comms.world_size)
         return EpochResult(epoch, loss, test_loss, test_accuracy, seconds, times)
@@ -326,12 +329,13 @@ class Trainer:
         """Begin to write a checkpoint, if the options ask for checkpoints. A collective."""
         if self.checkpoints is None:
             return
+        began = time.perf_counter()
         losses = self.comms.all_gather(self.total).tolist()
         state = self.state() | {"losses": losses, "kept_back": self._kept_back()}
         if isinstance(self.strategy, Local):
             state["optimizers"] = gather_states(self.optimizer.state_dict(), self.comms)
             state["local_steps"] = self.strategy.local.state_dict()
-        self.checkpoints.save(self.step, state)
+        self.checkpoints.save(self.step, state, began)
 
     def state(self) -> dict[str, Any]:
         """Return the state that all ranks share after a step, without copying it.

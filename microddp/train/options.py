@@ -27,6 +27,7 @@ CHOICES = {
     "precision": ("fp32", "bf16", "fp16"),
     "all_reduce": (AUTO, BACKEND, *ALL_REDUCES),
 }
+HEADS = 4  # of the transformer
 MAY_BE_0 = ("average_every", "warm_up", "checkpoint_every", "seed")  # other integers: at least 1
 METAVARS = {"checkpoint": "DIR", "elastic": "HOST:PORT"}  # the others have that of their type
 TYPE_METAVARS = {int: "N", float: "X", str: "NAME", Path: "FILE"}
@@ -50,7 +51,8 @@ class TrainingConfig:
         all_reduce: algorithm that adds gradients up, with schedule ddp; auto takes the fastest
             here, and may take another one in the next run, which then rounds differently
         compress: compressor of gradients, with error feedback, as top-k:0.01
-        average_every: steps between averages of the weights; 0: gradients are averaged
+        average_every: steps between averages of the weights, which are averaged after each epoch,
+            too; 0: gradients are averaged
         outer: how averaged weights move: mean, or as nesterov:0.7,0.9
         fragments: parts of the weights, averaged in turns
         warm_up: first steps, in which gradients are averaged all the same
@@ -77,8 +79,10 @@ class TrainingConfig:
         checkpoint_every: steps between more checkpoints; 0: none within an epoch
         keep: number of checkpoints that stay, the newest ones
         resume: go on from the newest checkpoint that is whole, if there is one, on any number of
-            ranks; on as many as before, the result is bitwise that of one run
-        elastic: address at which ranks meet that come and go, without torchrun
+            ranks (with average_every on as many as before); on as many as before, the result is
+            bitwise that of one run
+        elastic: address at which ranks meet that come and go, without torchrun; at most as many as
+            a batch has samples, or all end with an error
         least: smallest number of ranks that train, with elastic
         json: file for options, results and times
 
@@ -141,6 +145,13 @@ class TrainingConfig:
             raise ValueError(f"--seed: expected at most {2**31 - 1}, got {self.seed}")
         if not self.channels or min(self.channels) < 1:
             raise ValueError(f"--channels: expected numbers of at least 1, got {self.channels}")
+        if self.model == "mlp" and self.depth < 2:
+            raise ValueError(f"--depth: expected at least 2 for an mlp, got {self.depth}")
+        if self.model == "transformer" and self.width % HEADS:
+            raise ValueError(
+                f"--width: expected a multiple of its {HEADS} heads for a transformer, got "
+                f"{self.width}"
+            )
         for name in ("profile", "json"):  # said now, and not when all is trained
             path = getattr(self, name)
             if path is not None and (path.is_dir() or not path.parent.is_dir()):
@@ -209,7 +220,9 @@ class TrainingConfig:
 
     def result_options(self) -> dict[str, Any]:
         """Return the options that decide what is learned; the others only change rounding."""
-        return {name: getattr(self, name) for name in RESULT_OPTIONS}
+        # Compressors choose what they send bucket by bucket.
+        more = ("bucket_cap_mb",) if self.compress != "none" else ()
+        return {name: getattr(self, name) for name in (*RESULT_OPTIONS, *more)}
 
 
 def _check_value(name: str, value: Any, kind: type) -> None:

@@ -21,14 +21,13 @@ from microddp.datasets import (
     load_text,
 )
 from microddp.model import FullMLP, ModelConfig, SimpleCNN
-from microddp.train.options import TrainingConfig
+from microddp.train.options import HEADS, TrainingConfig
 from microddp.workloads import Transformer
 
 SYNTHETIC_SAMPLES, SYNTHETIC_TESTS = 4096, 1024
 PIXELS, CLASSES = 64, 10  # of synthetic data, which has the shape of the digits
 LEVELS = 17  # levels of grey in the digits, and so the number of tokens
 LENGTH = 64  # characters in a sequence
-HEADS = 4
 SURPRISES = 0.1  # the share of synthetic tokens that follow no rule
 
 

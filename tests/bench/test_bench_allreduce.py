@@ -61,6 +61,14 @@ def test_reports_other_collectives(tmp_path, collective, factor):
         assert row["ratio_to_copy"] > 0
 
 
+def test_sizes_that_ranks_do_not_divide_are_rounded(tmp_path):
+    for collective, size, nbytes in (("all_gather", 0.0001, 96), ("all_reduce", 1e-7, 4)):
+        report = tmp_path / "report.json"
+        options = ("--collective", collective, "--size-mb", size, "--check", "--iters", "1")
+        bench("allreduce", *options, "--algorithm", "backend", "--json", report, ranks=3)
+        assert [row["nbytes"] for row in json.loads(report.read_text())["rows"]] == [nbytes]
+
+
 def test_conclusions_are_means_for_small_and_for_large_tensors():
     rows = [
         Row(name, size << 10, 1, 1, 1, 1, ratio)

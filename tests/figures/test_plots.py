@@ -98,6 +98,14 @@ def test_stacked_bars_have_their_lengths():
     assert drawn == [(0, 1), (0, 3), (1, 2), (3, 4)]
 
 
+def test_what_is_beside_the_usual_is_drawn():
+    figures.stacked_bars({"nothing": {"a": 0.0}}, title="", xlabel="")
+    figures.lines({"a loss": ([1, 2], [-3.0, 1.0])}, title="", xlabel="", ylabel="")
+    assert plt.gcf().axes[0].get_ylim()[0] < -3
+    figures.speed_ups({"luck": Timing((2.5, 2.6, 2.8))}, 2, title="")
+    assert plt.gcf().axes[0].get_xlim()[1] > 2.8
+
+
 def test_buckets_have_a_cell_for_each_parameter_and_a_colour_for_each_bucket():
     figures.buckets({"plan": [[8, 24], [64]], "other": [[32, 64]]}, title="finding")
     (axes,) = plt.gcf().axes

@@ -95,6 +95,26 @@ def test_killed_while_writing_the_last_checkpoint_stays(call, tmp_path):
     run(expect, 1, str(tmp_path), 1)
 
 
+def leave_a_damaged_one(comms, folder):
+    checkpoints = Checkpoints(Path(folder), comms, keep=1)
+    checkpoints.save(50, state_of(50))
+    checkpoints.finish()
+    Path(folder, "checkpoint-100.pt").write_bytes(b"half of it")
+    assert checkpoints.load()["history"] == [{"epoch": 50}]
+    for number in (60, 70):
+        checkpoints.save(number, state_of(number))
+        checkpoints.finish()
+    assert names(folder) == ["checkpoint-100.pt", "checkpoint-70.pt"]
+    checkpoints.save(100, state_of(100))
+    checkpoints.finish()
+    assert names(folder) == ["checkpoint-100.pt"]
+    assert checkpoints.load()["history"] == [{"epoch": 100}]
+
+
+def test_damaged_ones_do_not_count_among_those_that_stay(tmp_path):
+    run(leave_a_damaged_one, 1, str(tmp_path))
+
+
 def refuse(comms, folder, message):
     with pytest.raises(
         ValueError, match=rf"^rank {comms.rank}: expected a whole .* got .*{message}"

@@ -17,7 +17,7 @@ from ranks import free_address, on_ranks, run
 from test_train import distances, flat, small
 
 from microddp.elastic import Generation, Members, members
-from microddp.train import train
+from microddp.train import loop, train
 from microddp.train.elastic import ElasticTrainer, OthersWait, train_elastically
 
 CONFIG = small(epochs=4)  # of 5 steps
@@ -25,6 +25,7 @@ STEPS = 20
 # Relative, of losses and weights. Any two numbers of ranks differ by as much, without a fault: in
 # these steps rounding moves one ReLU's input across zero.
 WITHIN = 1e-4
+GLOO = "/pytorch/third_party/gloo/gloo"
 LIMIT = {"MICRODDP_TIMEOUT": "1.5", "OMP_NUM_THREADS": "1"}
 
 
@@ -79,6 +80,22 @@ def fail(*_):
     raise ValueError("something of this rank's own")
 
 
+def member_that_lacks_the_test(address, folder):
+    """Rank 1 once has no result of an epoch's last collective, though the others have theirs."""
+    mark, right = Path(folder, "once"), loop.evaluate
+
+    def evaluate(*arguments):
+        result = right(*arguments)
+        if os.environ["RANK"] == "1" and not mark.exists():
+            mark.touch()
+            raise RuntimeError(f"[{GLOO}/transport/tcp/pair.cc:538] Connection closed by peer")
+        return result
+
+    loop.evaluate = evaluate
+    with Members(address, least=2) as meeting:
+        return outcome(train_elastically(CONFIG, meeting))
+
+
 def check(results, right, lost=()):
     for rank, result in enumerate(results):
         if rank not in lost:
@@ -96,6 +113,12 @@ def test_those_who_stay_go_on_when_members_are_killed(lost, right, tmp_path):
     kept = check(results, right, lost)
     assert {len(names) for *_, names in kept} == {3 - len(lost)}
     assert any("state after step" in said for _, _, said, _ in kept)  # by a new rank 0
+
+
+def test_members_go_on_where_only_some_have_ended_the_epoch(right, tmp_path):
+    arguments = free_address(), str(tmp_path)
+    check(run(member_that_lacks_the_test, 2, *arguments, join=False, environment=LIMIT), right)
+    assert (tmp_path / "once").exists()
 
 
 def test_a_member_that_was_stopped_is_left_behind_and_taken_in_again(right, tmp_path):

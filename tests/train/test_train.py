@@ -570,6 +570,8 @@ def test_a_mean_step_is_over_steps_and_ranks():
         ("--average-every 2 --compress int8", "--average-every: expected no --compress .* int8"),
         ("--average-every 2 --schedule zero3", "--average-every: expected no --schedule .* zero3"),
         ("--average-every 2 --precision fp16", "--average-every: expected .* fp32 or bf16 .* fp16"),
+        ("--model mlp --depth 1", "--depth: expected at least 2 for an mlp, got 1"),
+        ("--model transformer --width 130", "--width: expected a multiple of its 4 heads .* 130"),
         ("--seed -1", "--seed: expected at least 0, got -1"),
         ("--seed 2147483648", "--seed: expected at most 2147483647, got 2147483648"),
         ("--json no/such/folder/file", "--json: expected a file in a folder that exists"),
@@ -659,7 +661,7 @@ def test_a_transformer_reads_text_by_characters(comms):
 def test_what_does_not_fit_the_model_or_the_data_is_refused(comms):
     with pytest.raises(ValueError, match=r"a batch size in 1\.\.4096, got 5000"):
         Trainer(small(batch_size=5000), comms)
-    with pytest.raises(ValueError, match="heads that divides dim 30, got 4"):
+    with pytest.raises(ValueError, match="--width: expected a multiple of its 4 heads"):
         Trainer(small(model="transformer", width=30), comms)
 
 
