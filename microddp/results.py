@@ -20,7 +20,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     name ``path`` when the block is over and the bytes are on the disk. If the block raises, nothing
     is left of it; if it is killed, the next one writes over what is left.
     """
-    path = Path(path)
+    path = Path(path).resolve()  # what a link points to, not the link
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.part")  # beside it: only there can it be renamed
     try:
@@ -57,8 +57,10 @@ def _to_disk(path: Path) -> None:
 def output_file(text: str) -> Path:
     """An option that names a file to write: refused now, and not when all is measured."""
     path = Path(text)
-    if not path.parent.is_dir() or path.is_dir():
+    if not path.parent.is_dir() or (path.exists() and not path.is_file()):
         raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {text}")
+    if not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"expected a folder to write to, got that of {text}")
     return path
 
 

@@ -34,12 +34,7 @@ def odd_ranks(values: Sequence[Any]) -> tuple[Any, list[int]]:
 
 
 def name_usual(values: Sequence[Any]) -> str:
-    """Words for the value that :func:`odd_ranks` calls usual: on a tie, whose value was taken.
-
-    Example:
-        >>> name_usual(["a", "b"])
-        "rank 0's, of several equally frequent"
-    """
+    """Words for the value that :func:`odd_ranks` calls usual: on a tie, whose value was taken."""
     (usual, most), *others = Counter(values).most_common(2)
     if others and others[0][1] == most:
         return f"rank {values.index(usual)}'s, of several equally frequent"

@@ -156,6 +156,8 @@ def form_group(
     backend = _choose_backend(backend, store, rank, world_size, device)
     if backend == "gloo" and world_size > 1:
         schedule_threads("batch")
+    # A try before that failed has counted on: its ranks would look in other places of the store.
+    dist.distributed_c10d._world.group_count = 0
     dist.init_process_group(
         backend,
         timeout=timedelta(seconds=timeout),

@@ -40,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status: 1 if a check failed, 2 without records."""
     options = _parse(arguments)
     # Being told to end is an exception, so that the job under way is ended, too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     said: list[str] = []
 
     def say(text: str, end: str = "\n") -> None:

@@ -167,7 +167,7 @@ def _compare(calls: Mapping[int, Mapping[int, Entry]]) -> str:
         return f"{_name(late)} {'has' if len(late) == 1 else 'have'} not come to {what}.{hint}"
     at_top = {rank: numbered[top] for rank, numbered in calls.items() if top in numbered}
     waiting = [rank for rank, entry in at_top.items() if _waits(entry)]
-    through = [rank for rank in at_top if rank not in waiting]
+    through = [rank for rank, entry in at_top.items() if entry.state == "done"]
     if not waiting:
         return ""
     if through:

@@ -71,7 +71,7 @@ def examine(folder: Path) -> tuple[dict[int, History], dict[int, Rank]]:
         rank: Rank(
             history.calls,
             states.get(rank) or _process(history),  # it may have begun only now
-            _users_frames(history.file("stack").read_text()) if rank in answered else (),
+            _users_frames(history.file("stack").read_text("utf-8")) if rank in answered else (),
             torch_calls.get(rank),
         )
         for rank, history in histories.items()
@@ -86,8 +86,15 @@ def _newest_job(folder: Path) -> dict[int, History]:
         raise ValueError(f"expected a folder with records of ranks, got {folder}")
     newest = max(histories, key=lambda history: history.started)
     job = newest.job, newest.world_size
-    same = {h.rank: h for h in histories if (h.job, h.world_size) == job}
-    return dict(sorted(same.items()))
+    same = [h for h in histories if (h.job, h.world_size) == job and not _was_over(h, newest)]
+    return {h.rank: h for h in sorted(same, key=lambda history: history.rank)}
+
+
+def _was_over(history: History, newest: History) -> bool:
+    """Return True for an earlier job's record: its ranks were through a call of all of them."""
+    done = [call for call in history.calls if call.number and call.state == "done"]
+    first = min((call.ended for call in done if not call.ranks), default=time.time_ns())
+    return history.host == newest.host and first < newest.started * 1e9
 
 
 def _process(history: History) -> str:
@@ -98,7 +105,8 @@ def _process(history: History) -> str:
     if not process.with_name("self").exists():
         return "not known"  # macOS
     try:
-        mapped = str(history.file("record").resolve()) in process.joinpath("maps").read_text()
+        file = os.fsencode(history.file("record").resolve())
+        mapped = file in process.joinpath("maps").read_bytes()
         state = process.joinpath("stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return "gone"

@@ -17,7 +17,8 @@ def run_job(what: str, ranks: int, backend: str, limit: float) -> str:
         JobFailed: a rank failed; as JobStopped: the job took more than ``limit`` seconds.
     """
     start_server("microddp.doctor.checks")
-    environment = {"MPLBACKEND": "Agg"}
+    # No record: it would take the place of another job's, which is to be read.
+    environment = {"MPLBACKEND": "Agg", "MICRODDP_RECORD": ""}
     said: str = run(_be_a_rank, ranks, what, backend, limit=limit, environment=environment)[0]
     return said
 

@@ -35,14 +35,15 @@ SMI_QUERY = (
     "--query-gpu=index,name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,"
     "power.draw,power.limit,temperature.gpu,utilization.gpu,compute_mode"
 )
-# A host of its own needs a network, and root in it, which is where AppArmor refuses.
+# A host of its own needs a network, and root in it, which is where AppArmor refuses users.
 NAMESPACES = """
 import ctypes, os, sys
 user, libc = os.getuid(), ctypes.CDLL(None, use_errno=True)
-if libc.unshare(0x10000000 | 0x40000000):  # CLONE_NEWUSER | CLONE_NEWNET
+if libc.unshare(0x40000000 | (0x10000000 if user else 0)):  # CLONE_NEWNET, CLONE_NEWUSER
     sys.exit(os.strerror(ctypes.get_errno()))
-with open("/proc/self/uid_map", "w") as ids:
-    ids.write(f"0 {user} 1")
+if user:
+    with open("/proc/self/uid_map", "w") as ids:
+        ids.write(f"0 {user} 1")
 """
 
 

@@ -115,9 +115,13 @@ class Meeting:
         """Serve a connection until it is gone, or closed for what it says."""
         member = None
         try:
-            async with asyncio.timeout(PROOF_SECONDS):
-                member = await self.prove(reader, writer)
-                seen = await member.hear(messages.SEEN)
+            try:
+                async with asyncio.timeout(PROOF_SECONDS):
+                    member = await self.prove(reader, writer)
+                    seen = await member.hear(messages.SEEN)
+            except TimeoutError:
+                problem = f"expected a proof within {PROOF_SECONDS:g} s, got none"
+                raise ValueError(problem) from None
             if seen is not None:
                 self.know(member, seen)
             while message := await member.hear(messages.COME, messages.DONE):
@@ -125,12 +129,12 @@ class Meeting:
                     raise ValueError("expected one connection of a member, got a second one")
                 if "done" in message:
                     self.done = True
+                    self.close()
+                    member.tell({"done": True})  # after the others
                 else:
                     self.come[member.name] = message["come"]
                     self.changed = time.monotonic()
                 self.call()
-        except TimeoutError:
-            self.tell_of(writer, member, f"expected a proof within {PROOF_SECONDS:g} s, got none")
         except ValueError as error:  # of readline's, too: a line that is too long
             self.tell_of(writer, member, str(error))
         except OSError:

@@ -25,7 +25,7 @@ from microddp.elastic.line import Line
 from microddp.elastic.messages import machine_name
 from microddp.elastic.secret import find_secret
 
-TIMEOUT = 10.0  # seconds, unless MICRODDP_TIMEOUT says more: how long a hung rank goes unnoticed
+TIMEOUT = 10.0  # seconds, unless MICRODDP_TIMEOUT says: how long a hung rank goes unnoticed
 PATIENCE = 300.0  # seconds to find the meeting, and enough members there
 PAUSE = 0.02
 
@@ -40,11 +40,13 @@ class Members:
     address, starts it. It ends with that member; then another one on that machine starts it. So a
     job lives as long as one member there, or one that is started there within ``PATIENCE`` seconds.
     The meeting takes in only members that know the job's secret: ``MICRODDP_SECRET``, or the one
-    that :func:`~microddp.elastic.secret.find_secret` finds in a file of this user's. A member that
-    does not answer for ``MICRODDP_TIMEOUT`` seconds, by default 10, counts as lost.
+    that :func:`~microddp.elastic.secret.find_secret` finds in a file of this user's. A collective
+    waits for a member for ``MICRODDP_TIMEOUT`` seconds, by default 10; who comes to a meeting 2
+    seconds later than the others is left behind.
 
     Args:
-        address: address of the meeting, as ``"10.0.0.1:29400"``, the same for all.
+        address: address of the meeting, as ``"10.0.0.1:29400"`` or ``"[fd00::1]:29400"``, the same
+            for all.
         least: least number of members with which to train.
 
     Raises:
@@ -59,7 +61,7 @@ class Members:
             raise ValueError(
                 f"expected HOST:PORT and at least 1 member, got {address!r} and {least}"
             )
-        self.host, self.port, self.least = host, int(port), least
+        self.host, self.port, self.least = host.strip("[]"), int(port), least
         self.timeout = patience(None, TIMEOUT)
         self.machine = machine_name()
         self.name = f"{self.machine}-{os.getpid()}-{secrets.token_hex(3)}"
@@ -142,9 +144,13 @@ class Members:
         return self._last[1]
 
     def done(self) -> None:
-        """Say that the job is over, so that processes that wait to join end."""
+        """Say that the job is over, and return when processes that wait to join have been told."""
+        deadline = time.monotonic() + self.timeout
         with suppress(OSError):
             self._reach().send({"done": True})
+            while (left := deadline - time.monotonic()) > 0:
+                if any("done" in message for message in self._messages(wait=left)):
+                    break
 
     def close(self) -> None:
         """Leave the group and the meeting."""
@@ -235,7 +241,8 @@ class Members:
 
     def _start_server(self) -> None:
         try:
-            listening = socket.create_server((self.host, self.port))
+            family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+            listening = socket.create_server((self.host, self.port), family=family)
         except OSError:  # it is another machine's, or somebody has it
             return
         arguments = listening.fileno(), self.least, os.getpid()

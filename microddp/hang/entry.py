@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-SLOT_BYTES = 1024  # the longest call is 256 (agreement.HEADER_BYTES), a path may be as long
+SLOT_BYTES = 1024  # the longest call is 256 (headers.HEADER_BYTES), a path may be as long
 STATES = ("unused", "begun", "waiting", "done", "failed")  # as the file's numbers
 # State and end; then begin, serial, collective's number, and the texts with tabs between.
 SLOT = struct.Struct(f"<Bqqqq{SLOT_BYTES - 33}s")

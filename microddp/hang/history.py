@@ -28,7 +28,7 @@ class History:
         pid: number of the process on its host.
         host: name of the machine.
         started: start of the record, seconds since 1970.
-        job: text that is the same for all ranks of a job, and another one for another job.
+        job: text that is the same for all ranks of a job; one command's next job may have it, too.
         script: file that the process runs.
         answers: True if the process answers SIGUSR1.
         calls: calls of the process, the latest last.

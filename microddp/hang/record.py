@@ -30,6 +30,7 @@ from pathlib import Path
 from time import time_ns
 from types import TracebackType
 
+from microddp.comms.headers import HEADER_BYTES
 from microddp.comms.machine import LINKS_VARIABLE
 from microddp.hang.call_site import call_site, current_call_site
 from microddp.hang.entry import (
@@ -178,7 +179,8 @@ class Record:
         made.serial = serial = next(self._serials)
         made.slot = slot = serial % SLOTS
         made.at = at = (1 + slot) * SLOT_BYTES
-        made.text = text = f"{group}\t{ranks}\t{place}\t{call}".encode()
+        words = f"{group}\t{ranks}\t{place}\t{call[:HEADER_BYTES]}"
+        made.text = text = words.encode(errors="backslashreplace")  # a path may be no UTF-8
         self.calls[slot] = made
         made.begun = begun = time_ns()
         write_slot(self.memory, at, BEGUN, 0, begun, serial, number, text)
@@ -191,7 +193,7 @@ class Record:
             error: the exception.
             frames: where it was raised, as for :func:`~microddp.hang.call_site.call_site`.
         """
-        text = textwrap.shorten(f"{type(error).__name__}: {error}", 256, placeholder=" ...")
+        text = textwrap.shorten(f"{type(error).__name__}: {error}", 240, placeholder=" ...")
         call = self.begin(f"{ENDED_BY}{text}", place=call_site(frames))
         write_end(self.memory, call.at, FAILED, time_ns())
 
@@ -237,7 +239,8 @@ def start_record(rank: int, world_size: int, answers: bool = False) -> Record:
     global _current
     folder = os.environ.get("MICRODDP_RECORD")
     try:
-        _current = Record(rank, world_size, Path(folder) if folder else None, answers)
+        # Absolute: the program may change its folder.
+        _current = Record(rank, world_size, Path(folder).absolute() if folder else None, answers)
     except OSError as error:
         raise ValueError(
             f"rank {rank}: expected MICRODDP_RECORD to name a folder to write to, got "

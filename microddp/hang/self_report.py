@@ -120,4 +120,4 @@ def _write(record: Record, kind: str, text: str) -> None:
     # A folder that is gone, or full, is no reason to end in another way.
     if record.folder:
         with _writing, contextlib.suppress(OSError), whole_file(record.file(kind)) as path:
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")

@@ -18,6 +18,7 @@ from typing import NoReturn, Self
 from microddp.hosts import namespaces
 from microddp.hosts.link import Box, Link, Uplink
 
+MOST = 254  # hosts: that many have an address
 KEEPER = str(Path(__file__).with_name("keeper.py"))
 
 
@@ -36,6 +37,8 @@ class Cluster:
     """
 
     def __init__(self, links: Sequence[Link], uplinks: Sequence[Uplink] = ()) -> None:
+        if not 0 < len(links) <= MOST:
+            raise ValueError(f"expected 1 to {MOST} hosts, got {len(links)}")
         self.links = list(links)
         box = Box(tuple(links), 0, tuple(uplinks))  # cores: as the keeper counts them
         wanted = [json.dumps([asdict(each) for each in kind]) for kind in (links, uplinks)]

@@ -172,9 +172,12 @@ class _Network:
 
     def serve(self) -> None:
         """Answer wishes, from hosts and from standard input, until that closes."""
-        lines: list[Any] = [0, *self._counters]
+        lines: dict[int, Any] = {0: 0} | {line.fileno(): line for line in self._counters}
+        poll = select.poll()  # select() knows no number above 1023
+        for number in lines:
+            poll.register(number, select.POLLIN)
         while True:
-            for line in select.select(lines, [], [])[0]:
+            for line in [lines[number] for number, _ in poll.poll()]:
                 if line != 0:
                     wish, caller = line.recvfrom(namespaces.LONGEST)
                     with contextlib.suppress(OSError):  # a caller that is gone

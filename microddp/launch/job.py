@@ -8,6 +8,7 @@ import pickle
 import signal
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,8 +20,9 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from microddp.launch.rank import Order, be_a_rank
+from microddp.launch.rank import Order, be_a_rank, take_words
 
+MOST_AT_ONCE = 1 << 20  # bytes that are read of a rank's words
 SERVER = multiprocessing.get_context("forkserver")
 
 
@@ -44,7 +46,8 @@ class Gone:
     def __str__(self) -> str:
         """Say it in words, as ``"ended by SIGKILL"``."""
         if self.status < 0:
-            return f"ended by {signal.Signals(-self.status).name}"
+            numbers = {number.value: number.name for number in signal.Signals}  # not all have names
+            return f"ended by {numbers.get(-self.status, f'signal {-self.status}')}"
         return f"ended with status {self.status}"
 
 
@@ -55,6 +58,7 @@ class Job:
         self._folder = folder
         self._ranks: list[tuple[ForkServerProcess, Connection]] = []
         self._open: dict[Any, int] = {}  # by what becomes ready when a rank tells something or ends
+        self._come: dict[int, bytearray] = defaultdict(bytearray)  # what of words is not whole yet
 
     def start(self, order: Order) -> None:
         """Start the next rank."""
@@ -80,10 +84,10 @@ class Job:
                 rank = self._open[end]
                 process, line = self._ranks[rank]
                 if end is line:
-                    try:
-                        heard.append((rank, pickle.loads(line.recv_bytes())))
-                    except (EOFError, OSError):  # the latter if it died within a word
+                    if not (came := os.read(line.fileno(), MOST_AT_ONCE)):
                         del self._open[line]
+                    self._come[rank] += came
+                    heard += [(rank, pickle.loads(word)) for word in take_words(self._come[rank])]
                 elif line not in self._open or not line.poll():  # and no word is left
                     self._open = {end: other for end, other in self._open.items() if other != rank}
                     heard.append((rank, Gone(process.exitcode or 0)))

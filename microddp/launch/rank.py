@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import functools
 import gc
+import multiprocessing
 import os
 import pickle
 import select
@@ -21,6 +22,7 @@ from typing import Any
 
 from microddp.launch.echo import is_echo
 
+LENGTH_BYTES = 8  # before each word
 _line: Connection  # to the process that started this rank
 
 
@@ -62,13 +64,29 @@ class Order:
 
 def tell(message: object) -> None:
     """Send something from a rank to the process that started it, where ``Job.hear`` returns it."""
-    _line.send_bytes(pickle.dumps(message))
+    word = pickle.dumps(message)
+    rest = memoryview(len(word).to_bytes(LENGTH_BYTES) + word)
+    while rest:
+        rest = rest[os.write(_line.fileno(), rest) :]
+
+
+def take_words(came: bytearray) -> list[bytes]:
+    """Take the whole words out of what has come of a rank.
+
+    Nobody waits for the rest of a word: the rank may be stopped, or dead.
+    """
+    whole = []
+    while len(came) >= (end := LENGTH_BYTES + int.from_bytes(came[:LENGTH_BYTES])):
+        whole.append(bytes(came[LENGTH_BYTES:end]))
+        del came[:end]
+    return whole
 
 
 def be_a_rank(line: Connection, order: Order) -> None:
     """Be a rank, in a process of its own."""
     # A group of processes of its own, so that what the rank starts can be ended with it.
     os.setsid()
+    multiprocessing.current_process().daemon = False  # so that it may load data in processes
     gc.freeze()  # else every collection would look through all that the server has imported
     work = functools.partial(_work, line, order)
     order.within(work) if order.within else work()
@@ -100,7 +118,8 @@ def _work(line: Connection, order: Order) -> int:
 
 def _end_with_starter(line: Connection) -> None:
     # Of the process that started the rank: its parent is the server, which lives while a rank does.
+    # A rank that is stopped (SIGSTOP) ends when it is continued.
     poll = select.poll()
-    poll.register(line, 0)
+    poll.register(line, select.POLLHUP)  # macOS asks for an event by name
     poll.poll()  # until nobody has the other end any more
     os.killpg(0, signal.SIGKILL)

@@ -14,11 +14,14 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks, run
 from test_machine import linux, policies
+from torch.distributed.rendezvous import rendezvous
 
 import microddp
+from microddp import launch
 from microddp.allreduce import ring_all_reduce
 from microddp.comms import cpu_cores
 from microddp.comms.environment import TORCHRUN_VARIABLES
+from microddp.comms.job import form_group
 from microddp.launch import is_echo
 
 SECONDS_AFTER_DEATH = 10  # within which the others must know
@@ -382,3 +385,19 @@ def test_a_hanging_rank_is_an_error_on_the_others_when_the_time_is_up(operation,
     noticed, short = str(tmp_path / "noticed"), {"MICRODDP_TIMEOUT": str(TIMEOUT)}
     results = run(seconds_until_error, 2, operation, hang, noticed, environment=short)
     assert 0.9 * TIMEOUT < results[0] < TIMEOUT + SECONDS_AFTER_TIMEOUT
+
+
+def fail_to_meet_once():
+    me = int(os.environ["RANK"])
+    store, *_ = next(rendezvous("env://", me, 2))
+    if me == 0:
+        first = dist.PrefixStore("first", store)
+        with pytest.raises((RuntimeError, dist.DistError)):
+            form_group(first, me, 2, me, 2, backend="gloo", timeout=1)
+    second = dist.PrefixStore("second", store)
+    with form_group(second, me, 2, me, 2, backend="gloo", timeout=20) as comms:
+        return comms.all_gather_data(me)
+
+
+def test_who_failed_to_form_a_group_forms_the_next_with_those_who_did_not():
+    assert launch.run(fail_to_meet_once, 2, limit=60, environment={}) == [[0, 1]] * 2

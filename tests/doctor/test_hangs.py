@@ -115,6 +115,22 @@ def test_where_none_is_missing_it_says_so():
     assert headline == "Rank 2: through barrier 1 at t.py:1; ranks 0, 1 not."
 
 
+def test_a_rank_that_only_began_a_call_is_not_through():
+    began = history((SUM, "t.py:1", "begun"), process="stopped")
+    headline = of(*[history(waiting(SUM, "t.py:1"))] * 2, began)[1]
+    assert headline.startswith("All ranks are in the same call, all_reduce 1")
+
+
+def test_an_earlier_jobs_record_is_left_out(tmp_path):
+    for rank in (0, 1, 2):
+        record = Record(rank, 3, tmp_path)
+        with record.begin("barrier()", collective=True):
+            pass
+    for rank in (0, 1):  # the next job of the same command; its rank 2 never began
+        Record(rank, 3, tmp_path).begin("barrier()", collective=True)
+    assert "- Rank 2 left no record here" in report(tmp_path)
+
+
 def test_ranks_that_are_through_the_same_are_well():
     assert of(*[history("barrier()", SUM)] * 2) == ["No rank waits for another one."]
     assert of(Rank([]), Rank([])) == ["No rank waits for another one."]

@@ -2,13 +2,18 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
+import torch
+from ranks import free_address, run
 
-from microddp.elastic import meeting
+from microddp.elastic import Members, meeting
+from microddp.elastic.line import Line
 from microddp.elastic.meeting import BEGIN, Meeting, is_gone
 from microddp.elastic.messages import machine_name
 
@@ -93,3 +98,44 @@ def test_the_server_ends_with_who_started_it():
     if not is_gone(name(pid)):
         os.kill(pid, signal.SIGKILL)
         pytest.fail("it is there after 20 seconds")
+
+
+def test_who_waits_is_told_that_the_job_is_over(monkeypatch):
+    """Also where the server is slow, as on a busy machine."""
+    monkeypatch.setenv("MICRODDP_SECRET", "x" * 32)
+    address = free_address()
+    host, port = address.split(":")
+    with Members(address) as member:
+        member.meet(-1)
+        line = Line((host, int(port)), b"x" * 32, "waits-1-aa", {"number": 0, "members": []}, 1)
+        while not line.proven:
+            line.messages(1)
+        place = {"steps": -1, "address": host, "port": int(port), "machine": "other"}
+        line.send({"come": place})
+        while not member.others_wait():
+            time.sleep(0.01)
+        server = member._server.pid
+        os.kill(server, signal.SIGSTOP)
+        threading.Timer(0.3, os.kill, (server, signal.SIGCONT)).start()
+        member.done()
+    heard = []
+    while not any("done" in message for message in heard):
+        heard += line.messages(3)
+    line.close()
+
+
+def meet_over_ipv6(address):
+    with Members(address, least=2) as member:
+        total = torch.ones(1)
+        member.meet(-1).comms.all_reduce(total)
+        member.done()
+        return total.item()
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
+def test_members_meet_over_ipv6():
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as listening:
+        port = listening.getsockname()[1]
+    environment = {"MICRODDP_SECRET": "x" * 32}
+    address = f"[::1]:{port}"
+    assert run(meet_over_ipv6, 2, address, join=False, environment=environment) == [2.0] * 2

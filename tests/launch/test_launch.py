@@ -9,10 +9,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from ranks import run
 
 import microddp
-from microddp.launch import JobFailed, JobStopped
+from microddp import launch
+from microddp.launch import JobFailed, JobStopped, rank
+from microddp.launch.job import Gone
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -202,3 +205,30 @@ def running(pids):
         except psutil.NoSuchProcess:
             continue
     return found
+
+
+def be_stopped_within_a_word():
+    os.write(rank._line.fileno(), (1 << 20).to_bytes(rank.LENGTH_BYTES) + b"its beginning")
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_rank_that_is_stopped_within_a_word_is_not_waited_for():
+    began = time.monotonic()
+    with pytest.raises(JobStopped):
+        launch.run(be_stopped_within_a_word, 2, limit=2, environment={})
+    assert time.monotonic() - began < 20
+
+
+def load_in_processes():
+    data = torch.utils.data.TensorDataset(torch.arange(4))
+    return [int(x) for (x,) in torch.utils.data.DataLoader(data, num_workers=1)]
+
+
+def say_much():
+    return "x" * (8 << 20)
+
+
+def test_a_rank_may_start_processes_and_say_much():
+    assert launch.run(load_in_processes, 1, limit=60, environment={}) == [[0, 1, 2, 3]]
+    assert launch.run(say_much, 2, limit=60, environment={}) == [say_much()] * 2
+    assert str(Gone(-40)) == "ended by signal 40"
