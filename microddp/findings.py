@@ -210,8 +210,9 @@ def _ratio(value: float) -> str:
 
 
 def _small(text: str) -> str:
-    """The text as it begins within a sentence: in lower case, but for an abbreviation."""
-    return text[:1].lower() + text[1:] if text[1:2].islower() or text[1:2] == " " else text
+    """The text as it begins within a sentence: in lower case, but for an abbreviation or a name."""
+    first = text.partition(" ")[0]
+    return text[:1].lower() + text[1:] if first[1:] == first[1:].lower() else text
 
 
 def mark_least(cells: Sequence[str], values: Sequence[float], within: float = 1) -> list[str]:

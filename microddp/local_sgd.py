@@ -281,6 +281,7 @@ class Local(Strategy):
     """
 
     replicas = False
+    copies = 3  # the shared values, how far they move, and what was sent
 
     def __init__(
         self,

@@ -97,7 +97,8 @@ class Call:
         half: its name in ``torch.distributed``.
         nbytes: bytes of the whole tensor.
         among: ``"all"`` devices; those of each ``"node"``; or ``"replicas"``, those with the same
-            number in each node. Calls among others do not wait for each other.
+            number in each node. Calls among others do not wait for each other, where
+            all devices are alike.
         after: number of a call of the step whose result it takes, if it does.
     """
 
@@ -196,11 +197,21 @@ class Program:
         self.compute(values * self.work.gradient_size * self.work.copy)
 
     def backward(
-        self, buckets: Sequence[Gradients], half: str, size: Callable[[Gradients], float]
+        self,
+        buckets: Sequence[Gradients],
+        half: str,
+        size: Callable[[Gradients], float],
+        most: int | None = None,
     ) -> None:
         """Write down a backward pass that starts each bucket's collective with its last gradient.
 
         Then all are waited for.
+
+        Args:
+            buckets: gradients that travel together, in the order of sending.
+            half: name of the collective.
+            size: function from a bucket to the bytes of its tensor.
+            most: number of collectives under way, beyond which backward waits; ``None``: any.
         """
         calls: list[int] = []
         for i, layer in reversed([*enumerate(self.work.layers)]):
@@ -210,7 +221,9 @@ class Program:
                     break
                 self.copy(bucket)
                 calls.append(self.start(half, size(bucket)))
-        for call in calls:
+                if most and len(calls) > most:
+                    self.wait(calls[-1 - most])
+        for call in calls[-most:] if most else calls:
             self.wait(call)
 
     # ---- what is sent together, and how large it is

@@ -164,6 +164,7 @@ class Strategy:
             3 parameters; 0: nothing is.
         slices: True if these parts are cut without regard to where a parameter begins.
         in_nodes: True if these parts are those of a node's ranks, and each node has all of them.
+        copies: of the parameters that are kept besides, as of what is averaged later.
         compression: what keeps back the part of gradients that is not sent; ``None`` if all is.
         timeline: records phases, collectives, and the wait for them.
     """
@@ -175,6 +176,7 @@ class Strategy:
     stage: ClassVar[int] = 0
     slices: ClassVar[bool] = False
     in_nodes: ClassVar[bool] = False
+    copies: ClassVar[int] = 0
 
     def __init__(self, model: nn.Module, comms: Comms, bucket_cap_mb: float | None = None) -> None:
         del bucket_cap_mb

@@ -53,5 +53,7 @@ class Sends:
         Raises:
             ZeroDivisionError: nothing can be hidden, as of one rank alone.
         """
+        if not messages:
+            raise ZeroDivisionError("expected messages that can be hidden, got none")
         most = self.most(compute, messages)
         return (most - step) / (most - self.least(compute, messages, layers))

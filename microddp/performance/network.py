@@ -151,7 +151,7 @@ class Network:
         crosses = source // self.node != target // self.node
         share = np.ones(self.devices)
         for device, slow in self.slowed:
-            share[device] = slow
+            share[device] = min(share[device], slow)
         latency, longest = 0.0, 0.0
         if not crosses.all():
             assert self.inside is not None
@@ -188,7 +188,7 @@ def _among(network: Network, which: str) -> Network:
         one = replace(network, devices=each, uplinks=(), slowed=(), processor=None)
     else:
         groups, place = each, [device // network.node for device, _ in network.slowed]
-        bandwidth = network.between.bandwidth * min(1.0, network.rails / each)
+        bandwidth = network.between.bandwidth / -(-each // network.rails)  # on the fullest rail
         one = Network(
             network.nodes,
             replace(network.between, bandwidth=bandwidth),

@@ -98,7 +98,7 @@ def predict_plan(
     full = [(max(compute.ready[name] for name in each.names), each.nbytes) for each in buckets]
     # Copies are work of the processor or the GPU, done in backward when a gradient comes.
     copied, end, sent = 0.0, 0.0, 0.0  # seconds: copying, of the last message, sending
-    for ready, nbytes in sorted(full, key=lambda each: each[0]):
+    for ready, nbytes in full:
         copied += compute.copy * nbytes
         travel = cost.seconds(nbytes)
         end = max(end, ready + copied) + travel

@@ -159,9 +159,9 @@ class StragglerReport:
         if held[most] < CONSIDERABLE:
             return f"No rank alone holds the others up for more than {held[most]:.0%} of the time."
         return (
-            f"Rank {most} alone holds the others up for {held[most]:.0%} of the time, but not "
-            f"steadily: for {self.delay(most) / self.step:.0%} of the median step, and it works "
-            f"{LONGER} times as long as they do in {self.longer(most):.0%} of the steps."
+            f"Rank {most} alone holds the others up for {held[most]:.0%} of the time, and for "
+            f"{self.delay(most) / self.step:.0%} of the median step. It works {LONGER} times as "
+            f"long as they do, or longer, in {self.longer(most):.0%} of the steps."
         )
 
     def _about_links(self) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -147,18 +147,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _asked(options: argparse.Namespace) -> tuple[Training, Device, Link]:
-    hidden, vocabulary = 0, 0
+    hidden, vocabulary, attention = 0, 0, 0
     if options.config:
         parameters: float
         config = json.loads(options.config.read_text())
         parameters, layers = count_parameters(config)
         hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+        heads = config["num_attention_heads"]
+        attention = heads * (config.get("head_dim") or hidden // heads)
     elif options.parameters and options.layers:
         parameters, layers = options.parameters, options.layers
     else:
         raise ValueError("expected --config, or --parameters and --layers")
-    if options.cheapest and options.in_all is None:
-        raise ValueError("expected --in-all for --cheapest: a training without an end has no price")
+    for asked, name in ((options.cheapest, "--cheapest"), (options.price, "--price")):
+        if asked and options.in_all is None:
+            raise ValueError(f"expected --in-all for {name}: without an end there is no price")
+    if options.within and not options.cheapest:
+        raise ValueError("expected --cheapest for --within")
     training = Training(
         parameters,
         layers,
@@ -173,12 +178,13 @@ def _asked(options: argparse.Namespace) -> tuple[Training, Device, Link]:
         options.sequence,
         options.recompute,
         options.gradient_bytes,
+        attention,
     )
     device: Device = named("device", options.device, devices())
     if options.utilisation:
         if options.utilisation > 1:
             raise ValueError(f"expected a utilisation of at most 1, got {options.utilisation}")
-        device = Device(**{**asdict(device), "utilisation": options.utilisation})
+        device = replace(device, utilisation=options.utilisation)
     link: Link = named("link", options.link, links())
     if options.measured:
         rate, count = options.measured

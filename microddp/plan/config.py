@@ -9,7 +9,7 @@ NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 
 
 def count_parameters(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Count the parameters of a decoder of Llama's kind: Llama, Mistral, Qwen, SmolLM.
+    """Count the parameters of a decoder of Llama's kind: Llama, Mistral, Qwen, SmolLM. No biases.
 
     Args:
         config: content of ``config.json``.

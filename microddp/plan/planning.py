@@ -11,6 +11,7 @@ from microddp.performance.memory import bytes_kept
 from microddp.performance.simulator import Way, simulate
 from microddp.plan.library import Device, Link, Overheads, named, network_of, read
 from microddp.program import Layer, Work
+from microddp.step import Strategy
 from microddp.strategies import STRATEGIES
 
 DAY = 86400.0
@@ -37,6 +38,7 @@ class Training:
         batch: number of tokens in a step, all devices together, instead of ``tokens``.
         hidden: width of the model. With 0, operations of attention and memory of activations are
             not counted.
+        attention: width of its attention, of all heads together; with 0, that of the model.
         vocabulary: number of tokens that the model knows.
         sequence: length of a sequence in tokens.
         recompute: ``"none"``, ``"selective"`` or ``"full"``: activations that are computed again.
@@ -59,6 +61,7 @@ class Training:
     sequence: float = 0.0
     recompute: str = "none"
     gradient_size: int = 4
+    attention: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("parameters", "layers", "tokens", "accumulation", "in_all", "batch"):
@@ -76,7 +79,8 @@ class Training:
     @property
     def operations(self) -> float:
         """Operations of a token, without recomputation, which utilisations leave out."""
-        return 6 * self.parameters + ATTENTION * self.layers * self.hidden * self.sequence
+        width = self.attention or self.hidden
+        return 6 * self.parameters + ATTENTION * self.layers * width * self.sequence
 
     @property
     def activations(self) -> float:
@@ -154,7 +158,8 @@ class Losses:
     def useful(self, devices: int) -> float:
         """Compute the share of the time of so many devices that is training which is kept."""
         failures = Failures.of_devices(devices, 3600 * self.hours, self.checkpoint, self.restart)
-        return failures.useful(failures.best_interval)
+        interval = failures.best_interval
+        return failures.useful(interval) if 0 < interval < math.inf else 1.0
 
 
 def plan(
@@ -183,24 +188,22 @@ def plan(
         losses: failures; default: the usual ones.
 
     Raises:
-        ValueError: devices that do not fill their nodes, or an unknown strategy.
+        ValueError: devices that do not fill their nodes, or an unknown strategy, or one that sends
+            something else than gradients, of which a share is to be kept.
     """
-    training, stage = training.on(devices), named("strategy", strategy, STRATEGIES).stage
+    training, kind = training.on(devices), named("strategy", strategy, STRATEGIES)
+    if training.kept < 1 and (hasattr(kind, "program") or not kind.averages):
+        raise ValueError(f"kept below 1: expected all-reduces of gradients, got {strategy}")
     overheads = Overheads.usual()
     carried = replace(link, bandwidth=link.bandwidth * overheads.reached(link.transport))
     network = network_of(device, carried, devices)
-    work = work_of(training, device.rate * overheads.alone)
+    work = work_of(training, min(device.rate * overheads.alone, device.peak))
     accumulation = training.accumulation
     way = Way(strategy, "nccl", None, accumulation, training.kept, training.every, overheads.slowed)
     found = simulate(work, network, way, steps=training.every)
-    step = float(found.steps.mean()) * overheads.waiting(devices)
+    step = float(found.steps.mean()) * (1.0 if kind is Strategy else overheads.waiting(devices))
     tokens = training.tokens * accumulation
-    divided = network.in_node if STRATEGIES[strategy].in_nodes else devices
-    memory = bytes_kept(
-        stage, training.parameters, divided, parameter=2, gradient=2, optimizer=12
-    ).total
-    if stage == 3 and divided > 1:  # two layers are whole at a time, and the gradients of one
-        memory += 3 * 2 * training.parameters / training.layers
+    memory = _kept(training, kind, network.in_node if kind.in_nodes else devices)
     memory += training.activations
     useful = (losses or Losses.usual()).useful(devices)
     seconds = None
@@ -220,6 +223,17 @@ def plan(
         seconds,
         None if price is None or seconds is None else price * devices * seconds / 3600,
     )
+
+
+def _kept(training: Training, kind: type[Strategy], ranks: int) -> float:
+    """Compute the bytes of parameters, gradients and optimizer on one of the ranks that share."""
+    # Where micro-batches add up their gradients, stage 2 keeps them whole until the last one.
+    stage = 1 if kind.stage == 2 and training.accumulation > 1 else kind.stage
+    shared = bytes_kept(stage, training.parameters, ranks, parameter=2, gradient=2, optimizer=12)
+    layer = 2 * training.parameters / training.layers
+    # In stage 3 two layers are whole at a time, and the gradients of one; these in stage 2, too.
+    whole = layer * {2: 1, 3: 3}.get(stage, 0) if ranks > 1 else 0.0
+    return shared.total + whole + 2 * training.parameters * kind.copies
 
 
 def work_of(training: Training, rate: float) -> Work:

@@ -154,7 +154,10 @@ class Zero1(Sharded):
             program.backward_alone()
             program.forward()
         program.backward(
-            buckets, "reduce_scatter", lambda bucket: program.padded(bucket, work.gradient_size)
+            buckets,
+            "reduce_scatter",
+            lambda bucket: program.padded(bucket, work.gradient_size),
+            most=1,  # as ShardedReducer
         )
         program.compute(work.optimizer / program.devices)
 

@@ -85,6 +85,9 @@ def cluster(
 ) -> Side:
     """Compute a cluster's side, for a transformer whose gradients are summed around a ring.
 
+    Links have the speed that they are sold with: what is reached of it, planner and
+    :func:`published_cluster` count.
+
     Args:
         device: device of ``library.toml``.
         link: link between nodes, of ``library.toml``.

@@ -64,7 +64,7 @@ class Stage:
             bucket_cap_mb: size of a bucket in MiB, for a name.
         """
         strategy = self.strategy(kind, bucket_cap_mb) if isinstance(kind, str) else kind
-        optimizer = self.make_optimizer(strategy.module.parameters())
+        optimizer = self.make_optimizer(strategy.parameters())
         return partial(take_step, strategy, self.loss_fn, optimizer, self.batch)
 
     def all_reduces(self) -> Callable[[], object]:

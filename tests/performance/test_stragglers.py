@@ -77,8 +77,8 @@ def test_what_is_slow_now_and_then_is_not_named():
     report = find_stragglers(made_up(work), 3, ALIKE)
     assert report.rank is None
     assert (
-        "Rank 2 alone holds the others up for 26% of the time, but not steadily: for 0% of "
-        "the median step, and it works 1.15 times as long as they do in 10% of the steps."
+        "Rank 2 alone holds the others up for 26% of the time, and for 0% of the median step. It "
+        "works 1.15 times as long as they do, or longer, in 10% of the steps."
     ) in report.verdict
 
 

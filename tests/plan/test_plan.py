@@ -373,3 +373,39 @@ def test_bad_input_is_refused_by_name(capsys, arguments, message):
 def test_what_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_what_a_strategy_keeps_besides_is_counted():
+    link, training = links()["10gbit"], Training(1e9, 16, 1024)
+
+    def memory(strategy, **more):
+        return plan(replace(training, **more), H100, link, 16, strategy).memory
+
+    assert memory("local") == memory("ddp") + 3 * 2e9, "shared values, their moves, what was sent"
+    parts, layer = 2e9 + 14e9 / 16, 2e9 / 16
+    assert memory("zero2") == pytest.approx(parts + layer), "the gradients of one layer are whole"
+    assert memory("zero2", accumulation=4) == memory("zero1", accumulation=4)
+
+
+def test_only_gradients_that_are_all_reduced_are_compressed():
+    for strategy in ("zero1", "zero3", "hsdp", "owned", "local", "none"):
+        with pytest.raises(ValueError, match=f"expected all-reduces of gradients, got {strategy}"):
+            plan(Training(1e9, 16, 1024, kept=0.1), H100, links()["10gbit"], 16, strategy)
+
+
+def test_attention_may_be_wider_than_the_model():
+    narrow = Training(1e9, 16, 1024, hidden=1024, sequence=8192)
+    wide = replace(narrow, attention=2048)
+    assert wide.operations - narrow.operations == 12 * 16 * 1024 * 8192
+
+
+def test_no_device_is_faster_than_its_peak():
+    flat_out = replace(H100, utilisation=1.0)
+    training = Training(1e9, 16, 1024)
+    found = plan(training, flat_out, links()["10gbit"], 1, "none")
+    assert found.tokens_per_second == pytest.approx(H100.peak / training.operations)
+
+
+def test_a_checkpoint_that_takes_no_time_loses_none():
+    assert Losses(hours=1000, checkpoint=0, restart=60).useful(8) == 1
+    assert Losses(hours=math.inf, checkpoint=60, restart=60).useful(8) == 1

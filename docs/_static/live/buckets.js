@@ -38,7 +38,6 @@
       const ready = Math.max(...members.map((i) => gradients[i][2]));
       return { bucket, ready, bytes: bytesOf(gradients, members) };
     });
-    full.sort((a, b) => a.ready - b.ready);
     let copied = 0, end = 0, sent = 0;
     const messages = full.map(({ bucket, ready, bytes }) => {
       copied += compute.copy * bytes;
