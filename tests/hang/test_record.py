@@ -430,12 +430,12 @@ def test_how_a_rank_ends_is_recorded_with_what_pytorch_has(tmp_path, option, rec
 
 def call_from_a_path_that_is_no_utf8():
     record = Record(0, 1)
-    record.begin("barrier()", place=os.fsdecode(b"caf\xe9/t.py:1"))
+    record.begin("barrier()", place=os.fsdecode(b"stra\xdfe/t.py:1"))
     return record.last(1)[0].place
 
 
 def test_a_path_may_be_no_utf8():
-    assert call_from_a_path_that_is_no_utf8() == r"caf\udce9/t.py:1"
+    assert call_from_a_path_that_is_no_utf8() == r"stra\udcdfe/t.py:1"
 
 
 def test_the_records_folder_stays_when_the_program_changes_its_own(tmp_path, monkeypatch):
