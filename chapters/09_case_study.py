@@ -472,8 +472,8 @@ def on_gpus():
 """
 ## The ladder
 
-**Measure.** All rungs in turns, for each kind of link. Times are divided by how much slower the
-stage is; ratios are taken round by round:
+**Measure.** All rungs in turns, for each kind of link, at the speed of the stage, which takes half a
+minute. Times are divided by how much slower the stage is; ratios are taken round by round:
 """
 
 

@@ -408,6 +408,7 @@ of another.)
 
 **Measure.** The same training in each way, with a checkpoint after each epoch of 14 steps. Process
 1 dies after step 26, so $k = 26$ and $j = 14$. A step has a pause of 20 ms, in place of computing.
+(On few cores the four take most of a minute: the processes of each life import PyTorch anew.)
 The first life, which reads no checkpoint, gives $R$, $B$ and $s$:
 """
 
