@@ -472,7 +472,7 @@ def on_gpus():
 """
 ## The ladder
 
-**Measure.** All rungs in turns, for each kind of link, at the speed of the stage, which takes half a
+**Measure.** All rungs in turns, for each kind of link, at the stage's speed, which takes half a
 minute. Times are divided by how much slower the stage is; ratios are taken round by round:
 """
 

@@ -1050,8 +1050,8 @@ r"""
 model whose parameters, gradients and means need twice that: $16\Psi$ bytes. In stage 3 each keeps a
 quarter, and two blocks. The model is made on PyTorch's `meta` device, where tensors have shapes and
 no memory, and `fully_shard` makes one block at a time, and divides it. The program is
-{download}`train_limited.py <../_downloads/train_limited.py>`. Its four processes take some seconds to
-import PyTorch and microddp. This is how it makes the model:
+{download}`train_limited.py <../_downloads/train_limited.py>`; to start its four processes takes
+most of the time. This is how it makes the model:
 """
 
 # %%
