@@ -144,6 +144,7 @@ class GradientBucket:
         if self.sparse:
             self._flat = self._sparse_gradient() / divisor
             return
+        self._flat = self._home  # a hook may have set another, in a backward that raised
         at_home: list[torch.Tensor] = []
         grads, views = [], []
         for slot in slots:

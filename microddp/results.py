@@ -21,6 +21,8 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     is left of it; if it is killed, the next one writes over what is left.
     """
     path = Path(path).resolve()  # what a link points to, not the link
+    if path.exists() and not path.is_file():
+        raise OSError(f"expected a file to write, got {path}")  # a device would be replaced
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.part")  # beside it: only there can it be renamed
     try:
@@ -59,7 +61,7 @@ def output_file(text: str) -> Path:
     path = Path(text)
     if not path.parent.is_dir() or (path.exists() and not path.is_file()):
         raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {text}")
-    if not os.access(path.parent, os.W_OK):
+    if not os.access(path.resolve().parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"expected a folder to write to, got that of {text}")
     return path
 

@@ -69,8 +69,8 @@ def average_gradients(model: nn.Module, comms: Comms, timeline: Recorder = NOT_R
                 nbytes = bytes_held(gradient)
                 with timeline.span(f"all-reduce {name}", "communication", nbytes):
                     if gradient.is_sparse:
-                        comms.agree(f"all-reduce of the gradient of {name}")
-                        comms.group.allreduce([gradient.div_(comms.world_size)]).wait()
+                        with comms.agree(f"all-reduce of the gradient of {name}"):
+                            comms.group.allreduce([gradient.div_(comms.world_size)]).wait()
                     else:  # it is laid out like its parameter: channels last, say
                         flat = gradient.contiguous()
                         comms.all_reduce_mean(flat)

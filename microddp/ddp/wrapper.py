@@ -71,7 +71,8 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
         TypeError: the second argument is no ``Comms``, ``all_reduce`` is no carrier, or an argument
             that this DDP does not take; for PyTorch's it says what to use instead.
         ValueError: both ``comms`` and ``process_group``; on every rank: parameters on several kinds
-            of devices, ``device_ids`` that cannot be, or a bucket cap that is not positive.
+            of devices, ``device_ids`` that cannot be, a carrier of another group, or a bucket cap
+            that is not positive.
         RuntimeError: on every rank: no parameter requires a gradient, or one is not initialised;
             the ranks' parameters or buffers differ in number, name, shape or dtype, or, where
             that is asked for, parameters in value; or their options differ.
@@ -118,13 +119,9 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
         device = parameters[0].device if parameters else torch.get_default_device()
         self.comms = comms = comms or Comms.of_group(process_group, device)
         self.all_reduce = all_reduce or Carrier(comms)
-        if self.all_reduce.comms.group is not comms.group:
-            raise ValueError(
-                f"rank {comms.rank}: expected a carrier between the ranks of {comms}, got one "
-                f"between those of {self.all_reduce.comms}"
-            )
         ignored = "_ddp_params_and_buffers_to_ignore"  # of the module, where somebody has set it
         refused |= {ignored: getattr(module, ignored)} if hasattr(module, ignored) else {}
+        between = dist.get_process_group_ranks(self.all_reduce.comms.group)
         kinds = sorted({p.device.type for p in parameters})
         at_first, before_forward = which_buffers(broadcast_buffers, forward_sync_buffers)
         options = {
@@ -135,7 +132,8 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
             "all_reduce": self.all_reduce.name,
             "devices": kinds,
             "device_ids": len(device_ids or ()),
-            "output_device": str(output_device),
+            "output_device": output_device is not None,
+            "all_reduce between": between,
             "verify_replicas": verify_replicas,
             "refused": sorted((name, bool(value)) for name, value in refused.items()),
         }
@@ -144,6 +142,8 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
         who = f"rank {comms.rank}: expected"
         check_refused(refused, who)
         check_devices(device_ids, output_device, parameters, who)
+        if between != (mine := dist.get_process_group_ranks(comms.group)):
+            raise ValueError(f"{who} a carrier between ranks {mine}, got one between {between}")
         if check_reduction:
             warnings.warn("check_reduction is deprecated, and does nothing", FutureWarning, 2)
         if not any(p.requires_grad for p in parameters):

@@ -91,10 +91,11 @@ def _newest_job(folder: Path) -> dict[int, History]:
 
 
 def _was_over(history: History, newest: History) -> bool:
-    """Return True for an earlier job's record: its ranks were through a call of all of them."""
+    """Return True for an earlier job's record: it is gone, and was through a call of all ranks."""
     done = [call for call in history.calls if call.number and call.state == "done"]
     first = min((call.ended for call in done if not call.ranks), default=time.time_ns())
-    return history.host == newest.host and first < newest.started * 1e9
+    earlier = history.host == newest.host and first < newest.started * 1e9
+    return earlier and _process(history) == "gone"
 
 
 def _process(history: History) -> str:

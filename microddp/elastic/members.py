@@ -61,7 +61,8 @@ class Members:
             raise ValueError(
                 f"expected HOST:PORT and at least 1 member, got {address!r} and {least}"
             )
-        self.host, self.port, self.least = host.strip("[]"), int(port), least
+        self.address, self.least = address, least
+        self.host, self.port = host.strip("[]"), int(port)
         self.timeout = patience(None, TIMEOUT)
         self.machine = machine_name()
         self.name = f"{self.machine}-{os.getpid()}-{secrets.token_hex(3)}"
@@ -115,7 +116,7 @@ class Members:
                 problem = str(error)
                 time.sleep(PAUSE)
         raise RuntimeError(
-            f"{self.name}: expected at least {self.least} members at {self.host}:{self.port} "
+            f"{self.name}: expected at least {self.least} members at {self.address} "
             f"within {PATIENCE:g} s; the last try: {problem}"
         )
 
@@ -272,7 +273,7 @@ class Members:
             raise
         except ValueError as error:
             self._hang_up()
-            where = f"{self.name}: expected this job's meeting at {self.host}:{self.port}"
+            where = f"{self.name}: expected this job's meeting at {self.address}"
             if self._believed:  # it was there, and may come back
                 raise ConnectionError(f"{where}: {error}") from error
             raise ValueError(

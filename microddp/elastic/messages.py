@@ -13,8 +13,9 @@ The member says which generation it was in last (0: none): ``{"number": 3, "memb
 Whenever it wants to be in the next one, it says ``{"come": {...}}`` with what the others are to
 know of it. To all who have come the answer is ``{"number": 4, "members": [[name, {...}], ...]}`` in
 rank order: those who were in the generation before keep theirs. Meanwhile, who trains is told
-``{"waiting": true}``. A ``{"done": true}`` from a member is passed to all who wait. A connection
-on which anything else is said is closed, and named in a line on standard error.
+``{"waiting": true}``. A ``{"done": true}`` from a member is passed to all who wait, and then back
+to that member. A connection on which anything else is said is closed, and named in a line on
+standard error.
 """
 
 from __future__ import annotations

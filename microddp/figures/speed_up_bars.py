@@ -39,7 +39,7 @@ def speed_ups(times: Mapping[str, Timing], devices: int, *, title: str) -> Drawi
         figure.boxes(axes, name, {(0, speed.median, row + top + height, row + top): said})
     axes.axvline(devices, color=INK, linestyle="--", linewidth=1)
     axes.text(devices * 0.99, -0.45, f"all {devices}", ha="right", va="top")
-    axes.set_xlim(0, 1.04 * max(devices, *(speed.spread[1] for speed in times.values())))
+    axes.set_xlim(0, 1.04 * max([devices, *(speed.spread[1] for speed in times.values())]))
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
     name_rows(axes, {name: (row + top, row + top + height / 2) for row, name in enumerate(rows)})

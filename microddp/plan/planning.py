@@ -159,7 +159,9 @@ class Losses:
         """Compute the share of the time of so many devices that is training which is kept."""
         failures = Failures.of_devices(devices, 3600 * self.hours, self.checkpoint, self.restart)
         interval = failures.best_interval
-        return failures.useful(interval) if 0 < interval < math.inf else 1.0
+        if 0 < interval < math.inf:
+            return failures.useful(interval)
+        return math.exp(-self.restart / failures.between)  # the limit for checkpoints all the time
 
 
 def plan(
@@ -193,7 +195,8 @@ def plan(
     """
     training, kind = training.on(devices), named("strategy", strategy, STRATEGIES)
     if training.kept < 1 and (hasattr(kind, "program") or not kind.averages):
-        raise ValueError(f"kept below 1: expected all-reduces of gradients, got {strategy}")
+        expected = "strategies that all-reduce gradients, as ddp, with kept below 1"
+        raise ValueError(f"expected {expected}; got {strategy}")
     overheads = Overheads.usual()
     carried = replace(link, bandwidth=link.bandwidth * overheads.reached(link.transport))
     network = network_of(device, carried, devices)

@@ -237,7 +237,8 @@ class SharedRegion:
         if key not in self._parts:
             if len(self._parts) > MOST_PARTS:
                 self._parts.clear()
-            self._parts[key] = self.memories[rank].part(offset, key[-1])
+            with torch.inference_mode(False):
+                self._parts[key] = self.memories[rank].part(offset, key[-1])
         return self._parts[key].view(dtype)
 
 

@@ -52,8 +52,6 @@ class Checkpoints:
         if comms.rank == 0:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                for leftover in folder.glob("checkpoint-*.pt.part"):  # from a run that was killed
-                    leftover.unlink()
                 problem = "" if os.access(folder, os.W_OK) else "it may not be written to"
             except OSError as error:
                 problem = str(error)
@@ -76,7 +74,7 @@ class Checkpoints:
         if self.comms.rank:
             return
         start = time.perf_counter() if began is None else began
-        if problem := self.rest():
+        if problem := self._problem():
             self.comms.print(f"No checkpoint: {problem}")
         snapshot = tree_map_only(torch.Tensor, _copy, dict(state))
         self._under_way = self._writer.submit(self._write, step, snapshot)
@@ -88,7 +86,7 @@ class Checkpoints:
         Raises:
             RuntimeError: on every rank, if it could not be written.
         """
-        problem = self.rest()
+        problem = self._problem()
         self.comms.fail_together(problem, f"a checkpoint in {self.folder}")
 
     def load(self) -> dict[str, Any] | None:
@@ -122,6 +120,7 @@ class Checkpoints:
                         self.comms.print(f"{problems[-1]}; going back to the one before")
         problem = "; ".join(problems) if data is None else ""
         self.comms.fail_together(problem, f"a whole checkpoint in {self.folder}", ValueError)
+        self._clean_up()
         return share_state(data, self.comms)
 
     def expect_none(self) -> None:
@@ -136,8 +135,15 @@ class Checkpoints:
         problem = f"{there[-1].name} of another run" if there else ""
         what = f"--resume, or a folder without checkpoints as {self.folder}"
         self.comms.fail_together(problem, what, ValueError)
+        self._clean_up()
 
-    def rest(self) -> str:
+    def _clean_up(self) -> None:
+        """Remove what a run that was killed had not finished."""
+        if self.comms.rank == 0:
+            for leftover in self.folder.glob("checkpoint-*.pt.part"):
+                leftover.unlink(missing_ok=True)
+
+    def _problem(self) -> str:
         """Wait for the last checkpoint; return why it was not written, or an empty text."""
         under_way, self._under_way = self._under_way, None
         return under_way.result() if under_way else ""

@@ -89,9 +89,6 @@ def _train_generation(
         what = str(error).partition(". ")[0]  # without gloo's advice
         print(f"{members.name}, after step {trainer.step}: {what}", flush=True)
         return None, trainer.state(), error.with_traceback(None)
-    finally:
-        if trainer.checkpoints:
-            trainer.checkpoints.rest()  # before the next generation looks for what is left over
 
 
 class OthersWait(Exception):

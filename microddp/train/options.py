@@ -154,7 +154,7 @@ class TrainingConfig:
             )
         for name in ("profile", "json"):  # said now, and not when all is trained
             path = getattr(self, name)
-            if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            if path and (not path.parent.is_dir() or (path.exists() and not path.is_file())):
                 raise ValueError(f"{_flag(name)}: expected a file in a folder that exists: {path}")
         if self.checkpoint is not None and self.checkpoint.is_file():
             raise ValueError(f"--checkpoint: expected a folder, got the file {self.checkpoint}")

@@ -260,5 +260,8 @@ def test_a_rank_without_batches_shadows_a_search_for_unused_parameters(comms):
 @on_ranks(2)
 def test_a_carrier_between_other_ranks_is_refused(comms):
     alone = [comms.subgroup([rank]) for rank in range(2)][comms.rank]
-    with pytest.raises(ValueError, match=rf"^rank {comms.rank}: expected a carrier between"):
+    with pytest.raises(RuntimeError, match=rf"^rank {comms.rank}: .*all_reduce between=\[0\] on"):
         DDP(mlp(), comms, all_reduce=Carrier(alone))
+    DDP(mlp(), comms, all_reduce=Carrier(comms.subgroup(range(2))))  # between the same ranks
+    with pytest.raises(ValueError, match=rf"between ranks \[{comms.rank}\], got one .*\[0, 1"):
+        DDP(mlp(), alone, all_reduce=Carrier(comms))

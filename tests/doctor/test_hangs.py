@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 import torch
 from ranks import run
 from torch.nn.parallel import DistributedDataParallel
+from warm import python
 
 import microddp
 from microddp.doctor.__main__ import main
@@ -121,11 +123,18 @@ def test_a_rank_that_only_began_a_call_is_not_through():
     assert headline.startswith("All ranks are in the same call, all_reduce 1")
 
 
+EARLIER = """
+import sys
+from pathlib import Path
+from microddp.hang.record import Record
+for rank in range(3):
+    with Record(rank, 3, Path(sys.argv[1])).begin("barrier()", collective=True):
+        pass
+"""
+
+
 def test_an_earlier_jobs_record_is_left_out(tmp_path):
-    for rank in (0, 1, 2):
-        record = Record(rank, 3, tmp_path)
-        with record.begin("barrier()", collective=True):
-            pass
+    subprocess.run([python(), "-c", EARLIER, tmp_path], check=True)
     for rank in (0, 1):  # the next job of the same command; its rank 2 never began
         Record(rank, 3, tmp_path).begin("barrier()", collective=True)
     assert "- Rank 2 left no record here" in report(tmp_path)

@@ -1,6 +1,6 @@
 // Buckets to refill: a cap, the plan it makes, and the step that is predicted with it.
 //
-// `plan` is plan_buckets of microddp/bucketing.py with one cap for all buckets, `predict` is
+// `plan` is plan_buckets of microddp/buckets.py with one cap for all buckets, `predict` is
 // predict_plan of microddp/performance/prediction.py; a test holds each two to one result. A
 // gradient in the data is [name, bytes, seconds from backward's begin until it is ready].
 "use strict";
