@@ -494,7 +494,7 @@ find(comms, "parts", measured=(True, said))
 
 # %% tags=["plumbing"]
 ahead, plain = cost["warm"] / cost["elastic"], cost["restart"] / cost["elastic"]
-plain, repeated = float(f"{plain:.1g}"), parts_of["warm"]["steps again"]
+plain, repeated = float(f"{plain:.2g}"), parts_of["warm"]["steps again"]
 by_way = (
     f"Measured once each, elastic{', with a new server,' * new_server} is about {plain:g} times as "
     "fast as a restart"

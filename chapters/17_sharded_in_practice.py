@@ -247,8 +247,8 @@ takes $g$, and for $b$ in backward, the last reduction for $r$, after a wait of 
 | HSDP | $0$ | $0$ | $\frac{m-1}{m}\frac{n}{n-1} M$ | $b/L$ | $2C/3L$ |
 
 (In proportion to what leaves a node: of HSDP we neglect what stays inside.) It allows $n$ devices
-to be $nC/T_0$ times as fast as one. ($C$ and $M$ are those of the rounds below, not those
-by which the stage was set.)
+to be $nC/T_0$ times as fast as one. ($C$ and $M$ are those of the rounds below, not those by which
+the stage was set. They are timed apart from the steps, so a step may seem to take a little less.)
 
 **Measure.** These three and one device, in the same rounds as what later sections compare; a ratio
 is the median of the rounds' ratios:

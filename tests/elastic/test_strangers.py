@@ -304,12 +304,19 @@ def test_who_has_passed_the_proofs_on_can_add_no_line(server, line):
     relay.close()
 
 
+def hear(line, seconds):
+    """Hear all that comes: what the meeting says itself may come first."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        line.messages(left)
+
+
 def test_a_member_takes_no_line_that_was_added(server):
     relay = Relay(server)
     third = server.line("third", address=relay.address)
     relay.member.sendall(b'{"done": true}\n')
     with pytest.raises(ValueError, match="expected a line with its seal, got"):
-        third.messages(5)
+        hear(third, 5)
     relay.close()
 
 
