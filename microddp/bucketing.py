@@ -92,5 +92,6 @@ class BucketedDDPHooks(Switchable):
 
     def abandon(self) -> None:
         """Give a backward up that did not complete, once what was sent has come to rest."""
-        list(self.backward.wait_for_buckets())
-        self.backward = Backward(self.buckets)
+        if self.backward.arrived:  # else it is as new, as at the begin of most steps
+            list(self.backward.wait_for_buckets())
+            self.backward = Backward(self.buckets)

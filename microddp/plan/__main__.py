@@ -20,7 +20,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from microddp.plan.config import count_parameters
+from microddp.plan.config import attention_width, count_parameters
 from microddp.plan.library import Device, Link, devices, links, named
 from microddp.plan.planning import (
     DAY,
@@ -153,8 +153,7 @@ def _asked(options: argparse.Namespace) -> tuple[Training, Device, Link]:
         config = json.loads(options.config.read_text())
         parameters, layers = count_parameters(config)
         hidden, vocabulary = config["hidden_size"], config["vocab_size"]
-        heads = config["num_attention_heads"]
-        attention = heads * (config.get("head_dim") or hidden // heads)
+        attention = attention_width(config)
     elif options.parameters and options.layers:
         parameters, layers = options.parameters, options.layers
     else:

@@ -38,10 +38,16 @@ def count_parameters(config: Mapping[str, Any]) -> tuple[int, int]:
     if (gate := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise ValueError(f"expected a feed-forward network with a gate of silu, got {gate!r}")
     hidden, inner, layers, heads = (int(config[name]) for name in NEEDED)
-    head = int(config.get("head_dim") or hidden // heads)
+    wide = attention_width(config)
     shared = int(config.get("num_key_value_heads") or heads)
-    attention = 2 * hidden * heads * head + 2 * hidden * shared * head
+    attention = 2 * hidden * wide + 2 * hidden * shared * wide // heads
     layer = attention + 3 * hidden * inner + 2 * hidden
     embeddings = int(config["vocab_size"]) * hidden
     tied = bool(config.get("tie_word_embeddings", False))
     return layers * layer + hidden + embeddings * (1 if tied else 2), layers
+
+
+def attention_width(config: Mapping[str, Any]) -> int:
+    """Compute the width of all heads of the attention together, which need not be the model's."""
+    heads = int(config["num_attention_heads"])
+    return heads * int(config.get("head_dim") or int(config["hidden_size"]) // heads)
