@@ -582,8 +582,8 @@ r"""
 gains much; each device pays $f$ in full, however few its pairs. In the published profile the GPU is
 used for 15.2 % of a step, and the CPU, which starts kernels, for 61.1 %. So larger micro-batches,
 `torch.compile` or CUDA graphs come first. One GPU with 32 pairs takes $f/32 + c = 3.6$ ms a pair,
-two with 8 each 3.4: fill one first. Between machines bytes come first, at the same global batch:
-send half. Where it may grow, more pairs a device share both $f$ and $M$.
+two with 8 each 3.4: fill one GPU before you add another. Between machines bytes come first, at the
+same global batch: send half. Where it may grow, more pairs a device share both $f$ and $M$.
 
 The formula leaves out the starts of messages, of which a smaller cap needs more. The hook converts
 on the CPU, and Python runs between the pauses: neither is to scale, and both only add time.

@@ -476,8 +476,8 @@ link's cost is a wait for ranks: look at both parts. Nor do transfers depend on 
 processors carry them. So {func}`~microddp.performance.stragglers.straggler_report` asks for more.
 It names a *rank* that works 15 % longer than the others in three steps of four, and without which
 the median step would be shorter by 4 %; a *link* if ranks wait for transfers for 4 % of the time,
-and messages find it, alone, at less than half the others' speed.
-`python -m microddp.train --report` prints it. Of the last scene:
+and test messages beside the training are less than half as fast over it, and no other link, as over
+the rest. `python -m microddp.train --report` prints it. Of the last scene:
 """
 
 # %%

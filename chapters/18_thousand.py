@@ -400,11 +400,11 @@ find(
     "missed",
     some=(
         len(missed) > 0,
-        f"Missed by more than 25 % in the median are {len(missed)} of {len(by)} publishers: "
-        f"{names}. For {len(moved)} of these TCP's share, fitted without them, is another one "
-        f"than the {usual_tcp:g} of all rows.",
+        f"For {len(missed)} of {len(by)} publishers the median error is above 25 %: {names}. For "
+        f"{len(moved)} of these the share of a link that is reached over TCP, fitted without them, "
+        f"is not the {usual_tcp:g} that all rows give.",
     ),
-    none=(not missed, f"No publisher of {len(by)} is missed by more than 25 % in the median."),
+    none=(not missed, f"For none of {len(by)} publishers is the median error above 25 %."),
 )
 
 # %% tags=["plumbing"]
