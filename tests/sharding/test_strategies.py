@@ -22,7 +22,7 @@ from microddp.train import TrainingConfig, train
 
 STAGES = [name for name, make in STRATEGIES.items() if make.stage]
 SMALL = TrainingConfig(
-    data="synthetic", channels=(8, 16), hidden=256, epochs=2, batch_size=768, seed=3
+    data="synthetic", model="mlp", width=64, depth=4, epochs=2, batch_size=768, seed=3
 )
 
 

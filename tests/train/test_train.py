@@ -192,7 +192,7 @@ def resumed_in_parts(comms, folder):
     ways += [{"compress": "sign", "schedule": "torch"}, {"compress": "bf16", "precision": "bf16"}]
     for number, way in enumerate(ways):
         # Small buckets: where a gradient lies decides how ranks round, and what is sent of it.
-        config = small(bucket_cap_mb=0.005, accumulate=2, epochs=2, **way)
+        config = small(model="mlp", bucket_cap_mb=0.005, accumulate=2, epochs=2, **way)
         whole = train(config, comms)
         resuming = dataclasses.replace(config, checkpoint=Path(folder, str(number)), resume=True)
         for epochs in (1, 2, 2):
