@@ -18,29 +18,31 @@ def materialise(
 ) -> list[Callable[[], object]]:
     """Allocate parameters and buffers that are on the ``meta`` device, on this rank's device.
 
-    A tensor that several modules share stays shared.
+    A tensor that several modules share stays shared. A collective.
 
     Args:
         modules: modules whose own parameters and buffers are allocated, not their children's.
-        comms: the ranks, for their device.
+        comms: the ranks.
         initialise: initialises a module; default: the module's ``reset_parameters()``.
 
     Returns:
         A function for each module that had something on ``meta``, which initialises it.
 
     Raises:
-        ValueError: a module has no ``reset_parameters()``, and ``initialise`` is ``None``.
+        ValueError: on every rank: a module has no ``reset_parameters()``, and ``initialise`` is
+            ``None``.
     """
-    calls: list[Callable[[], object]] = []
     waiting = [m for m in modules if any(t.is_meta for t in own_tensors(m))]
-    for m in waiting:  # all of them, before anything is allocated
-        how = initialise or getattr(type(m), "reset_parameters", None)
-        if how is None:
-            raise ValueError(
-                f"rank {comms.rank}: expected initialise, since a {type(m).__name__} on the meta "
-                "device has no reset_parameters(), got None"
-            )
-        calls.append(torch.no_grad()(partial(how, m)))
+    ways = [initialise or getattr(type(m), "reset_parameters", None) for m in waiting]
+    lacking = [type(m).__name__ for m, how in zip(waiting, ways, strict=True) if how is None]
+    comms.fail_together(
+        f"a {lacking[0]} on the meta device, without reset_parameters()" if lacking else "",
+        "initialise",
+        ValueError,
+    )
+    calls: list[Callable[[], object]] = [
+        torch.no_grad()(partial(how, m)) for m, how in zip(waiting, ways, strict=True) if how
+    ]
     for m in waiting:
         for places in (m._parameters, m._buffers):
             for name, tensor in places.items():

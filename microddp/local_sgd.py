@@ -173,8 +173,9 @@ class LocalSteps:
         if len({(p.dtype, p.device) for p in parameters}) > 1:
             raise ValueError(f"{who} parameters of one dtype on one device")
         for name, part in module.named_modules():
-            if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.track_running_stats:
-                raise ValueError(f"{who} no running statistics, got batch norm in {name or 'it'}")
+            if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats:
+                kind = type(part).__name__
+                raise ValueError(f"{who} no running statistics, got {kind} in {name or 'it'}")
         broadcast_parameters(module, comms)
         self.comms = comms
         self.every, self.warm_up = every, warm_up

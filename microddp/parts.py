@@ -99,8 +99,8 @@ def whole_state(
             second dictionary is empty.
 
     Returns:
-        The state of the module and of the optimizer. On rank 0 all tensors are whole, in main
-        memory; on other ranks what is sharded is missing or still this rank's shard.
+        The state of the module and of the optimizer. On rank 0 all tensors are whole copies, in
+        main memory; on other ranks what is sharded is missing or still this rank's shard.
     """
     mine = own_parts(shards, optimizer)
     kinds: dict[str, Any] = {}  # what any rank keeps of each parameter, and its dtype
@@ -122,9 +122,14 @@ def whole_state(
             together = comms.gather(mine[name]["parts"].get(key, value) if name in mine else value)
             if together is not None:
                 whole[name][key] = together.cpu().view(shape)
+    every = {name: names[p] for name, p in module.named_parameters(remove_duplicate=False)}
     model = module.state_dict()
-    for name, p in module.named_parameters(remove_duplicate=False):
-        model[name] = whole[names[p]].get(VALUES, p.detach())
+    for name, value in model.items() if comms.rank == 0 else ():
+        together = whole[every[name]].get(VALUES) if name in every else None
+        if together is not None:
+            model[name] = together
+        elif torch.is_tensor(value):
+            model[name] = value.detach().to("cpu", copy=True)
     if optimizer is None:
         return model, {}
     states = [{k: v for k, v in values.items() if k != VALUES} for values in whole.values()]
@@ -150,34 +155,48 @@ def load_parts(
 ) -> None:
     """Load this rank's values from the states of any number of ranks, or from a whole state.
 
+    A collective.
+
     Args:
         shards: this rank's shards; the states may be of shards that were cut differently.
         comms: the ranks.
         saved: states that together have all values. They are read one after the other, so each may
             be a file that is mapped into memory (``torch.load(..., mmap=True)``).
-        optimizer: an optimizer of the shards, whose state is loaded, too.
+        optimizer: an optimizer of the shards, whose state is replaced.
 
     Raises:
-        ValueError: a parameter has another shape, or some of its values are in none of the states.
+        ValueError: on every rank: a parameter has another shape, or some of its values are in none
+            of the states.
     """
     found = {s.name: torch.zeros(len(s.sharded_data), dtype=torch.bool) for s in shards}
+    wrong = ""
+    if optimizer is not None:
+        for shard in shards:
+            optimizer.state.pop(shard.sharded_param, None)
     for parts in saved:
         for shard in shards:
             if (entry := parts.get(shard.name)) is None:
                 continue
-            if tuple(entry["shape"]) != tuple(shard.shape):
-                raise ValueError(
-                    f"rank {comms.rank}: expected {shard.name} of shape {tuple(shard.shape)}, "
-                    f"got {tuple(entry['shape'])}"
-                )
+            if (shape := tuple(entry["shape"])) != tuple(shard.shape):
+                wrong = f"{shard.name} of shape {shape}, and not {tuple(shard.shape)}"
+                continue
             kept = {} if optimizer is None else optimizer.state[shard.sharded_param]
             keys = [VALUES] if optimizer is None else entry["parts"]
             found[shard.name][_take(shard, entry, keys, kept)] = True
-    if missing := [name for name, here in found.items() if not here.all()]:
-        raise ValueError(
-            f"rank {comms.rank}: expected all values of each parameter, got none, or only "
-            f"some, of {', '.join(missing)}"
-        )
+    if not wrong and (missing := [name for name, here in found.items() if not here.all()]):
+        wrong = f"none, or only some, of {', '.join(missing)}"
+    comms.fail_together(wrong, "all values of each parameter", ValueError)
+    if optimizer is not None:
+        _move_steps(optimizer)
+
+
+def _move_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Bring the numbers of steps to where fused and captured optimizers want them."""
+    for group in optimizer.param_groups:
+        if group.get("fused") or group.get("capturable"):
+            for p in group["params"]:
+                if "step" in (kept := optimizer.state.get(p, {})):
+                    kept["step"] = kept["step"].to(p.device)
 
 
 def _take(shard: ParamShard, entry: Mapping[str, Any], keys: Iterable[str], kept: Any) -> slice:
@@ -220,7 +239,9 @@ def clip_grad_norm(shards: Iterable[nn.Parameter], max_norm: float, comms: Comms
         The norm before scaling, a float32 scalar, the same on every rank.
     """
     shards = list(shards)
-    mine = get_total_norm([p.grad.float() for p in shards if p.grad is not None]).to(comms.device)
+    gradients = [p.grad for p in shards if p.grad is not None]
+    real = [g if g.is_complex() else g.float() for g in gradients]
+    mine = get_total_norm(real).to(comms.device)
     squares = mine.square()
     comms.all_reduce(squares)
     norm = squares.sqrt()

@@ -101,7 +101,7 @@ def check_structure(
             come first.
     """
     tensors = [
-        f"{name}: {_in_words(tensor)}"
+        f"{name}: {in_words(tensor)}"
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
     ]
     mine = [[f"{name}={value}" for name, value in (options or {}).items()], tensors]
@@ -143,7 +143,8 @@ def check_replicas(module: nn.Module, comms: Comms) -> None:
             )
 
 
-def _in_words(tensor: torch.Tensor) -> str:
+def in_words(tensor: torch.Tensor) -> str:
+    """What :func:`check_structure` compares of a tensor."""
     if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
         return "not initialised"
     return describe(tensor) + ("" if tensor.requires_grad else ", no gradient")

@@ -269,7 +269,10 @@ def test_what_cannot_be_is_refused(comms):
         with pytest.raises(ValueError, match=f"{who}a meeting every 1 or more steps"):
             LocalSteps(replica(), comms, **options)
     norm = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-    with pytest.raises(ValueError, match=f"{who}no running statistics, got batch norm in 1"):
+    with pytest.raises(ValueError, match=f"{who}no running statistics, got BatchNorm1d in 1"):
+        LocalSteps(norm, comms, 2)
+    norm = torch.nn.Sequential(torch.nn.InstanceNorm1d(4, affine=True, track_running_stats=True))
+    with pytest.raises(ValueError, match=f"{who}no running statistics, got InstanceNorm1d in 0"):
         LocalSteps(norm, comms, 2)
     mixed = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4).double())
     with pytest.raises(ValueError, match=f"{who}parameters of one dtype"):

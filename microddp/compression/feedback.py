@@ -17,7 +17,9 @@ from microddp.shared import on_thread
 class Compression:
     """Averages buckets of gradients by a compressor, with error feedback; the state of the hook.
 
-    Residuals are kept for each parameter, so that they survive a new plan of buckets.
+    Residuals are kept for each parameter, so that they survive a new plan of buckets. Of one that
+    no rank used in a step (``find_unused_parameters``), what is sent of its residual is lost, since
+    a wrapper leaves its gradient alone.
 
     Args:
         compressor: decides what is sent.
@@ -53,6 +55,8 @@ class Compression:
                 f"rank {self.comms.rank}: compression expected dense gradients of real numbers, "
                 f"got {flat.layout} of {flat.dtype}"
             )
+        if not flat.numel():
+            return
         gradient = self._residual(parameters, flat)
         gradient.add_(flat)
         if not _finite(gradient):

@@ -9,9 +9,11 @@ from microddp.comms import Comms
 
 
 def elements(module: nn.Module) -> list[nn.Module]:
-    """The elements of a module's lists, which compute one after the other."""
+    """The elements of a module's lists, which compute one after the other; not lists in lists."""
     lists = [m for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
-    return list(dict.fromkeys(child for m in lists for child in m))
+    never_called = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
+    every = dict.fromkeys(child for m in lists for child in m)
+    return [child for child in every if not isinstance(child, never_called)]
 
 
 def check_dense(model: nn.Module, comms: Comms) -> None:

@@ -63,16 +63,22 @@ class ShardingContext(ShardedReducer):
 
     def _root_pre_forward(self) -> None:
         if self._callback_queued:  # but never called: the last backward raised half-way
-            self._in_backward.clear()
             self.forget()
-            self._post_backward_final_callback()
-            for param in self.params:
-                param.stashed_grad = None
         for group in self.groups:
             group.reshard()
             group.first_use = group.first_use if self.backward_pending else inf
         self.previous_order, self.forward_order = self.forward_order, []
         self.forward_stack, self.last_exited = [], None
+
+    def forget(self) -> None:
+        """Forget gradients that were not reduced, and those of a backward that raised."""
+        super().forget()
+        self._in_backward.clear()
+        self._callback_queued = self.backward_pending = False
+        for group in self.groups:
+            group.reshard()
+        for param in self.params:
+            param.stashed_grad = None
 
     def post_forward(self, module: ShardedModule) -> ShardedModule | None:
         """Record that a module's forward ends.

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from microddp.comms import Comms, describe
+from microddp.comms import Comms
 from microddp.deferred import Initialise, materialise, own_tensors
-from microddp.replicas import broadcast_tensors, check_structure
+from microddp.replicas import broadcast_tensors, check_structure, in_words
 from microddp.sharding.blocks import check_dense, elements
 from microddp.sharding.param_group import flat_param_groups, group_of
 from microddp.sharding.sharded_module import ShardedModule, sharded_module_of
@@ -86,7 +86,8 @@ def fully_shard(
     Raises:
         ValueError: the module is sharded already, a gradient would be sparse, or a module on the
             ``meta`` device cannot initialise itself.
-        RuntimeError: on every rank: the ranks' parameters differ in number, shape or dtype.
+        RuntimeError: on every rank: the ranks' parameters differ in number, shape, dtype or whether
+            they are trained, or their options differ.
 
     Example:
         >>> for block in model.blocks:
@@ -115,8 +116,14 @@ def fully_shard(
         group.reshard()
     tensors = dict.fromkeys(t for m in mine for t in own_tensors(m) if group_of(t) is None)
     names = {t: name for name, t in (*module.named_buffers(), *module.named_parameters())}
+    options = {
+        "reshard_after_forward": reshard_after_forward,
+        "dtypes": [param_dtype, reduce_dtype],
+        "collectives": collectives,
+        **{names[t]: in_words(t) for t in tensors},
+    }
     for ranks in filter(None, (comms, replicas)):
-        check_structure(nn.Module(), ranks, {names[t]: describe(t) for t in tensors})
+        check_structure(nn.Module(), ranks, options)
         broadcast_tensors(tensors, ranks)
     groups = flat_param_groups(
         {names[t]: t for t in tensors if isinstance(t, nn.Parameter)},

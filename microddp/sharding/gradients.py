@@ -26,7 +26,8 @@ class ShardedGradients(ShardedReducer):
     is reduce-scattered while backward goes on. Build an optimizer of ``shards``, call
     :meth:`finish` after backward, and after the optimizer's step :meth:`all_gather` or
     :meth:`all_gather_in_forward`. Bytes that a rank sends in a step: (n-1)/n S of gradients, and as
-    many of parameters.
+    many of parameters. Several backwards may come before :meth:`finish` if each reaches the same
+    groups on every rank.
 
     The optimizer may be any that treats each value by itself (SGD, Adam, AdamW). A parameter that
     got no gradient on any rank has a mean of zero.
@@ -79,8 +80,7 @@ class ShardedGradients(ShardedReducer):
         ]
         # Each element of a list waits for the groups of its parameters, the module for all others.
         group_of = {param.parameter: group for group in self.groups for param in group.params}
-        lists = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict  # never called
-        blocks = [block for block in elements(module) if not isinstance(block, lists)]
+        blocks = elements(module)
         outside = [p for _, m in module.named_modules({*blocks}) for p in m.parameters(False)]
         for waits, its in [(module, outside), *((block, block.parameters()) for block in blocks)]:
             groups = list(filter(None, dict.fromkeys(map(group_of.get, its))))
@@ -129,8 +129,9 @@ class ShardedGradients(ShardedReducer):
     def all_gather_in_forward(self) -> None:
         """Let the next forward all-gather the parameters, the first layers' first.
 
-        Each layer waits for its own only, so the others' travel while it computes. Until then the
-        parameters are a mixture of old and new values.
+        Each element of a list waits for its own only, when it is called, so the others' travel
+        while it computes. Until then its parameters are a mixture of old and new values: a model
+        that reads them without calling the element needs :meth:`all_gather`.
         """
         self._stale = True
 

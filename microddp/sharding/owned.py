@@ -123,7 +123,8 @@ class OwnedGroup:
         with self.timeline.span("wait for gradients", lane="wait"):
             flat = reduced.wait()
         for i, param in self.owned.items():
-            param.add_gradient(self._view(flat, i))
+            if self.parameters[i].requires_grad:  # it may have been frozen meanwhile
+                param.add_gradient(self._view(flat, i))
 
     def gather(self) -> Future:
         """Start to all-gather the parameters from their owners. A collective."""
@@ -171,7 +172,7 @@ class OwnedOptimizer:
 
     Args:
         optimizer_class: any optimizer, as ``torch.optim.Muon``.
-        parameters: they become those of rank 0, and views of flat tensors.
+        parameters: those that are trained become those of rank 0, and views of flat tensors.
         comms: the ranks.
         bucket_cap_mb: least size of a group in MiB; ``None``: 25.
         collectives: a key of ``microddp.shared.SCATTER_GATHERS``, or ``"auto"``.
@@ -197,7 +198,8 @@ class OwnedOptimizer:
         collectives: str = AUTO,
         **options: Any,
     ) -> None:
-        named = {str(i): p for i, p in enumerate(parameters)}
+        trained = dict.fromkeys(p for p in parameters if p.requires_grad)  # each once
+        named = {str(i): p for i, p in enumerate(trained)}
         optimizer_class(named.values(), **options)  # what it refuses, it refuses on every rank
         broadcast_tensors([p.data for p in named.values()], comms)
         self.groups = owned_groups(named, comms, bucket_cap_mb, collectives)
@@ -206,7 +208,7 @@ class OwnedOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizers' groups, for schedules of the learning rate."""
+        """The optimizers' groups, for schedules of the learning rate; a rank may have none."""
         return [group for each in self._optimizers if each for group in each.param_groups]
 
     @property

@@ -73,7 +73,7 @@ class FlatParamGroup:
         shard: this rank's ``shard_numel`` values of it.
         numel: number of values without the padding.
         params: all parameters of the group.
-        local_params: the ones of which this rank's shard has at least one value.
+        local_params: the ones of which this rank's shard has at least one value, or no rank's has.
         is_sharded: whether the parameters are shards now. Always ``False`` without
             ``shard_params``.
         is_kept: whether the flat tensor is whole meanwhile.
@@ -127,7 +127,7 @@ class FlatParamGroup:
             p.data, begin = self.params[-1].unsharded_data, end
             if shard_params:
                 p.__dict__["_microddp_group"] = self
-        self.local_params = [param for param in self.params if len(param.sharded_data)]
+        self.local_params = [p for p in self.params if len(p.sharded_data) or not p.shape.numel()]
         self.is_sharded = self.is_kept = False
         self.first_use = inf
         self._all_gather: Future | None = None
@@ -278,10 +278,11 @@ class FlatParamGroup:
 
     def _add_to_gradients(self, mean: torch.Tensor) -> None:
         mean = mean.to(self.shard.dtype, copy=not self.keep_gradients)
-        # With sharded parameters, one of which this rank has no value gets an empty gradient: a
-        # loop over all gradients finds one for each.
-        for param in self.params if self.shard_params else self.local_params:
-            param.add_gradient(mean[param.shard_range])
+        # One of which this rank has no value gets an empty gradient: a loss scaler wants some on
+        # every rank. One that was frozen meanwhile gets none.
+        for param in self.params:
+            if param.parameter.requires_grad:
+                param.add_gradient(mean[param.shard_range])
 
 
 def flat_param_groups(

@@ -59,7 +59,8 @@ class ShardedModule:
         """Let each backward inside add to this rank's own gradients, and reduce none of them.
 
         They are unsharded, in the dtype of the unsharded parameters, and each rank keeps those of a
-        module until a backward outside comes to it.
+        module until a backward outside comes to it, or :meth:`zero_grad` forgets them, which the
+        module's own does not.
         """
         return self.context.no_sync()
 
@@ -71,6 +72,12 @@ class ShardedModule:
         nothing is left out.
         """
         return self.context.all_reduces.no_sync()
+
+    def zero_grad(self) -> None:
+        """Forget all gradients: the shards', and what the two contexts above have kept."""
+        self.context.forget()
+        for param in self.context.params:
+            param.parameter.grad = None
 
     def whole_state_dict(self) -> dict[str, Any]:
         """Gather the state dictionary that the whole model would have without sharding.

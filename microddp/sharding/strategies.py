@@ -66,6 +66,10 @@ class Sharded(Strategy):
     def no_sync(self) -> AbstractContextManager[None]:
         return self.sharded.no_sync()
 
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        self.reducer.forget()
+        super().zero_grad(optimizer)
+
     def remove(self) -> None:
         self.sharded.remove()
 
@@ -104,7 +108,11 @@ class Sharded(Strategy):
 
 @register("zero1")
 class Zero1(Sharded):
-    """ZeRO 1: the optimizer's state is sharded, an n-th on each rank."""
+    """ZeRO 1: the optimizer's state is sharded, an n-th on each rank.
+
+    A model may use an element of its lists only by calling it: see
+    :meth:`~microddp.sharding.gradients.ShardedGradients.all_gather_in_forward`.
+    """
 
     stage = 1
     sharded: ShardedGradients
@@ -120,10 +128,6 @@ class Zero1(Sharded):
         self.sharded = self.reducer = ShardedGradients(
             model, comms, bucket_cap_mb, keep_gradients=self.stage < 2, collectives=collectives
         )
-
-    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        super().zero_grad(optimizer)
-        self.sharded.forget()
 
     def finish(self) -> None:
         self.sharded.finish()
@@ -300,7 +304,7 @@ class Owned(Sharded):
         return nullcontext()  # nothing is sent before finish()
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        super().zero_grad(optimizer)
+        Strategy.zero_grad(self, optimizer)
         self.module.zero_grad()  # the owners' optimizers know the averages only
 
     def finish(self) -> None:

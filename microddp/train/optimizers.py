@@ -46,6 +46,8 @@ class MuonWithAdam(torch.optim.Optimizer):
         """Update all parameters that have a gradient."""
         del closure  # of no use to either
         for part in self._parts:
+            for group in part.param_groups:  # a schedule changes this optimizer's
+                group["lr"] = self.param_groups[0]["lr"]
             part.step()
 
 

@@ -20,7 +20,8 @@ def bench(ranks, report, *options):
 
 def _on_a_smaller_model(*options):
     values = torch.randn(32, 256)
-    sharded.models = lambda _: {"MLP 512": lambda: (FullMLP(256, depth=4), mse_loss, (values, values))}
+    smaller = lambda: (FullMLP(256, depth=4), mse_loss, (values, values))  # noqa: E731
+    sharded.models = lambda _: {"MLP 512": smaller}
     return be_the_module("microddp.bench", "sharded", *options)
 
 

@@ -317,3 +317,9 @@ def test_halves_of_other_halves(comms):
     values, mean = torch.ones(4, dtype=torch.float16), torch.empty(4, dtype=torch.float16)
     compressor("bf16").average(values, mean, [], comms)
     assert mean.tolist() == [1.0] * 4
+
+
+@on_ranks(2)
+def test_a_bucket_without_values_is_sent(comms):
+    for name in ALL:
+        Compression(compressor(name), comms).average(parameters([(0, 3)]), torch.zeros(0))

@@ -702,3 +702,76 @@ def test_every_parameter_has_a_gradient_if_only_an_empty_one(comms):
         optimizer.step()
         optimizer.zero_grad()
     assert sum(comms.all_gather_data(empty)), "a rank has nothing of some parameter"
+
+
+class Nested(nn.Module):
+    """Blocks that are lists of layers, and never called themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleList(nn.Linear(8, 8) for _ in range(2)) for _ in range(2)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            for layer in block:
+                x = layer(x)
+        return x
+
+
+@on_ranks(2)
+def test_lists_in_lists_are_no_blocks(comms):
+    torch.manual_seed(0)
+    model = Nested()
+    whole, x = copy.deepcopy(model), torch.randn(3, 8)
+    shard_blocks(model, comms, least_bytes=1)
+    torch.testing.assert_close(model(x), whole(x))
+
+
+@on_ranks(2)
+def test_ranks_that_train_other_parameters_are_refused(comms):
+    model = nn.Linear(4, 4)
+    model.bias.requires_grad_(comms.rank == 0)
+    with pytest.raises(RuntimeError, match=r"bias=float32 \(4,\), no gradient on rank 1"):
+        fully_shard(model, comms)
+
+
+@on_ranks(2)
+def test_all_gradients_can_be_forgotten(comms):
+    """Those of no_sync(), and those of a backward that raised half-way, too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        fully_shard(layer, comms)
+    sharded, x = fully_shard(model, comms), torch.ones(1, 4) * (comms.rank + 1)
+    model(x).sum().backward()
+    right = [p.grad.clone() for p in model.parameters()]
+
+    def fail(_):
+        raise ArithmeticError
+
+    def raises():
+        handle = model[0].weight.register_hook(fail)
+        with pytest.raises(ArithmeticError):
+            model(x).sum().backward()
+        handle.remove()
+
+    def alone():
+        with sharded.no_sync():
+            model(x).sum().backward()
+
+    for before in (alone, raises, lambda: (alone(), raises())):
+        before()
+        sharded.zero_grad()
+        model(x).sum().backward()
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), right, strict=True))
+
+
+@on_ranks(2)
+def test_the_norm_of_complex_gradients_has_both_parts(comms):
+    model = nn.Linear(2, 1, bias=False, dtype=torch.complex64)
+    fully_shard(model, comms)
+    model.weight.grad = torch.tensor([3j if comms.rank else 4j])
+    assert clip_grad_norm(model.parameters(), 1.0, comms).item() == pytest.approx(5)
+    assert model.weight.grad.abs().item() == pytest.approx(0.6 if comms.rank else 0.8)

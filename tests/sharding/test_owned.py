@@ -134,3 +134,17 @@ def test_what_an_optimizer_refuses_is_refused_on_every_rank(comms):
     vectors = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))]
     with pytest.raises(ValueError, match="Muon only supports 2D"):
         OwnedOptimizer(torch.optim.Muon, vectors, comms)
+
+
+@on_ranks(2)
+def test_each_trained_parameter_is_owned_once(comms):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    model[0].bias.requires_grad_(False)
+    tied = [*model.parameters(), model[1].weight]
+    before = [p.detach().clone() for p in model.parameters()]
+    muon = OwnedOptimizer(torch.optim.AdamW, tied, comms, lr=0.1, weight_decay=0.5)
+    model(torch.ones(2, 4)).sum().backward()
+    muon.step()
+    moved = [not torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True)]
+    assert moved == [True, False, True]

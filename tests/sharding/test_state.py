@@ -178,7 +178,7 @@ def test_parts_that_do_not_fit_are_refused(comms):
         load_parts(run.local_params, comms, [half, half])
     load_parts(run.local_params, comms, [parts, parts])  # as replicas of shards have them
     wrong = {**parts, first: {**parts[first], "shape": (1, 2)}}
-    with pytest.raises(ValueError, match=rf"expected {first} of shape"):
+    with pytest.raises(ValueError, match=rf"expected all values .*{first} of shape \(1, 2\)"):
         load_parts(run.local_params, comms, [wrong])
 
 
@@ -252,7 +252,47 @@ def test_a_model_that_was_never_whole(comms):
     assert model[3].weight is model[0].weight
     with torch.device("meta"):
         own = Own()
-    with pytest.raises(ValueError, match=r"expected initialise, since a Own on the meta device"):
+    with pytest.raises(ValueError, match=r"expected initialise, got .* a Own on the meta device"):
         fully_shard(own, comms)
     fully_shard(own, comms, initialise=lambda m: m.scale.fill_(comms.rank + 2.0))
     assert all(value == 2 for value in own.scale.tolist()), "rank 0's"
+
+
+@on_ranks(2, 3)
+def test_an_optimizer_that_has_state_already_goes_on_from_the_loaded_one(comms):
+    for stage in (2, 3):
+        run, again = Run(comms, stage), Run(comms, stage)
+        parts = gathered(comms, own_parts(run.local_params, run.optimizer))
+        run.steps(0)
+        load_parts(run.local_params, comms, parts, run.optimizer)
+        if stage < 3:
+            run.sharded.all_gather()
+        for trained in (run, again):
+            trained.steps(1)
+        torch.testing.assert_close(run.weights(), again.weights())
+
+
+@on_ranks(2)
+def test_a_whole_state_does_not_change_with_the_model(comms):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    sharded = fully_shard(model, comms)
+    kept = sharded.whole_state_dict()
+    before = copy.deepcopy(kept)
+    model(torch.randn(8, 4))
+    assert all(torch.equal(kept[name], value) for name, value in before.items())
+
+
+@on_ranks(3)
+def test_a_parameter_without_values_keeps_its_shape(comms):
+    model = nn.Linear(4, 4)
+    model.nothing = nn.Parameter(torch.zeros(0, 5))
+    whole = fully_shard(model, comms).whole_state_dict()
+    assert comms.rank > 0 or whole["nothing"].shape == (0, 5)
+
+
+@on_ranks(2)
+def test_what_only_one_rank_cannot_initialise_is_refused_on_all(comms):
+    with torch.device("meta" if comms.rank else "cpu"):
+        model = Own()
+    with pytest.raises(ValueError, match="expected initialise, got rank 1: a Own on the meta"):
+        fully_shard(model, comms)

@@ -232,3 +232,57 @@ def test_a_step_after_a_backward_that_raised_knows_nothing_of_it(comms):
             strategy.remove()
             weights.append(flat(model))
         assert torch.equal(*weights), schedule
+
+
+@on_ranks(3)
+def test_ranks_without_values_scale_the_loss_as_the_others(comms):
+    for name in STAGES:
+        torch.manual_seed(0)
+        strategy = STRATEGIES[name](nn.Linear(1, 1), comms)  # two values
+        optimizer = torch.optim.Adam(strategy.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        take_step(strategy, mse_loss, optimizer, torch.ones(2, 3, 1).unbind(), scaler=scaler)
+        assert scaler.get_scale() == 4.0, name
+
+
+@on_ranks(2)
+def test_what_is_frozen_after_sharding_stays(comms):
+    for name in STAGES:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        strategy = STRATEGIES[name](model, comms)
+        optimizer = torch.optim.AdamW(strategy.parameters(), weight_decay=0.5)
+        model[0].weight.requires_grad_(False)
+        before = strategy.state(model, optimizer)[0]
+        take_step(strategy, mse_loss, optimizer, torch.randn(2, 3, 4).unbind())
+        after = strategy.state(model, optimizer)[0]
+        if comms.rank == 0:
+            same = [key for key in before if torch.equal(before[key], after[key])]
+            assert same == ["0.weight"], name
+
+
+@on_ranks(2)
+def test_a_step_forgets_what_a_raised_one_had_accumulated(comms):
+    ends = {}
+    for name in ("ddp", *STAGES):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        strategy = STRATEGIES[name](model, comms)
+        optimizer = torch.optim.SGD(strategy.parameters(), lr=0.1)
+        data, losses = torch.randn(2, 4, 4).unbind(), []
+
+        def second_raises(output, target, losses=losses):
+            losses.append(mse_loss(output, target))
+            if len(losses) == 2:
+                raise ArithmeticError
+            return losses[-1]
+
+        with pytest.raises(ArithmeticError):
+            take_step(strategy, second_raises, optimizer, data, parts=2)
+        take_step(strategy, mse_loss, optimizer, data, parts=2)
+        strategy.meet()
+        ends[name] = strategy.state(model, optimizer)[0]
+    if comms.rank == 0:
+        for name in STAGES:
+            for key, value in ends["ddp"].items():
+                torch.testing.assert_close(ends[name][key], value, msg=f"{name} {key}")

@@ -28,6 +28,7 @@ from microddp.strategies import STRATEGIES
 from microddp.timing import Span
 from microddp.train import Trainer, TrainingConfig, loop, mean_step, parse, train
 from microddp.train import __main__ as command
+from microddp.train.optimizers import OPTIMIZERS
 from microddp.train.options import CHOICES
 from microddp.train.task import LEVELS, SURPRISES, make_task, synthetic_tokens
 
@@ -675,3 +676,13 @@ def without_torchvision(comms):
 
 def test_missing_data_is_an_error_on_every_rank():
     run(without_torchvision, 2)
+
+
+def test_a_schedule_of_the_learning_rate_reaches_muon():
+    parameters = [torch.nn.Parameter(torch.ones(3, 3)), torch.nn.Parameter(torch.ones(3))]
+    optimizer = OPTIMIZERS["muon"](parameters, 0.1)
+    optimizer.param_groups[0]["lr"] = 0.0
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert all(p.eq(1).all() for p in parameters)
