@@ -89,16 +89,13 @@ sphinx_gallery_conf = {
     "gallery_dirs": "chapters",
     "filename_pattern": r"/\d\d_\w+\.py$",
     "image_scrapers": "figures.scraper.scrape",
-    "matplotlib_animations": False,
     "download_all_examples": False,
     "remove_config_comments": True,
     "first_notebook_cell": f"{get_it}\n\n{several_ranks}",
     "show_signature": False,
-    "show_memory": False,
     "write_computation_times": False,
     "within_subsection_order": "FileNameSortKey",
     "doc_module": ("microddp",),
-    "backreferences_dir": None,
     "nested_sections": False,
 }
 imports = ["microddp.figures", "torch._dynamo", "jupytext"]

@@ -12,4 +12,16 @@
   } catch {
     // The browser keeps nothing.
   }
+  // A link to what only one of the builds found shows that build's outputs.
+  const show = () => {
+    const aim = document.getElementById(location.hash.slice(1));
+    const panel = aim?.closest(".of-here, .of-there");
+    const input = panel && [...inputs].find(({ value }) => panel.classList.contains(`of-${value}`));
+    if (input && !input.checked) {
+      input.checked = true;
+      aim.scrollIntoView();
+    }
+  };
+  addEventListener("hashchange", show);
+  show();
 })();

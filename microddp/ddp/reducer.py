@@ -138,9 +138,7 @@ class Reducer:
             needed = parameters_behind(tensors_in(output))
             self._unused = [i for i, p in enumerate(self.parameters) if id(p) not in needed]
         self.backward = ExpectedBackward(self.buckets, self._calls)
-        if not (self.find_unused or self._counting):
-            return output
-        return tree_map(self._watched, output)
+        return tree_map(self._watched, output) if self.find_unused or self._counting else output
 
     def _watched(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.grad_fn is None:
@@ -254,8 +252,7 @@ class Reducer:
     def shadow(self) -> None:
         """Take part in a backward of the other ranks, with gradients of zero and none kept."""
         in_order = self._used_nowhere is not None
-        carrier = self.buckets.carrier
-        buckets = Buckets(self.module, self.comms, as_view=False, carrier=carrier)
+        buckets = Buckets(self.module, self.comms, as_view=False, carrier=self.buckets.carrier)
         buckets.send = self.buckets.send
         buckets.follow(self.buckets.plan)
         now = Backward(buckets)

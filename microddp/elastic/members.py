@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -175,7 +176,7 @@ class Members:
 
     def _leave(self) -> None:
         if self._comms is not None:
-            end_of_gloo(self._comms)
+            end_of_gloo(weakref.ref(self._comms))
             self._comms = None
 
     def _reach(self) -> Line:

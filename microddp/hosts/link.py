@@ -156,9 +156,11 @@ class Box:
         if uplink and host is not None:
             raise ValueError(f"expected a host or an uplink, got {host} and {list(uplink)}")
         if uplink:
-            new = Uplink(tuple(sorted(uplink)), Link.parse(speed))
-            others = (each for each in self.uplinks if each.hosts != new.hosts)
-            return replace(self, uplinks=(*others, new))
+            hosts = tuple(sorted(uplink))
+            others = {each.hosts: each for each in self.uplinks}
+            old = others.pop(hosts, None)
+            new = Uplink(hosts, Link.parse(speed, old.link.delay if old else 0.0))
+            return replace(self, uplinks=(*others.values(), new))
         if host is not None:
             self.check(host)
         links = tuple(

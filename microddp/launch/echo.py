@@ -13,7 +13,9 @@ def is_echo(error: BaseException | None) -> bool:
 
     Then the cause is that rank's. The exceptions that an error was raised from count as well.
     """
-    while error is not None:
+    seen: set[int] = set()  # `raise e from e` makes a circle
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         kinds, text = {kind.__name__ for kind in type(error).__mro__}, str(error)
         # gloo's errors are plain RuntimeErrors, which name their place in its source.
         of_gloo = "RuntimeError" in kinds and "/gloo/" in text

@@ -14,7 +14,7 @@ from microddp.carrier import BACKEND, Carrier
 from microddp.comms import Comms, Pending
 from microddp.shared.collectives import shared_all_reduce, shared_broadcast
 from microddp.shared.comm_hook import AtWait, on_thread
-from microddp.shared.hierarchical import hierarchical_all_reduce
+from microddp.shared.hierarchical import hierarchical_all_reduce, hierarchy_of
 from microddp.shared.region import cached_per_comms, machines_of, region_of
 from microddp.timing import measure
 
@@ -129,6 +129,8 @@ class AlgorithmCarrier(Carrier):
         self.name = name
         self._free_cores = comms.cores > comms.ranks_on_cores * torch.get_num_threads()
         self.by_size: Mapping[int, str] = fastest(comms) if name == AUTO else {1: name}
+        if name == "hierarchical":  # now: on a thread its groups would be made among other calls
+            hierarchy_of(comms)
 
     @property
     def maker(self) -> Callable[[Comms], Carrier]:

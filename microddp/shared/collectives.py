@@ -54,7 +54,7 @@ def shared_all_reduce(tensor: torch.Tensor, comms: Comms, op: str = "sum") -> No
     region = _region(tensor, comms)
     call = f"shared_all_reduce({describe(tensor)}, op={op})"
     with comms.agree(call), flattened(tensor, comms, op) as (flat, combine):
-        if flat.nbytes * region.size <= min(ONE_SHOT_BYTES, BUFFER_BYTES * region.size):
+        if flat.nbytes * region.size <= ONE_SHOT_BYTES:
             _one_shot(region, call, flat, combine)
         elif (offset := region.offset_of(flat)) != NOT_SHARED:
             _in_place(region, f"{call} in shared memory", flat, combine, offset)

@@ -25,7 +25,9 @@ def all_reduce_hook(
     The algorithm runs on a thread of its own while backward goes on: see :func:`on_thread`.
 
     Args:
-        state: the ranks, and for example :func:`~microddp.allreduce.ring.ring_all_reduce`.
+        state: the ranks, and for example :func:`~microddp.allreduce.ring.ring_all_reduce`. What
+            makes groups or maps memory when it is first called, as those of :mod:`microddp.shared`,
+            has to be called once before.
         bucket: whose buffer is averaged in place.
 
     Example:

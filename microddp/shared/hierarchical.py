@@ -85,11 +85,14 @@ class Hierarchy:
             op: as for :func:`hierarchical_all_reduce`.
         """
         inside_op = "sum" if op == "mean" else op
+        # On another thread there is neither of the two.
+        mode = torch.inference_mode if torch.is_inference_mode_enabled() else torch.no_grad
 
         def cross(part: torch.Tensor) -> None:
-            shares = part.tensor_split(self.shares)
-            for share, lane in self.lanes.items():
-                ring_all_reduce(shares[share], lane, inside_op)
+            with mode():
+                shares = part.tensor_split(self.shares)
+                for share, lane in self.lanes.items():
+                    ring_all_reduce(shares[share], lane, inside_op)
 
         with flattened(tensor, comms, op) as (flat, _):
             parts = flat.tensor_split(max(1, -(-flat.nbytes // PART_BYTES)))
@@ -113,9 +116,10 @@ def hierarchical_all_reduce(tensor: torch.Tensor, comms: Comms, op: str = "sum")
     there may be several machines, with any number of ranks each. The first call of a group finds
     its machines and makes their groups.
     """
-    _hierarchy_of(comms).all_reduce(tensor, comms, op)
+    hierarchy_of(comms).all_reduce(tensor, comms, op)
 
 
 @cached_per_comms
-def _hierarchy_of(comms: Comms) -> Hierarchy:
+def hierarchy_of(comms: Comms) -> Hierarchy:
+    """The hierarchy of a job's ranks by machine. A collective, when it is first called."""
     return Hierarchy(comms, machines_of(comms))

@@ -170,18 +170,22 @@ class SharedRegion:
         tries = self._tries if mine else 0
         for address in self._theirs:
             semaphores.post(address)
-        for peer, address in self._from:
+        for k, (_, address) in enumerate(self._from):
             if not semaphores.wait(address, tries, SLICE):
-                self._wait_for(peer, address)
+                self._wait_for_first(self._from[k:])
         self.barriers += 1
 
-    def _wait_for(self, peer: int, address: int) -> None:
-        begun = time.monotonic()
+    def _wait_for_first(self, missing: Sequence[tuple[int, int]]) -> None:
+        (peer, address), begun = missing[0], time.monotonic()
         while True:
-            for other, memory in enumerate(self.memories):
-                if other != self.rank and not memory.owner_lives():
-                    if semaphores.wait(address, 1, 0):
-                        return  # it had come before it ended
+            for other, theirs in missing:
+                memory = self.memories[other]
+                if not memory.owner_lives():
+                    if semaphores.wait(theirs, 1, 0):  # it had come before it ended
+                        if other == peer:
+                            return
+                        semaphores.post(theirs)  # until it is its turn
+                        continue
                     words = memory.first[LAST_WORDS].rstrip(b"\0").decode(errors="replace")
                     raise dist.DistError(
                         f"rank {self.rank}: expected rank {other} at a barrier in shared memory, "

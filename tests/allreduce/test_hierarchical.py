@@ -7,7 +7,7 @@ import torch
 from ranks import on_ranks
 
 from microddp.message_counter import MessageCounter
-from microddp.shared import Hierarchy
+from microddp.shared import Hierarchy, carrier
 
 # The ranks of one real machine, taken for several.
 PARTITIONS = {
@@ -93,3 +93,21 @@ def test_each_machine_may_hold_its_ranks_in_any_order(comms):
     # A rank that left now would leave others that are still connecting to it.
     hierarchy.all_reduce(flat, comms)
     assert flat.tolist() == [comms.world_size * i for i in range(10)]
+
+
+@on_ranks(2)
+def test_inference_mode_holds_between_machines_too(comms):
+    with torch.inference_mode():
+        tensor = torch.ones(3 << 20)  # several parts, which cross on a thread
+        Hierarchy(comms, [[0], [1]]).all_reduce(tensor, comms)
+    assert tensor.eq(2).all()
+
+
+@on_ranks(2)
+def test_a_carrier_makes_its_groups_at_once(comms):
+    """Later, on a thread, that would come among other calls of these ranks."""
+    made = carrier("hierarchical", comms)
+    comms.subgroup = comms.all_gather_data = None
+    tensor = torch.ones(1000)
+    made.start(tensor, is_last=False).wait()
+    assert tensor.eq(2).all()

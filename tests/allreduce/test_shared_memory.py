@@ -3,10 +3,12 @@
 That the all-reduce equals the oracles for every dtype, op and size is tested with the others'.
 """
 
+import gc
 import mmap
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from kills import kill
 from ranks import on_ranks, run
 
+import microddp
 from microddp.launch import is_echo
 from microddp.shared import (
     collectives,
@@ -380,3 +383,21 @@ def test_a_rank_that_does_not_come_is_an_error_after_the_time_out(comms):
     ):
         shared_all_reduce(torch.ones(3), comms)
     assert 0.9 < time.monotonic() - began < 2.5
+
+
+def jobs_one_after_the_other(_):
+    files = []
+    for _ in range(3):
+        comms = microddp.init()
+        shared_all_reduce(torch.ones(9), comms)
+        comms.close()
+        del comms
+        gc.collect()
+        files.append(len(os.listdir("/proc/self/fd")))
+    return files
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+def test_memory_is_given_back_when_a_job_ends():
+    for files in run(jobs_one_after_the_other, 2, None, join=False):
+        assert files[1] == files[2]

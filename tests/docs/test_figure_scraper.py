@@ -178,6 +178,3 @@ def test_sizes_are_in_pixels_of_the_page(tmp_path):
         shown = f'<img {pixels} loading="lazy" alt="x" src="../{name}" />'
         assert show(tag, tmp_path / name, tmp_path / "site" / name) == shown
     assert not (tmp_path / "site").exists(), "a figure of another's has no dark form"
-    (tmp_path / "b.svg").write_text('<svg viewBox="0 0 1 1">')
-    with pytest.raises(ValueError, match=r"expected b.svg to begin with its size in points"):
-        size(tmp_path / "b.svg")

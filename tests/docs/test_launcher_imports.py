@@ -17,6 +17,8 @@ PACKAGE = {
     "inside/first": "import p.base\n\ndef name():\n    from p import late\n",
     "inside/second": "",
     "late": "",
+    "relative/__init__": "from .one import name\n",
+    "relative/one": "def name():\n    from .. import late\n",
     "program/__init__": "",
     "program/__main__": "from p.started import it\n",
     "started": "",
@@ -33,7 +35,10 @@ INSIDE = ALWAYS | {"inside/__init__", "inside/first", "late"}
         ("from p.inside import name", INSIDE),
         ("def later():\n    import p.inside.second", INSIDE | {"inside/second"}),
         ("run('-m', 'p.program')", ALWAYS | {"program/__init__", "program/__main__", "started"}),
+        ("import p.relative", ALWAYS | {"relative/__init__", "relative/one", "late"}),
         ('SCRIPT = """\nfrom p import named\n"""', ALWAYS | {"named"}),
+        ('SCRIPT = """\n    from p import named\n"""', ALWAYS | {"named"}),
+        (f"SAID = 'p.{'a' * 300}', '{'a' * 300}.py'", set()),
         ("SCRIPT = 'a sentence: from p import named'", set()),
         ('"""Text: p.named, and\n\nfrom p import named\n"""', set()),
     ],
@@ -45,7 +50,7 @@ def test_what_is_executed(tmp_path, script, expected):
         (package / f"{name}.py").write_text(text)
     path = tmp_path / "script.py"
     path.write_text(script)
-    files = files_of(path, package)
+    files = files_of(path, package, tmp_path)
     assert {str(file.relative_to(package).with_suffix("")) for file in files} == expected
 
 

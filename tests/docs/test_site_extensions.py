@@ -45,6 +45,11 @@ def test_the_first_use_of_a_term_links_to_the_glossary(tmp_path):
         ("../words.html#term-process-group", "process group"),
     ]
     assert 'class="term' not in (book.root / "_site/index.html").read_text()
+    book.write("docs/words.md", GLOSSARY.replace("Ring", "String").replace("ring", "string"))
+    assert book.build("-W").process.returncode == 0
+    again = re.findall(r'<a class="term[^"]*" href="([^"]*)">([^<]*)</a>', book.page("a"))
+    assert ("../words.html#term-string", "string") in again
+    assert "term-ring" not in book.page("a")
 
 
 @pytest.mark.parametrize("path", sorted(CHAPTERS.glob("[0-9]*.py")), ids=lambda path: path.stem)

@@ -131,7 +131,7 @@ class TestLinks:
         slow = plain.relink("100mbit", host=2)
         assert slow.links == (Link(1e9, 0.001), Link(1e9, 0.001), Link(1e8, 0.001), plain.links[3])
         shared = slow.relink("2gbit+1ms", uplink=[3, 2]).relink("500mbit", uplink=(2, 3))
-        assert shared.uplinks == (Uplink((2, 3), Link(5e8)),)
+        assert shared.uplinks == (Uplink((2, 3), Link(5e8, 0.001)),)
         assert shared.links == slow.links
         assert shared.relink("1gbit", host=2).uplinks == shared.uplinks
         assert shared.relink("1gbit") == plain

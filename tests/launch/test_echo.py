@@ -77,3 +77,10 @@ def test_a_stores_own_words():
         other.get("x")
     assert is_echo(late.value)
     assert is_echo(gone.value)
+
+
+@each_rule
+def test_causes_in_a_circle_have_an_end(rule):
+    first, second = ValueError("first"), RuntimeError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert not rule(first)

@@ -55,12 +55,13 @@ class RealHosts:
 
     def __init__(self, text: str) -> None:
         own = os.environ.get("MASTER_ADDR", socket.gethostname())
-        prefixes = [shlex.split(entry) for entry in text.split(";")]
+        prefixes = [shlex.split(entry) for entry in text.removesuffix(";").split(";")]
         self.agents = [
             Agent(_wanted() or max(1, torch.cuda.device_count()), prefix, "" if number else own)
             for number, prefix in enumerate(prefixes)
         ]
-        self.text = f"{len(prefixes)} machines, {self.agents[0].ranks} ranks on each"
+        named = ", ".join(" ".join(prefix) or own for prefix in prefixes)
+        self.text = f"{len(prefixes)} machines, {self.agents[0].ranks} ranks on each: {named}"
 
     def __str__(self) -> str:
         return self.text
@@ -102,9 +103,10 @@ class HostsInABox:
     def __enter__(self) -> Sequence[Agent]:
         try:
             cluster = self.stack.enter_context(Cluster(self.box.links))
+            print(calibration_table(cluster))
         except RuntimeError as error:
+            self.stack.close()
             return [Agent(sum(self.ranks), environment={REFUSED: f"{self}: {error}"})]
-        print(calibration_table(cluster))
         return [
             Agent(
                 ranks,

@@ -193,9 +193,9 @@ def check(app: Sphinx) -> None:
 
 
 def read_again(app: Sphinx, env: BuildEnvironment, *_: set[str]) -> set[str]:
-    """Have all pages read again when the record has changed."""
+    """Have all pages read again when the record has changed, or the package beside it."""
     record = record_of(app)
-    digest = record.digest if record else ""
+    digest = f"{record.digest} {options_of(app)[1]}" if record else ""
     if getattr(env, "other_build", "") == digest:
         return set()
     env.other_build = digest  # type: ignore[attr-defined]

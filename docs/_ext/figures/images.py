@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import imagesize
 from docutils import nodes
-from PIL import Image
 from sphinx.application import Sphinx
 from sphinx.writers.html5 import HTML5Translator
 
@@ -59,19 +59,8 @@ def darken(light: Path, dark: Path) -> None:
 
 
 def size(picture: Path) -> str:
-    """Return a picture's width and height in a page's pixels, of which an inch has 96.
-
-    Raises `ValueError` for an SVG that does not begin with its size in points, as matplotlib's do.
-    """
-    if picture.suffix != ".svg":
-        with Image.open(picture) as image:
-            width, height = image.size
-    else:
-        head = picture.read_text(encoding="utf-8")[:1000]
-        points = re.search(r'<svg[^>]* width="([\d.]+)pt" height="([\d.]+)pt"', head)
-        if points is None:
-            raise ValueError(f"expected {picture.name} to begin with its size in points")
-        width, height = (round(float(length) / 72 * 96) for length in points.groups())
+    """Return a picture's width and height in a page's pixels, of which an inch has 96."""
+    width, height = map(round, imagesize.get(picture))
     return f'width="{width}" height="{height}"'
 
 

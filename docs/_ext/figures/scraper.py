@@ -27,6 +27,7 @@ def scrape(block: Any, variables: dict[str, Any], gallery: dict[str, Any]) -> st
             path = Path(next(variables["image_path_iterator"])).with_suffix(".svg")
             figure = plt.figure(number)
             save(figure, path)
+            path.with_stem(path.stem + NARROW).unlink(missing_ok=True)  # of an earlier figure
             place = path.relative_to(gallery["src_dir"]).as_posix()
             parts = [f".. image:: /{place}\n   :alt: {describe(figure)}"]
             parts.append("   :class: sphx-glr-single-img\n")

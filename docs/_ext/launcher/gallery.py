@@ -52,7 +52,9 @@ class Launcher:
     ranks: int
     log_dir: Path
     surroundings: str  # a digest of what all examples depend on
+    confdir: Path
     package: Path | None
+    programs: Path | None
     server: Server | None  # which has imported options.imports
 
     def generate_file_rst(
@@ -123,10 +125,8 @@ class Launcher:
         """Return a digest of what an example imports from the package."""
         if self.package is None:
             return ""
-        programs = self.options.programs
-        folder = self.package.parent
-        files = files_of(source, self.package, folder / programs if programs else None)
-        return digest_of_files(files, folder)
+        files = files_of(source, self.package, self.programs)
+        return digest_of_files(files, self.confdir)
 
     def _hosts(self, source: Path, file_conf: dict[str, Any]) -> Hosts | None:
         """Return the hosts of an example, or `None` for this machine.
@@ -190,10 +190,19 @@ def install(app: Sphinx) -> None:
         raise ConfigError("sphinx_gallery_conf['parallel'] is not possible with the launcher")
     surroundings = digest_of_surroundings(confdir, options.depends, options.variables)
     server = None if options.imports is None else Server(options.imports, ENVIRONMENT)
-    package = confdir / options.package if options.package else None
-    if package and not package.is_dir():
-        raise ConfigError(f"launcher['package']: no folder {package}")
-    launcher = Launcher(options, ranks, confdir / options.log_dir, surroundings, package, server)
+    package, programs = (
+        confdir / name if (name := getattr(options, kind)) else None
+        for kind in ("package", "programs")
+    )
+    for kind, folder in (("package", package), ("programs", programs)):
+        if folder and not folder.is_dir():
+            raise ConfigError(f"launcher[{kind!r}]: no folder {folder}")
+    if programs and not package:
+        raise ConfigError("launcher['programs'] needs launcher['package']")
+    launcher = Launcher(
+        *(options, ranks, confdir / options.log_dir, surroundings, confdir),
+        *(package, programs, server),
+    )
     gen_rst.generate_file_rst = launcher.generate_file_rst
     if server:
         app.connect("env-before-read-docs", lambda *_: server.close())  # all examples have run

@@ -1,7 +1,9 @@
 """Find the files of a package that an example imports, directly or through other files."""
 
 import ast
-from collections.abc import Iterator
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -31,17 +33,26 @@ def files_of(script: Path, package: Path, programs: Path | None = None) -> list[
 @cache  # as files do not change while a build starts
 def _imported(path: Path, package: Path, programs: Path | None) -> tuple[Path, ...]:
     with suppress(SyntaxError):  # which the example's job reports
-        return tuple(_imports(path.read_text(encoding="utf-8"), package, programs))
+        within = (
+            (package.name, *path.parent.relative_to(package).parts)
+            if package in path.parents
+            else ()
+        )
+        return tuple(_imports(path.read_text(encoding="utf-8"), package, programs, within))
     return ()
 
 
-def _imports(source: str, package: Path, programs: Path | None) -> Iterator[Path]:
+def _imports(
+    source: str, package: Path, programs: Path | None, within: Sequence[str] = ()
+) -> Iterator[Path]:
+    """Yield what a source imports; `within` is the package that its relative imports begin at."""
     tree = ast.parse(source)
     alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        if isinstance(node, ast.ImportFrom) and node.level <= len(within):
+            base = within[: len(within) - node.level + 1] if node.level else ()
             for alias in node.names:
-                yield from _files(f"{node.module}.{alias.name}", package)
+                yield from _files(".".join([*base, node.module or "", alias.name]), package)
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 yield from _files(alias.name, package)
@@ -55,17 +66,17 @@ def _named(value: object, package: Path, programs: Path | None) -> Iterator[Path
         return
     if f"import {package.name}" in value or f"from {package.name}" in value:
         with suppress(SyntaxError):  # it is a sentence
-            yield from _imports(value, package, programs)
-    elif value.startswith(f"{package.name}."):
+            yield from _imports(textwrap.dedent(value), package, programs)
+    elif re.fullmatch(rf"{package.name}\.[\w.]{{1,200}}", value):
         yield from _files(value, package)
         yield from _files(f"{value}.__main__", package)
-    elif programs and value.endswith(".py") and (programs / value).is_file():
-        yield programs / value
+    elif programs:
+        yield from (program for program in programs.glob("*.py") if program.name == value)
 
 
 def _files(module: str, package: Path) -> Iterator[Path]:
     """Yield the files that Python executes to import a module, or a name from one."""
-    first, *parts = module.split(".")
+    first, *parts = filter(None, module.split("."))
     if first != package.name:
         return
     folder = package

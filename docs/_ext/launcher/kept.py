@@ -14,7 +14,7 @@ from sphinx_gallery.py_source_parser import Block
 from sphinx_gallery.utils import get_md5sum
 
 # Matches an output that names a line of a script, as tracebacks and warnings do.
-_NAMES_A_LINE = re.compile(r"\bline \d|\.py:\d")
+_NAMES_A_LINE = re.compile(r"\blines? \d|\.py[:(]\d")
 
 
 @dataclass(frozen=True)

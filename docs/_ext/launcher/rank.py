@@ -129,7 +129,9 @@ def _is_secondary(error: BaseException | None) -> bool:
 
     Such an error can come before that rank has come round to reporting its own.
     """
-    while error is not None:
+    seen: set[int] = set()  # `raise e from e` makes a circle
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         kinds, text = {kind.__name__ for kind in type(error).__mro__}, str(error)
         if (kinds & _GONE or "/gloo/" in text) and not any(word in text for word in _OWN):
             return True

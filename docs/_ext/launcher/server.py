@@ -35,6 +35,8 @@ class Server:
 
     def stand_in(self, folder: Path, number: int) -> tuple[list[str], tuple[int]]:
         """Return the command of a stand-in for agent program `number`, and the file it inherits."""
+        if self.process and self.process.poll() is not None:
+            self.close()  # it died: the next one begins anew
         if self.process is None:
             ours, theirs = socket.socketpair()
             order = json.dumps(self.modules), json.dumps([*map(os.path.abspath, sys.path)])
@@ -60,7 +62,7 @@ class Server:
 def _serve(modules: Sequence[str], sys_path: list[str]) -> int:
     requests = socket.socket(fileno=os.dup(0))
     sys.path[:] = sys_path
-    with suppress(Exception):  # the agent program imports them again, and reports the error
+    with suppress(BaseException):  # the agent program imports them again, and reports the error
         for module in (agent.MODULE, *modules):
             import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children here

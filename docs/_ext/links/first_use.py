@@ -5,6 +5,7 @@ from typing import Any
 
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 
 OUR_OWN = {"measured-on", "chapter-head"}  # classes of what the build writes above a chapter
 # Where a term is not prose, or is a link already.
@@ -16,6 +17,15 @@ def terms(app: Sphinx) -> dict[str, tuple[str, str]]:
     objects = app.env.domains.standard_domain.objects
     found = {name.lower(): place for (kind, name), place in objects.items() if kind == "term"}
     return {term: found[term] for term in sorted(found, key=len, reverse=True)}
+
+
+def write_chapters_again(app: Sphinx, env: BuildEnvironment) -> list[str]:
+    """Have all chapters written again when the glossary's terms change."""
+    found = terms(app)
+    if getattr(env, "terms", None) == found:
+        return []
+    env.terms = found  # type: ignore[attr-defined]
+    return [name for name in env.found_docs if name.startswith("chapters/")]
 
 
 def link_first_uses(app: Sphinx, doctree: nodes.document, docname: str) -> None:
@@ -54,5 +64,6 @@ def link_first_uses(app: Sphinx, doctree: nodes.document, docname: str) -> None:
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Connect the handler."""
+    app.connect("env-updated", write_chapters_again)
     app.connect("doctree-resolved", link_first_uses)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

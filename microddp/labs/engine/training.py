@@ -65,22 +65,29 @@ def network(seed: int, dtype: torch.dtype = torch.float64) -> nn.Sequential:
         return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 16)).to(dtype)
 
 
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers by name, those that a state dictionary leaves out, too."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: tensor.detach() for name, tensor in named}
+
+
 def used_model(seed: int, steps: int = 1) -> nn.Module:
-    """Return a model of 14 tensors in two dtypes, as if trained or loaded; it has buffers."""
+    """Return a model of 15 tensors in two dtypes, as if trained or loaded; it has buffers."""
     model = network(seed, torch.float32).insert(1, nn.BatchNorm1d(64))
     model.append(nn.BatchNorm1d(16))
-    for tensor in model.state_dict().values():
+    model[1].register_buffer("not_saved", torch.zeros(3), persistent=False)
+    for tensor in tensors_of(model).values():
         tensor += (seed + 1) * steps * (1 if tensor.is_floating_point() else 2**24 + 1)
     return model
 
 
 def expect_equal_models(bench: Bench, start: Callable[[nn.Module, Comms], None]) -> None:
     """Expect that the reader's function copies rank 0's model to all ranks, in place."""
-    models = [used_model(rank).state_dict() for rank in range(bench.n)]
-    model, new = used_model(bench.rank), used_model(0, steps=0).state_dict()
+    models = [tensors_of(used_model(rank)) for rank in range(bench.n)]
+    model, new = used_model(bench.rank), tensors_of(used_model(0, steps=0))
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     start(model, bench.comms)
-    for name, got in model.state_dict().items():
+    for name, got in tensors_of(model).items():
         kind = "parameter" if name in parameters else "buffer"
         mistakes = {
             f"It is this rank's own still. Broadcast every {kind}, too, in place.": (

@@ -6,7 +6,7 @@ import torch
 
 def start_equal(model, comms):
     by_dtype = {}
-    for tensor in model.state_dict().values():
+    for tensor in [p.detach() for p in model.parameters()] + list(model.buffers()):
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for tensors in by_dtype.values():
         flat = torch.cat([tensor.flatten() for tensor in tensors])

@@ -18,6 +18,10 @@ WRONG = {
         {"[*model.parameters(), *model.buffers()]": "model.parameters()"},
         "rank 0's buffer 1.running_mean.*Broadcast every buffer, too",
     ),
+    "only what is saved": (
+        {"[*model.parameters(), *model.buffers()]": "model.state_dict().values()"},
+        "rank 0's buffer 1.not_saved.*Broadcast every buffer, too",
+    ),
     "a seed and no broadcast": (
         {
             START: "    torch.manual_seed(0)\n"

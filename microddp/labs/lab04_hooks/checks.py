@@ -57,7 +57,7 @@ def hooks(bench: Bench) -> overlap.Hooks:
     return lambda model: bench.work.OverlappedGradients(model, bench.comms)
 
 
-@LAB.check("each all-reduce begins when its gradient is ready", read=CHAPTER)
+@LAB.check("each all-reduce begins when its gradient is ready", read=CHAPTER, ranks=SEVERAL)
 def moment(bench: Bench) -> None:
     model = chain()
     step = overlap.Watched(bench, model, hooks(bench))
@@ -139,7 +139,7 @@ def steps(bench: Bench) -> None:
 
     def sent(step: str, seen: Seen) -> None:
         bench.expect(
-            len(seen.collectives) == count,
+            len(seen.collectives) == count or (bench.n == 1 and not seen.collectives),
             f"{count} all-reduces in {step}",
             len(seen.collectives),
             "finish() must leave everything as it was before the first backward.",
@@ -153,7 +153,7 @@ def tied(bench: Bench) -> None:
     model = Tied()
     nbytes = overlap.Watched(bench, model, hooks(bench)).seen.sizes
     bench.expect(
-        sorted(nbytes) == [16, 64],
+        sorted(nbytes) == [16, 64] or (bench.n == 1 and not nbytes),
         "two all-reduces: of a bias of 16 bytes, and of a weight of 64 that is used twice",
         f"all-reduces of {nbytes} bytes",
         "A parameter that is used twice has one gradient, and needs one hook: take "

@@ -196,15 +196,16 @@ def messages(bench: Bench) -> None:
         "The last bucket was not sent.": right[:-1],
         "Those are the buckets in reverse: that of the last layers comes first.": right[::-1],
     }
+    none_needed = bench.n == 1 and not got  # its gradients are the means
     bench.expect(
-        got == right,
+        got == right or none_needed,
         f"all-reduces of {right} bytes",
         got,
         next((mistake for mistake, wrong in mistakes.items() if got == wrong), ""),
     )
 
 
-@LAB.check("a bucket leaves when it and all before it are full", read=HOOKS)
+@LAB.check("a bucket leaves when it and all before it are full", read=HOOKS, ranks=SEVERAL)
 def moment(bench: Bench) -> None:
     model = chain()
     step, full = overlap.Watched(bench, model, hooks(bench)), 0
@@ -295,6 +296,9 @@ def steps(bench: Bench) -> None:
             mistake = "A bucket keeps what it held in the step before: empty it in finish()."
         elif not got:
             mistake = "No bucket was full: in finish(), have each one miss all its gradients again."
-        bench.expect(got == right, f"all-reduces of {right} bytes in {step}", got, mistake)
+        none_needed = bench.n == 1 and not got
+        bench.expect(
+            got == right or none_needed, f"all-reduces of {right} bytes in {step}", got, mistake
+        )
 
     overlap.expect_three_steps(bench, chain, hooks(bench), sent)

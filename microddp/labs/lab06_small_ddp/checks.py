@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from microddp.labs.engine.bench import Bench, Seen
 from microddp.labs.engine.lab import SEVERAL, Lab
-from microddp.labs.engine.training import drawn, flat
+from microddp.labs.engine.training import drawn, flat, tensors_of
 
 LAB = Lab(
     "lab06_small_ddp",
@@ -53,6 +53,7 @@ class Net(nn.Module):
         self.shared, self.again = nn.Linear(6, 6), nn.Linear(6, 6)
         self.again.weight = self.shared.weight
         self.heads = nn.ModuleList(nn.Linear(6, 1) for _ in range(heads))
+        self.register_buffer("not_saved", torch.full((2,), float(seed)), persistent=False)
         self.double()
 
     def forward(self, x: torch.Tensor, head: int = 0) -> Any:
@@ -146,11 +147,11 @@ def once(bench: Bench, seen: Seen, net: Net, mistake: str) -> None:
 
 @LAB.check("replicas start as rank 0's", read="From hooks to a wrapper")
 def start(bench: Bench) -> None:
-    net, first = Net(bench.rank), Net().state_dict()
+    net, first = Net(bench.rank), tensors_of(Net())
     net.get_buffer("norm.num_batches_tracked").add_(bench.rank)
-    own = copy.deepcopy(net).state_dict()
+    own = tensors_of(copy.deepcopy(net))
     bench.work.SmallDDP(net, bench.comms, BUCKET_BYTES)
-    for name, tensor in net.state_dict().items():
+    for name, tensor in tensors_of(net).items():
         kind = "buffer" if name in dict(net.named_buffers()) else "parameter"
         mistake = f"This rank's own: the constructor has to broadcast every {kind} from rank 0."
         bench.near(tensor, first[name], f"the {kind} {name}", {mistake: own[name]})
@@ -261,6 +262,13 @@ def decides(bench: Bench) -> None:
     seen = backward(bench, loss(net, bench.rank))
     mistake = "An announcement holds for one backward: take it back when that begins."
     silent(bench, seen, "a backward that no forward of the wrapper has announced", mistake)
+    loss(model, bench.rank)  # it is announced, and no backward comes
+    with model.no_sync():
+        seen = backward(bench, loss(model, bench.rank))
+    forgotten = "A forward inside no_sync() takes back what an earlier one has announced."
+    silent(
+        bench, seen, "a forward and backward inside no_sync(), after a forward alone,", forgotten
+    )
 
 
 @LAB.check(

@@ -23,8 +23,8 @@ class SmallDDP(nn.Module):
             held += p.nbytes
             place = len(self.buckets) - 1
             p.register_post_accumulate_grad_hook(lambda p, place=place: self.came(p, place))
-        for tensor in module.state_dict().values():
-            dist.broadcast(tensor, 0)
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.detach(), 0)
 
     def came(self, p, place):
         if self.waiting is None:
@@ -60,7 +60,9 @@ class SmallDDP(nn.Module):
         if not self.quiet:
             for buffer in self.wrapped.buffers():
                 dist.broadcast(buffer, 0)
-            if torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            self.waiting = None  # what was announced before, and got no backward
+            if not self.quiet:
                 self.waiting = [{id(p) for p in bucket} for bucket in self.buckets]
                 self.sent, self.asked = [], False
         return self.wrapped(*args, **kwargs)

@@ -38,6 +38,21 @@ WRONG = {
         },
         "nothing was averaged when backward returned",
     ),
+    "an announcement outlives a quiet forward": (
+        {
+            ANNOUNCE: "        if torch.is_grad_enabled() and self.syncs:\n"
+            "            self.announced = True\n"
+        },
+        "takes back what an earlier one has announced",
+    ),
+    "only what is saved is broadcast": (
+        {
+            BROADCAST: BROADCAST.replace(
+                "(*module.parameters(), *module.buffers())", "module.state_dict().values()"
+            )
+        },
+        "the buffer not_saved.*broadcast every buffer",
+    ),
     "the division is forgotten": ({DIVIDE: ""}, "That is the sum: divide"),
     "a shared weight is divided twice": (
         {

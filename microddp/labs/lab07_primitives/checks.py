@@ -8,7 +8,12 @@ import torch
 
 from microddp.labs.engine.bench import Bench
 from microddp.labs.engine.lab import SEVERAL, Lab
-from microddp.labs.engine.training import expect_equal_models, expect_frugal, used_model
+from microddp.labs.engine.training import (
+    expect_equal_models,
+    expect_frugal,
+    tensors_of,
+    used_model,
+)
 
 LAB = Lab(
     "lab07_primitives",
@@ -69,7 +74,7 @@ def model_bytes(bench: Bench) -> None:
     own = used_model(bench.rank)
     with bench.seen() as seen:
         bench.work.initialise(own, bench.comms)
-    tensors = list(own.state_dict().values())
+    tensors = list(tensors_of(own).values())
     size = sum(tensor.nbytes for tensor in tensors)
     expect_frugal(
         bench, seen, (bench.n - 1) * size, "Every rank needs rank 0's model: broadcast it."

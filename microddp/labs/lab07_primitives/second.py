@@ -5,7 +5,7 @@ import torch
 
 def initialise(model, comms):
     with torch.no_grad():
-        tensors = list(model.state_dict().values())
+        tensors = [*model.parameters(), *model.buffers()]
         raw = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
         comms.broadcast(raw)
         for tensor, part in zip(tensors, raw.split([t.nbytes for t in tensors]), strict=True):

@@ -52,7 +52,10 @@ WRONG = {
         "It went through float32",
     ),
     "a broadcast for each tensor": (
-        {FLAT: "    for tensor in model.state_dict().values():\n        comms.broadcast(tensor)\n"},
+        {
+            FLAT: "    for tensor in [*model.parameters(), *model.buffers()]:\n"
+            "        comms.broadcast(tensor.detach())\n"
+        },
         "Each call costs a start",
     ),
     "all samples to everybody, then a slice": (

@@ -58,6 +58,10 @@ WRONG = {
         "works 1.25 times as long as the others",
     ),
     "beside the mean of all": (
+        {"statistics.median(others)": "statistics.mean(others)"},
+        "with their mean",
+    ),
+    "it compares with the mean of all": (
         {"statistics.median(others)": "statistics.mean(ranks)"},
         "got None.*Compare only what a rank does while it does not wait",
     ),

@@ -50,9 +50,6 @@ class Data:
         self.generator = torch.Generator().manual_seed(3)
         self.asked: Callable[[], object] = lambda: None
 
-    def __iter__(self) -> Data:
-        return self
-
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
         self.asked()
         batch = torch.randint(SAMPLES, (SIZE,), generator=self.generator)[self.mine]
@@ -301,6 +298,13 @@ def midst(bench: Bench) -> None:
         f"no {unwritten.name} until it is whole, as rank 0 was killed while it wrote it",
         f"a part of it, {unwritten.stat().st_size if unwritten.exists() else 0} bytes",
         "It had its own name before all was written. Write beside it, then rename.",
+    )
+    newest = [f"checkpoint-{step}.pt" for step in (2, 4)]
+    bench.expect(
+        bench.rank > 0 or set(newest) <= set(run.files),
+        f"{' and '.join(newest)}, as rank 0 was killed while it wrote the next",
+        ", ".join(run.files),
+        f"{TWO} Remove an older one when the next is there, not before.",
     )
     try:
         run.train()

@@ -34,6 +34,13 @@ WRONG = {
         },
         "Keep at least the newest two",
     ),
+    "the older ones go before the new one is there": (
+        {
+            "    folder.mkdir(": '    for old in sorted(folder.glob("checkpoint-*.pt"))[:-1]:\n'
+            "        old.unlink()\n    folder.mkdir(",
+        },
+        "when the next is there, not before",
+    ),
     "the newest by its text": (
         {"sorted(files, reverse=True)": "sorted(files, key=str, reverse=True)"},
         "compare numbers",

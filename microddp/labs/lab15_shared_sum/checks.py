@@ -108,6 +108,12 @@ def expect_sums(bench: Bench, tensor: torch.Tensor, call: int, when: str) -> Non
         )
 
 
+ZEROED = (
+    "somebody set `total` to zero for the next call while others still copied: write to `total` "
+    "after a call's first barrier only."
+)
+
+
 def mistake_of(bench: Bench, got: list[int], call: int, value: float) -> str:
     """Return the sentence for the likely reason of a sum with such digits."""
     right, before = CALLS[call], CALLS[call - 1] if call else 0
@@ -120,8 +126,10 @@ def mistake_of(bench: Bench, got: list[int], call: int, value: float) -> str:
         return (
             "That is what was in `total` before this call: the rank whose part it is had not added "
             "it up yet, or nobody does this part. A barrier is missing between adding up and "
-            "copying."
+            f"copying. If it is zero, it may be that {ZEROED}"
         )
+    if not any(got):
+        return f"It may be that {ZEROED}"
     if any(digit == before for digit in got):
         return (
             "One rank's tensor is missing: it was not written yet when this part was added up, or "

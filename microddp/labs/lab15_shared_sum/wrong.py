@@ -40,6 +40,13 @@ WRONG = {
         {MINE: "    mine += first\n"},
         "still in `total`",
     ),
+    "zeros before others have copied": (
+        {
+            WRITE: "    total[:size].tensor_split(n)[rank].zero_()\n" + WRITE,
+            MINE: "    mine += first\n",
+        },
+        "write to `total` after a call's first barrier only",
+    ),
     "parts that n does not divide": (
         {"tensor_split(n)[rank]": "view(-1)[size // n * rank : size // n * (rank + 1)]"},
         "any number of values.*nobody does this part",
