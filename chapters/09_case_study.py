@@ -585,8 +585,9 @@ used for 15.2 % of a step, and the CPU, which starts kernels, for 61.1 %. So lar
 two with 8 each 3.4: fill one GPU before you add another. Between machines bytes come first, at the
 same global batch: send half. Where it may grow, more pairs a device share both $f$ and $M$.
 
-The formula leaves out the starts of messages, of which a smaller cap needs more. The hook converts
-on the CPU, and Python runs between the pauses: neither is to scale, and both only add time.
+The formula leaves out the Python that runs between the pauses, of one device's step, too; the
+starts of messages, of which a smaller cap needs more; and the hook, which converts on the CPU. None
+of these is to scale, and all only add time.
 
 :::{admonition} On GPUs
 By the formula what the rungs gain follows from $M/t$, the same on stage and cluster; the starts and

@@ -104,8 +104,8 @@ if known:
     in_order, other = calls
     ring = Prediction(least["host 2 slow"][in_order], took["host 2 slow"][in_order])
     said = (
-        f"With host 2's link at a tenth, the ring takes {ring}; in the other order "
-        f"{in_words(took['host 2 slow'][other])}."
+        f"With host 2's link at a tenth, the ring takes {ring}; in the other order, which has the "
+        f"same bound, {in_words(took['host 2 slow'][other])}."
     )
     find(comms, "slow-link", **ring.sides(said))
     shared = took["2 and 3 share"]
@@ -113,8 +113,8 @@ if known:
     more = [1e3 * (shared[k].median - least["2 and 3 share"][k]) for k in calls]
     said = (
         f"Behind a shared uplink the ring rack by rack is {order.than('in the other order')}. The "
-        f"ratio of the bounds is 2; beyond its bound it took {more[0]:.0f} ms, in the other order "
-        f"{more[1]:.0f} ms."
+        f"bounds differ by a factor of 2. Rack by rack the ring took {more[0]:.0f} ms more than its "
+        f"bound, in the other order {more[1]:.0f} ms."
     )
     find(comms, "ring-order", **order.sides(said))
 
@@ -426,15 +426,19 @@ if reports:
         for scene in [*reports][1:3]
     }
     said = "; ".join(
-        f"with {scene} rank 0 waits {round(a):+} ms for ranks, {round(b):+} ms for transfers"
+        f"with {scene} rank 0 waits {round(a):+} ms longer for ranks, and {round(b):+} ms for "
+        "transfers"
         for scene, (a, b) in grown.items()
     )
     misled = ", ".join(k for k, (a, b) in grown.items() if (a > b) != SCENES[k][0])
     find(
         comms,
         "split",
-        told=(not misled, f"Beside nothing, {said}: the predicted part grew more."),
-        misled=(misled != "", f"Beside nothing, {said}. Not as predicted: {misled}."),
+        told=(not misled, f"Compared with nothing planted, {said}: the predicted part grew more."),
+        misled=(
+            misled != "",
+            f"Compared with nothing planted, {said}. Not as predicted: {misled}.",
+        ),
     )
 
 # %% tags=["plumbing"]
@@ -475,9 +479,9 @@ r"""
 link's cost is a wait for ranks: look at both parts. Nor do transfers depend on links alone:
 processors carry them. So {func}`~microddp.performance.stragglers.straggler_report` asks for more.
 It names a *rank* that works 15 % longer than the others in three steps of four, and without which
-the median step would be shorter by 4 %; a *link* if ranks wait for transfers for 4 % of the time,
-and test messages beside the training are less than half as fast over it, and no other link, as over
-the rest. `python -m microddp.train --report` prints it. Of the last scene:
+the median step would be shorter by 4 %. It names a *link* if ranks wait for transfers for 4 % of
+the time, and test messages over it, and over no other link, are less than half as fast as over the
+rest. `python -m microddp.train --report` prints it. Of the last scene:
 """
 
 # %%

@@ -256,9 +256,9 @@ find(
 
 # %% [markdown]
 r"""
-**Explain.** gloo adds up bytes as each rank sees them. The bits of the integer 1, read as a float,
-are $10^{-45}$; those of the float 1.0, read as an integer, are 1 065 353 216, those of 2.0
-1 073 741 824. `MICRODDP_DEBUG=1` compares calls before they are made, by a round of messages, and
+**Explain.** gloo sends bytes, and whoever adds up a part reads them as its own dtype. The bits of
+the integer 1, read as a float, are $10^{-45}$; those of the float 1.0, read as an integer, are
+1 065 353 216, those of 2.0 1 073 741 824. `MICRODDP_DEBUG=1` compares calls before they are made, by a round of messages, and
 raises on all ranks (chapter 07).
 
 Last, an exception on one rank, in a job of its own: {download}`raise_on_one_rank.py
@@ -400,7 +400,8 @@ A rank dies after $k$ steps, and the last checkpoint is of step $j$. Four ways t
 
 **Predict.** $B$ is the time to meet and take a first step, $R$ that of imports and $B$, and $s$ a
 step's. Then the first way costs $R + ks$, a restart $R + (k - j)s$, a warm one $B + (k - j)s$.
-They leave out noticing (torchrun's is in the figure's first part) and loading (in "recover").
+They leave out noticing and the start of processes (torchrun's are in the figure's first part) and
+loading (in "recover").
 Elastic repeats only the lost step. The survivors get an error within a step's time, pause for 50 ms
 as they drop the old group, and wait up to 20 ms for the server's next look; then there is $B$, in
 which the newcomer gets the state in one message. (If the dead process had the server, add the start
@@ -408,7 +409,7 @@ of another.)
 
 **Measure.** The same training in each way, with a checkpoint after each epoch of 14 steps. Process
 1 dies after step 26, so $k = 26$ and $j = 14$. A step has a pause of 20 ms, in place of computing.
-(On few cores the four take most of a minute: the processes of each life import PyTorch anew.)
+(The four take most of this chapter's time: in the first two ways each life imports PyTorch anew.)
 The first life, which reads no checkpoint, gives $R$, $B$ and $s$:
 """
 
@@ -726,9 +727,9 @@ r"""
 ## Where it breaks: the newest checkpoint
 
 microddp writes one file, `checkpoint-30.pt.part`, and `os.replace` takes away the `.part`.
-**Predict.** Killed before that call, a job goes on from the checkpoint before; after it, from the
+**Predict.** Killed before the renaming, a job goes on from the checkpoint before; after it, from the
 new one. Here two are kept. While a third is saved, the folder is copied before each call that
-commits, as a kill would leave it:
+flushes, renames or removes, as a kill would leave it:
 """
 
 # %%

@@ -543,8 +543,8 @@ comms.print(f"left for the loss, buffers, allocator: {left:.0f} GiB of 82.4")
 r"""
 ZeRO divides the first line only. So in the next table a star marks what is below 80 GB in mixed
 precision, *with* activations of 8192 tokens, all blocks recomputed, and two copies of the logits in
-fp32. Left out are blocks gathered whole, buffers, and what the allocator cannot use. (Shapes of
-SmolLM2 1.7B and Llama 3.)
+fp32. Left out are blocks gathered whole, buffers, and what the allocator cannot use: a star does
+not say that it fits. (Shapes of SmolLM2 1.7B and Llama 3.)
 """
 
 # %% tags=["plumbing"]
@@ -784,8 +784,8 @@ said = (
 find(
     own,
     "stage-3-hides",
-    held=(n > 1 and within and high >= 0.995, f"{said}, all was predicted: it held."),
-    less=(n > 1 and within and high < 0.995, f"{said}, all was predicted: it hid less."),
+    held=(n > 1 and within and high >= 0.995, f"{said}; predicted was 1.00: it held."),
+    less=(n > 1 and within and high < 0.995, f"{said}; predicted was 1.00: it hid less."),
     open=(n > 1 and not within, f"{said}, M is not below two thirds of C: not predicted."),
     alone=(n == 1, "One rank has nothing to hide."),
 )
@@ -908,7 +908,7 @@ which stage 3 sends beside DDP's bytes, should show while $M$ is below $\frac{2}
 is $C + M/L$ for both.
 
 **Measure.** The same code where ranks really compute, on ranks with a core of their own (only they
-go on from here), by the links that this chapter began with, fewer ranks and faster ones:
+go on from here): fewer ranks, on the links that this chapter began with, which are faster:
 """
 
 # %%

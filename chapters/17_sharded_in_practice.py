@@ -237,8 +237,9 @@ each node, NVLink inside, and messages in fp32. A node's hosts share an uplink o
 they have 10 times as much (A100s: 19 times). Let $C$ be a step's computing, two thirds of it
 backward, and $M$ the all-reduces of all $L$ blocks' gradients around one ring. By chapter 16 no
 step takes less than $T_0 = F + B$, with $F = g + \max(\frac{1}{3} C, f - g + \frac{C}{3L})$ and
-$B = \max(\frac{2}{3} C, b - r + w) + r$. It sends for $f$ in forward, of which the first gather
-takes $g$, and for $b$ in backward, the last reduction for $r$, after a wait of $w$:
+$B = \max(\frac{2}{3} C, b - r + w) + r$. Messages take $f$ in forward, the first gather of
+these $g$, and $b$ in backward, the last reduction of these $r$; the link waits $w$ for the first
+gradient:
 
 | | $f$ | $g$ | $b$ | $r$ | $w$ |
 |---|---|---|---|---|---|
@@ -289,7 +290,7 @@ headers = ["", "a step", f"{n} devices beside one"]
 def allowed(sends):
     """Put n C/T_0 into words."""
     C, M = (steps[name].median for name in ("one device", "M"))
-    return f"{n * C / sends.least(C, M, LAYERS):.1f} times"
+    return f"{n * C / sends.least(C, M, LAYERS):.2f} times"
 
 
 if usual and n > 1:
@@ -323,9 +324,9 @@ if usual:
 
 # %% [markdown]
 r"""
-**Explain.** In $T_0$ messages follow each other without a pause. Stage 3 gathers one block ahead,
-so as backward begins its link waits for the last block (chapter 16), and then gathers wait behind
-reductions.
+**Explain.** In $T_0$ messages follow each other without a pause. In stage 3 they do not, and it
+stays further below what $T_0$ allows: it gathers one block ahead, so as backward begins its link
+waits for the last block (chapter 16), and then gathers wait behind reductions.
 
 With 16 hosts (`python -m microddp.hosts --hosts 16 -- chapters/17_sharded_in_practice.py`) it is
 four nodes of four. On two cores of an AMD EPYC, 27 November 2026, 16 devices were there 10.06 times
@@ -363,6 +364,7 @@ for kept, keep in KEEP.items():
 # %% tags=["plumbing"]
 steps["the last block"] = steps["stage 3"]
 rows, headers = [], ["stage 3 keeps", "whole after forward", "predicted", "leaves a node"]
+least = {}  # seconds, by T_0
 for kept, keep in KEEP.items():
     part = min(keep, LAYERS) / LAYERS
     right = (3 - part) * once / 2 * SIZE
@@ -372,6 +374,7 @@ for kept, keep in KEEP.items():
     row = (kept, *bytes_, str(steps[kept]))
     sends = Sends(0.5, 0.5 / LAYERS, 1 - part / 2, 0.5 / LAYERS, waits=keep > 1)
     rows.append((*row, allowed(sends)) if usual and n > 1 else row)
+    least[kept] = sends.least(*(steps[name].median for name in ("one device", "M")), LAYERS)
 headers += ["a step", "T_0 allows"][: len(rows[0]) - len(headers)]
 comms.print(table(rows, headers))
 last, every = (
@@ -380,12 +383,17 @@ last, every = (
 )
 said = (
     f"Stage 3 that keeps the last block whole is {last.than('one that keeps nothing')}; one that "
-    f"keeps all is {every.than('one that keeps the last')}."
+    f"keeps all is {every.than('one that keeps the last')}"
 )
+by_least = least["the last block"] / least["all blocks"]
+said += f" ({by_least:.2f} times is what T_0 allows)." if usual else "."
 find(comms, "what-to-keep", **last.sides(said if n > 1 else "One rank gathers nothing."))
 
 # %% [markdown]
 r"""
+**Explain.** Beyond what $T_0$ says, each block that stays whole saves its link the wait for a
+gather in backward.
+
 By default PyTorch keeps only the outermost module's own parameters whole. For the last block set
 `reshard_after_forward=False`. Where more than 8 ranks share a block, `reshard_after_forward=8`
 keeps an eighth of it: more memory than to free it, but the second gather stays among 8 ranks.
@@ -394,7 +402,7 @@ keeps an eighth of it: more memory than to free it, but the second gather stays 
 
 Clipping needs the norm of the whole gradient. **Predict.** In HSDP the shards of a *node* are the
 whole gradient, once. Squares that are summed over all ranks count each value $m$ times: the norm is
-$\sqrt m$ times too large, and clips too much. **Measure.** The norm over all ranks, over a node's
+$\sqrt m$ times as large, and clips too much. **Measure.** The norm over all ranks, over a node's
 shards, and of whole gradients, averaged:
 """
 

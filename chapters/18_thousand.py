@@ -269,8 +269,8 @@ if 8 in asked:
     )
 
 # %% tags=["plumbing"]
-by_n = f"Half of the steps on 4 ranks are off by {four[0]:.0%} or less (signed {four[1]:+.0%})"
-both = f"{by_n}, on 8 by {eight[0]:.0%} (signed {eight[1]:+.0%})"
+by_n = f"The median error of steps on 4 ranks is {four[0]:.0%} (signed {four[1]:+.0%})"
+both = f"{by_n}, on 8 {eight[0]:.0%} (signed {eight[1]:+.0%})"
 find(
     comms,
     "errors-by-n",
@@ -472,8 +472,8 @@ nearer = {key: abs(plan_ - out) - abs(real - out) for key, (out, plan_, _, real)
 near = [key for key, by in nearer.items() if round(by, 2) > 0.02]
 said = ", ".join(f"{miss:+.0%} ({key})" for key, miss in misses.items())
 said = f"Simulated shares differ from measured ones by {said}; {far} of "
-said += f"{len(here)} by more than 10 %. Real messages come nearer to the published share than the "
-said += f"planner, by over 0.02, in {len(near)} of {len(here)}"
+said += f"{len(here)} by more than 10 %. In {len(near) or 'none'} of {len(here)} the scale model "
+said += "comes nearer to the published share than the planner, by more than 0.02"
 said += f": {', '.join(near)}." if near else "."
 find(
     comms,
@@ -641,10 +641,8 @@ gains = {
     "16 devices instead": [values[1] / values[-1] for _, values in curves.values()],
 }
 said = "; ".join(f"{end:.0%} ({name})" for name, end in zip(curves, ends, strict=True))
-by = [f"{what} {min(x):.1f} to {max(x):.1f} times" for what, x in gains.items()]
-said = (
-    f"Simulated efficiency of 1024 devices: {said}. It becomes, with {', with '.join(by)} as high"
-)
+first, *others = (f"{what} {min(x):.1f} to {max(x):.1f} times" for what, x in gains.items())
+said = f"Simulated efficiency of 1024 devices: {said}. It grows, with {first}; {'; '.join(others)}"
 tokens, rails, devices_ = gains.values()
 wide = min(*tokens, *rails) > max(devices_)
 find(
@@ -656,7 +654,7 @@ find(
 
 # %% [markdown]
 r"""
-**Explain.** Publish an efficiency with all three. More devices for *one batch* have fewer tokens
+**Explain.** Say with an efficiency how many tokens, links and devices it is for. More devices for *one batch* have fewer tokens
 each; well below $t^*$ the messages, which do not shrink, set backward's time.
 
 ## The slowest of a thousand
@@ -742,8 +740,8 @@ comms.print(answer.getvalue().partition("Error ")[0].strip())
 
 # %% [markdown]
 r"""
-The command goes on with its errors where it was checked. (torchtitan also published 5605, on 128;
-its H100 have 96 GB, the limit `memory` here 80.) `--library` lists devices and links, with sources.
+The command goes on with its errors where it was checked. (On 128 torchtitan also published 5605:
+its H100 have 96 GB, and not 80, the limit `memory` here.) `--library` lists devices and links, with sources.
 
 Ask it what share of a measured speed more devices of one class keep, up to some 512: beyond, too
 little is published to check it. How links, stages and numbers of tokens compare was not checked. Do
@@ -777,10 +775,14 @@ said = (
     f"{len(checked_quick)} took less time than simulated. In the median"
 )
 apart, there = fast[1] - eight[1], bool(checked_quick)
+rarer = ", though not in each case" if less else ""
 find(
     comms,
     "faster-links",
-    more=(there and apart > 0.02, f"{said} more was promised than on slow links, as predicted."),
+    more=(
+        there and apart > 0.02,
+        f"{said} more was promised than on slow links, as predicted{rarer}.",
+    ),
     less=(there and apart < -0.02, f"{said} less was promised than on slow links: not predicted."),
     alike=(there and abs(apart) <= 0.02, f"{said} as much was promised as on slow links."),
     none=(not there, "It takes eight hosts in a box."),

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from warm import HUGE_PAGES
 
 import microddp
 from microddp import launch
@@ -106,8 +105,6 @@ def start_server() -> None:
     """Start what ranks are forked from, with this folder to import from, as it is here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.path.dirname(__file__), prepend=os.pathsep)
-        for name, value in HUGE_PAGES.items():
-            patch.setenv(name, value)
         launch.start_server("preloaded")
 
 

@@ -34,9 +34,6 @@ FOLDER = "WARM_PYTHON"  # the variable that says where the executable is
 OFFSPRING = "WARM_OFFSPRING"  # the variable by which a fork's sys.executable makes forks, too
 # A folder for PYTHONPATH: every Python that finds it there looks for garbage rarely.
 RARE_COLLECTIONS = str(Path(__file__).parent / "rare_collections")
-# For a process that is forked often: to copy its tables of pages takes most of a fork's time, and
-# glibc asks for pages of 2 MiB, which Python's own allocator does not.
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "PYTHONMALLOC": "malloc"}
 _servers: "list[subprocess.Popen[bytes]]" = []  # of this process: to let one go would be warned of
 LIBRARIES = (
     *("torch", "torch._dynamo", "torch.distributed.launcher.api", "torch.distributed.checkpoint"),
@@ -118,7 +115,7 @@ def python() -> str:
 
 def _start_server(alive: Path, address: str) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    environment |= {"PYTHONPATH": RARE_COLLECTIONS, **HUGE_PAGES}
+    environment["PYTHONPATH"] = RARE_COLLECTIONS
     with socket.socket(socket.AF_UNIX) as listening, open(alive, "rb") as ending:
         listening.bind(address)
         listening.listen(64)

@@ -167,9 +167,9 @@ class StragglerReport:
     def _about_links(self) -> str:
         if not self.collectives:
             return "Nothing was exchanged."
-        waits = f"Once all are there, ranks wait for transfers for {self.waiting:.0%} of the time"
+        waits = f"For {self.waiting:.0%} of the time ranks wait for transfers, all being there"
         if self.bytes_per_second:
-            waits += f"; during transfers each rank sends {_speed(self.bytes_per_second)}"
+            waits += f"; a rank sends {_speed(self.bytes_per_second)} meanwhile"
         if len(self.links) < 3:
             return f"{waits}; to tell a slow link takes three of them, here are {len(self.links)}."
         slow = slow_links(self.links)

@@ -86,15 +86,16 @@ def test_refuses_what_it_cannot_do(options, complaint, capsys):
     refused("ddp", *options, complaint=complaint, capsys=capsys)
 
 
-@on_ranks(2, timeout=180)  # PyTorch's profiler reads each step's events for seconds
-def test_all_strategies_send_every_model_alike(comms):
+@on_ranks(2)
+def test_buckets_send_every_model_as_pytorchs_do(comms):
     for name, make in models(comms.device).items():
         if name in ("MLP 512", "MLP 1024"):  # the same as the first, but slow
             continue
         torch.manual_seed(0)
         model, loss_fn, batch = make()
         steps = steps_of(model, loss_fn, batch, comms, bucket_cap_mb=1.0)
-        counted = {strategy: collectives(step) for strategy, step in steps.items()}
+        # PyTorch's profiler reads a step's events for a second.
+        counted = {name: collectives(steps[name]) for name in (THEIRS, OURS, "bucketed")}
         for strategy in (OURS, "bucketed"):
             assert counted[strategy][1] == counted[THEIRS][1] > 0, (name, strategy)
 

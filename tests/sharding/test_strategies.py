@@ -142,8 +142,7 @@ def test_a_checkpoint_goes_on_in_another_stage(comms):
 
 @on_ranks(3)
 def test_muon_on_whole_matrices(comms):
-    options = {"model": "transformer", "depth": 1, "width": 32, "optimizer": "muon", "epochs": 2}
-    muon = dataclasses.replace(SMALL, **options)
+    muon = dataclasses.replace(SMALL, optimizer="muon")
     whole = train(dataclasses.replace(muon, schedule="ddp"), comms)
     assert whole.epochs[-1].loss < whole.epochs[0].loss
     owned = train(dataclasses.replace(muon, schedule="owned"), comms)

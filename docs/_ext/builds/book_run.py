@@ -6,6 +6,7 @@ import shlex
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,10 @@ class HostsInABox:
         self.stack = ExitStack()
 
     def __str__(self) -> str:
+        return f"{self.named()}{'' if possible() else ', refused'}"
+
+    def named(self) -> str:
+        """Return what the chapter asks for."""
         several = f", {sum(self.ranks)} ranks" if max(self.ranks) > 1 else ""
         return f"{self.box}{several}"
 
@@ -106,7 +111,7 @@ class HostsInABox:
             print(calibration_table(cluster))
         except RuntimeError as error:
             self.stack.close()
-            return [Agent(sum(self.ranks), environment={REFUSED: f"{self}: {error}"})]
+            return [Agent(sum(self.ranks), environment={REFUSED: f"{self.named()}: {error}"})]
         return [
             Agent(
                 ranks,
@@ -119,6 +124,16 @@ class HostsInABox:
 
     def __exit__(self, *error: object) -> None:
         self.stack.close()
+
+
+@cache
+def possible() -> bool:
+    """Return whether this machine has and allows hosts in a box; if that changes, chapters run."""
+    try:
+        Cluster([Link(1e9)]).close()
+    except RuntimeError:
+        return False
+    return True
 
 
 def hosts(wish: str | None) -> RealHosts | HostsInABox | None:
