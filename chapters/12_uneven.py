@@ -113,8 +113,8 @@ if known:
     more = [1e3 * (shared[k].median - least["2 and 3 share"][k]) for k in calls]
     said = (
         f"Behind a shared uplink the ring rack by rack is {order.than('in the other order')}. The "
-        f"bounds differ by a factor of 2. Rack by rack the ring took {more[0]:.0f} ms more than its "
-        f"bound, in the other order {more[1]:.0f} ms."
+        f"bounds differ by a factor of 2. Rack by rack took {more[0]:.0f} ms more than its bound, "
+        f"the other order {more[1]:.0f} ms."
     )
     find(comms, "ring-order", **order.sides(said))
 

@@ -258,8 +258,8 @@ find(
 r"""
 **Explain.** gloo sends bytes, and whoever adds up a part reads them as its own dtype. The bits of
 the integer 1, read as a float, are $10^{-45}$; those of the float 1.0, read as an integer, are
-1 065 353 216, those of 2.0 1 073 741 824. `MICRODDP_DEBUG=1` compares calls before they are made, by a round of messages, and
-raises on all ranks (chapter 07).
+1 065 353 216, those of 2.0 1 073 741 824. `MICRODDP_DEBUG=1` compares calls before they are made,
+by a round of messages, and raises on all ranks (chapter 07).
 
 Last, an exception on one rank, in a job of its own: {download}`raise_on_one_rank.py
 <../_downloads/raise_on_one_rank.py>`.
@@ -727,8 +727,8 @@ r"""
 ## Where it breaks: the newest checkpoint
 
 microddp writes one file, `checkpoint-30.pt.part`, and `os.replace` takes away the `.part`.
-**Predict.** Killed before the renaming, a job goes on from the checkpoint before; after it, from the
-new one. Here two are kept. While a third is saved, the folder is copied before each call that
+**Predict.** Killed before the renaming, a job goes on from the checkpoint before; after it, from
+the new one. Here two are kept. While a third is saved, the folder is copied before each call that
 flushes, renames or removes, as a kill would leave it:
 """
 

@@ -377,6 +377,8 @@ for kept, keep in KEEP.items():
     least[kept] = sends.least(*(steps[name].median for name in ("one device", "M")), LAYERS)
 headers += ["a step", "T_0 allows"][: len(rows[0]) - len(headers)]
 comms.print(table(rows, headers))
+
+# %% tags=["plumbing"]
 last, every = (
     compare(steps[kept], steps[other])
     for kept, other in (("the last block", "nothing"), ("all blocks", "the last block"))

@@ -654,8 +654,9 @@ find(
 
 # %% [markdown]
 r"""
-**Explain.** Say with an efficiency how many tokens, links and devices it is for. More devices for *one batch* have fewer tokens
-each; well below $t^*$ the messages, which do not shrink, set backward's time.
+**Explain.** Say with an efficiency how many tokens, links and devices it is for. More devices for
+*one batch* have fewer tokens each; well below $t^*$ the messages, which do not shrink, set
+backward's time.
 
 ## The slowest of a thousand
 
@@ -741,7 +742,8 @@ comms.print(answer.getvalue().partition("Error ")[0].strip())
 # %% [markdown]
 r"""
 The command goes on with its errors where it was checked. (On 128 torchtitan also published 5605:
-its H100 have 96 GB, and not 80, the limit `memory` here.) `--library` lists devices and links, with sources.
+its H100 have 96 GB, and not 80, the limit `memory` here.) `--library` lists devices and links, with
+sources.
 
 Ask it what share of a measured speed more devices of one class keep, up to some 512: beyond, too
 little is published to check it. How links, stages and numbers of tokens compare was not checked. Do
@@ -774,6 +776,8 @@ said = (
     f"{fast[1]:+.0%}), from {ends[0]}, on slow links from {ends[1]}. {less} of "
     f"{len(checked_quick)} took less time than simulated. In the median"
 )
+
+# %% tags=["plumbing"]
 apart, there = fast[1] - eight[1], bool(checked_quick)
 rarer = ", though not in each case" if less else ""
 find(

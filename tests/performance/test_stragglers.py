@@ -123,7 +123,7 @@ def test_the_slow_link_is_named():
     assert (
         "The link of rank 0 is slow: it sends 10 MB/s and receives 30 MB/s, the others 100 MB/s "
         "and 100 MB/s. For 44% of the time ranks wait for transfers, all being there; "
-        "during transfers each rank sends 30 MB/s."
+        "a rank sends 30 MB/s meanwhile."
     ) in report.verdict
 
 
