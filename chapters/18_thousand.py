@@ -472,8 +472,8 @@ nearer = {key: abs(plan_ - out) - abs(real - out) for key, (out, plan_, _, real)
 near = [key for key, by in nearer.items() if round(by, 2) > 0.02]
 said = ", ".join(f"{miss:+.0%} ({key})" for key, miss in misses.items())
 said = f"Simulated shares differ from measured ones by {said}; {far} of "
-said += f"{len(here)} by more than 10 %. In {len(near) or 'none'} of {len(here)} the scale model "
-said += "comes nearer to the published share than the planner, by more than 0.02"
+said += f"{len(here)} by more than 10 %. The scale model comes nearer to the published share than "
+said += f"the planner, by more than 0.02, in {len(near) or 'none'} of {len(here)}"
 said += f": {', '.join(near)}." if near else "."
 find(
     comms,

@@ -111,7 +111,7 @@ def whole_state(
         }
     ):
         kinds |= theirs
-    names = {p: name for name, p in module.named_parameters()}
+    names = {id(p): name for name, p in module.named_parameters()}
     whole: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names.values()}
     for name, (shape, kept) in kinds.items():
         for key, kind in kept.items():
@@ -122,14 +122,13 @@ def whole_state(
             together = comms.gather(mine[name]["parts"].get(key, value) if name in mine else value)
             if together is not None:
                 whole[name][key] = together.cpu().view(shape)
-    every = {name: names[p] for name, p in module.named_parameters(remove_duplicate=False)}
-    model = module.state_dict()
-    for name, value in model.items() if comms.rank == 0 else ():
-        together = whole[every[name]].get(VALUES) if name in every else None
-        if together is not None:
+    model = module.state_dict(keep_vars=True)
+    for name, value in model.items():
+        if torch.is_tensor(value):
+            together = whole.get(names.get(id(value), ""), {}).get(VALUES)
+            if comms.rank > 0 or together is None:
+                together = value.detach().to("cpu" if comms.rank == 0 else value.device, copy=True)
             model[name] = together
-        elif torch.is_tensor(value):
-            model[name] = value.detach().to("cpu", copy=True)
     if optimizer is None:
         return model, {}
     states = [{k: v for k, v in values.items() if k != VALUES} for values in whole.values()]
@@ -220,13 +219,15 @@ def _take(shard: ParamShard, entry: Mapping[str, Any], keys: Iterable[str], kept
 
 def from_torch(module: nn.Module, model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Parts:
     """Make a whole state of the state dictionaries of a module and of its optimizer."""
+    # Their names may be others than the parameters': a wrapper of activation checkpoints hides its.
+    kept_as = {id(value): name for name, value in module.state_dict(keep_vars=True).items()}
     return {
         name: {
-            "shape": tuple(model[name].shape),
+            "shape": tuple(model[kept_as[id(p)]].shape),
             "start": 0,
-            "parts": {VALUES: model[name], **optimizer["state"].get(i, {})},
+            "parts": {VALUES: model[kept_as[id(p)]], **optimizer["state"].get(i, {})},
         }
-        for i, (name, _) in enumerate(module.named_parameters())
+        for i, (name, p) in enumerate(module.named_parameters())
     }
 
 
@@ -241,7 +242,7 @@ def clip_grad_norm(shards: Iterable[nn.Parameter], max_norm: float, comms: Comms
     shards = list(shards)
     gradients = [p.grad for p in shards if p.grad is not None]
     real = [g if g.is_complex() else g.float() for g in gradients]
-    mine = get_total_norm(real).to(comms.device)
+    mine = get_total_norm(real).float().to(comms.device)
     squares = mine.square()
     comms.all_reduce(squares)
     norm = squares.sqrt()

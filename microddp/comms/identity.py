@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
@@ -201,7 +202,17 @@ class Identity:
         Keeps no reference to the group: its threads end when the last one goes, and a thread that
         is still letting go of a tensor when Python exits would abort the process.
         """
+        atexit.unregister(self.end)
         self._leave(dist.destroy_process_group)
+
+    def end(self) -> None:
+        """Close, and let gloo's threads come to rest before Python: else they would abort it.
+
+        They end with the last reference to the group. Where PyTorch's DDP still has one, a thread
+        may be letting go of its last tensor, for which it needs Python.
+        """
+        self.close()
+        time.sleep(0.05)
 
     def _leave(self, end: Callable[[dist.ProcessGroup | None], None]) -> None:
         while self._parts:

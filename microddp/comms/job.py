@@ -7,7 +7,6 @@ import itertools
 import os
 import socket
 import sys
-import time
 import weakref
 from datetime import timedelta
 
@@ -87,7 +86,7 @@ def init(backend: str | None = None, timeout: float | None = None) -> Comms:
             f"got: {error}"
         ) from error
     if comms.backend == "gloo":
-        atexit.register(end_of_gloo, weakref.ref(comms))
+        atexit.register(comms.end)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     if not under_torchrun:
@@ -176,19 +175,6 @@ def form_group(
         comms.close()
         raise
     return comms
-
-
-def end_of_gloo(joined: weakref.ref[Comms]) -> None:
-    """Let gloo's threads end, or come to rest, before Python: one that still runs would abort it.
-
-    They end with the last reference to the group, see ``Comms.close``. Where PyTorch's DDP still
-    has one, a thread may be letting go of its last tensor, for which it needs Python.
-    """
-    if comms := joined():
-        comms.close()
-    elif dist.is_initialized():
-        dist.destroy_process_group()
-    time.sleep(0.05)
 
 
 def _threads(local_world_size: int) -> int:

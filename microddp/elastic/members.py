@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -19,7 +18,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from microddp.comms import Comms
 from microddp.comms.environment import patience
-from microddp.comms.job import end_of_gloo, form_group
+from microddp.comms.job import form_group
 from microddp.elastic import meeting
 from microddp.elastic.generation import Generation, Parts
 from microddp.elastic.line import Line
@@ -176,7 +175,7 @@ class Members:
 
     def _leave(self) -> None:
         if self._comms is not None:
-            end_of_gloo(weakref.ref(self._comms))
+            self._comms.end()
             self._comms = None
 
     def _reach(self) -> Line:

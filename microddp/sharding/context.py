@@ -74,7 +74,8 @@ class ShardingContext(ShardedReducer):
         """Forget gradients that were not reduced, and those of a backward that raised."""
         super().forget()
         self._in_backward.clear()
-        self._callback_queued = self.backward_pending = False
+        if self._callback_queued:
+            self._callback_queued = self.backward_pending = False
         for group in self.groups:
             group.reshard()
         for param in self.params:

@@ -80,8 +80,8 @@ def fully_shard(
         collectives: a key of ``microddp.shared.SCATTER_GATHERS``, or ``"auto"``.
 
     Returns:
-        A handle with ``no_sync()``, ``no_all_reduce()``, ``whole_state_dict()`` and ``remove()``;
-        that of the outermost module is for the whole model.
+        A handle with ``no_sync()``, ``no_all_reduce()``, ``zero_grad()``, ``whole_state_dict()``
+        and ``remove()``; that of the outermost module is for the whole model.
 
     Raises:
         ValueError: the module is sharded already, a gradient would be sparse, or a module on the

@@ -172,7 +172,7 @@ class OwnedOptimizer:
 
     Args:
         optimizer_class: any optimizer, as ``torch.optim.Muon``.
-        parameters: those that are trained become those of rank 0, and views of flat tensors.
+        parameters: they become those of rank 0, and views of flat tensors.
         comms: the ranks.
         bucket_cap_mb: least size of a group in MiB; ``None``: 25.
         collectives: a key of ``microddp.shared.SCATTER_GATHERS``, or ``"auto"``.
@@ -198,8 +198,7 @@ class OwnedOptimizer:
         collectives: str = AUTO,
         **options: Any,
     ) -> None:
-        trained = dict.fromkeys(p for p in parameters if p.requires_grad)  # each once
-        named = {str(i): p for i, p in enumerate(trained)}
+        named = {str(i): p for i, p in enumerate(dict.fromkeys(parameters))}  # each once
         optimizer_class(named.values(), **options)  # what it refuses, it refuses on every rank
         broadcast_tensors([p.data for p in named.values()], comms)
         self.groups = owned_groups(named, comms, bucket_cap_mb, collectives)

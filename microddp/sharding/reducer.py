@@ -15,7 +15,7 @@ class ShardedReducer(Switchable):
     Attributes:
         groups: the flat parameter groups.
         params: the parameters of all groups.
-        local_params: the ones of which this rank's shards have at least one value.
+        local_params: the ones of which this rank's shards have at least one value, or no rank's.
         all_reduces: switches the averages among replicas, where there are any.
     """
 

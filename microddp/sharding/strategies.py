@@ -52,10 +52,12 @@ class Sharded(Strategy):
     def __init__(self, model: nn.Module, comms: Comms) -> None:
         super().__init__(model, comms)
         self.inside = comms
+        # For a rank without values: an optimizer wants a parameter, a loss scaler a gradient.
+        self._none = nn.Parameter(torch.zeros(1, 1, device=comms.device))
 
     @property
     def local_params(self) -> Sequence[ParamShard]:
-        """The parameters of which this rank keeps values."""
+        """The parameters of which this rank keeps values, and those that have none at all."""
         return self.reducer.local_params
 
     def record(self, timeline: Recorder) -> None:
@@ -82,6 +84,17 @@ class Sharded(Strategy):
                 "which are this rank's shards, got one of other tensors"
             )
 
+    def parameters(self) -> list[nn.Parameter]:
+        own = self.shards()
+        return own if any(p.numel() for p in own) else [*own, self._none]
+
+    def shards(self) -> list[nn.Parameter]:
+        """This rank's shards; some may have no values."""
+        return super().parameters()
+
+    def finish(self) -> None:
+        self._none.grad = torch.zeros_like(self._none)
+
     def share_overflow(self) -> None:
         gradients = [p.grad for p in self.parameters() if p.grad is not None and p.numel()]
         worst = torch.zeros((), device=self.comms.device)
@@ -100,10 +113,10 @@ class Sharded(Strategy):
     def load(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
-        parts = from_torch(model, state["model"], state["optimizer"])
-        load_parts(self.local_params, self.inside, [parts], optimizer)
         (group,), (saved,) = optimizer.param_groups, state["optimizer"]["param_groups"]
         group.update({key: value for key, value in saved.items() if key != "params"})
+        parts = from_torch(model, state["model"], state["optimizer"])
+        load_parts(self.local_params, self.inside, [parts], optimizer)
 
 
 @register("zero1")
@@ -131,6 +144,7 @@ class Zero1(Sharded):
 
     def finish(self) -> None:
         self.sharded.finish()
+        super().finish()
 
     def after_step(self) -> None:
         self.sharded.all_gather_in_forward()
@@ -138,7 +152,7 @@ class Zero1(Sharded):
     def meet(self) -> None:
         self.sharded.all_gather()
 
-    def parameters(self) -> list[nn.Parameter]:
+    def shards(self) -> list[nn.Parameter]:
         return self.sharded.shards
 
     @classmethod
@@ -292,8 +306,6 @@ class Owned(Sharded):
         broadcast_parameters(model, comms)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.groups = owned_groups(trained, comms, bucket_cap_mb, collectives)
-        # For a rank that owns nothing: an optimizer wants a parameter, a loss scaler a gradient.
-        self._none = nn.Parameter(torch.zeros(1, 1, device=comms.device))
 
     def record(self, timeline: Recorder) -> None:
         Strategy.record(self, timeline)
@@ -311,8 +323,7 @@ class Owned(Sharded):
         reduced = [group.reduce() for group in self.groups]
         for group, mean in zip(self.groups, reduced, strict=True):
             group.take(mean)
-        if not self.local_params:
-            self._none.grad = torch.zeros_like(self._none)
+        super().finish()
 
     def after_step(self) -> None:
         for future in [group.gather() for group in self.groups]:
@@ -322,8 +333,8 @@ class Owned(Sharded):
     def local_params(self) -> list[ParamShard]:
         return [param for group in self.groups for param in group.owned.values()]
 
-    def parameters(self) -> list[nn.Parameter]:
-        return [param.sharded_param for param in self.local_params] or [self._none]
+    def shards(self) -> list[nn.Parameter]:
+        return [param.sharded_param for param in self.local_params]
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self.local_params:

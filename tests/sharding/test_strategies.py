@@ -242,6 +242,9 @@ def test_ranks_without_values_scale_the_loss_as_the_others(comms):
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         take_step(strategy, mse_loss, optimizer, torch.ones(2, 3, 1).unbind(), scaler=scaler)
         assert scaler.get_scale() == 4.0, name
+        data = torch.full((2, 3, 1), torch.inf if comms.rank == 0 else 1.0)
+        take_step(strategy, mse_loss, optimizer, data.unbind(), scaler=scaler)
+        assert scaler.get_scale() == 2.0, name
 
 
 @on_ranks(2)

@@ -70,8 +70,8 @@ def _named(value: object, package: Path, programs: Path | None) -> Iterator[Path
     elif re.fullmatch(rf"{package.name}\.[\w.]{{1,200}}", value):
         yield from _files(value, package)
         yield from _files(f"{value}.__main__", package)
-    elif programs:
-        yield from (program for program in programs.glob("*.py") if program.name == value)
+    elif programs and value.endswith(".py") and len(value) < 200 and (programs / value).is_file():
+        yield programs / value
 
 
 def _files(module: str, package: Path) -> Iterator[Path]:

@@ -75,7 +75,7 @@ def used_model(seed: int, steps: int = 1) -> nn.Module:
     """Return a model of 15 tensors in two dtypes, as if trained or loaded; it has buffers."""
     model = network(seed, torch.float32).insert(1, nn.BatchNorm1d(64))
     model.append(nn.BatchNorm1d(16))
-    model[1].register_buffer("not_saved", torch.zeros(3), persistent=False)
+    model[1].register_buffer("not_saved", torch.zeros(4), persistent=False)
     for tensor in tensors_of(model).values():
         tensor += (seed + 1) * steps * (1 if tensor.is_floating_point() else 2**24 + 1)
     return model
