@@ -126,9 +126,12 @@ def whole_state(
     for name, value in model.items():
         if torch.is_tensor(value):
             together = whole.get(names.get(id(value), ""), {}).get(VALUES)
-            if comms.rank > 0 or together is None:
-                together = value.detach().to("cpu" if comms.rank == 0 else value.device, copy=True)
-            model[name] = together
+            if comms.rank > 0:
+                model[name] = value.detach()
+            elif together is None:
+                model[name] = value.detach().to("cpu", copy=True)
+            else:
+                model[name] = together
     if optimizer is None:
         return model, {}
     states = [{k: v for k, v in values.items() if k != VALUES} for values in whole.values()]
