@@ -255,15 +255,28 @@ said = (
     f"With a second micro-batch all-reduce's share is {second.median:.1%} ({low:.1%} to "
     f"{high:.1%} in three profiles); {guess:.1%} was predicted."
 )
+grown = [
+    Timing(tuple(p.mean(part) for p in profiles[2])).median
+    / (Timing(tuple(p.mean(part) for p in profiles[1])).median or 1.0)
+    for part in ("computing", "all_reduce")
+]
+why = (
+    f"The prediction is for 2 times the computing and as much all-reduce; they took "
+    f"{grown[0]:.2f} and {grown[1]:.2f} times as long."
+)
+
+# %% tags=["plumbing"]
 held, higher = low <= guess <= high, guess < low
 if n > 1:
     find(
         timed,
         "share",
-        held=(held, f"{said} It held."),
-        higher=(higher, f"{said} All three are higher."),
-        lower=(not held and not higher, f"{said} All three are lower."),
+        held=(held, f"{said} That held. {why}"),
+        higher=(higher, f"{said} All three are higher. {why}"),
+        lower=(not held and not higher, f"{said} All three are lower. {why}"),
     )
+
+# %% tags=["plumbing"]
 accumulated = Prediction(longer.median, pair_of_two)
 said = (
     f"A pair takes {human_seconds(pair.median)} with one micro-batch, and with two {accumulated}."

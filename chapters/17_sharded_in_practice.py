@@ -393,8 +393,9 @@ find(comms, "what-to-keep", **last.sides(said if n > 1 else "One rank gathers no
 
 # %% [markdown]
 r"""
-**Explain.** Beyond what $T_0$ says, each block that stays whole saves its link the wait for a
-gather in backward.
+**Explain.** In $T_0$ no second gather waits for the link. Here it shares the link with reductions,
+and its block waits for it: probably that is what keeping all blocks saves beyond $T_0$. This run
+does not take it apart.
 
 By default PyTorch keeps only the outermost module's own parameters whole. For the last block set
 `reshard_after_forward=False`. Where more than 8 ranks share a block, `reshard_after_forward=8`

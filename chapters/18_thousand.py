@@ -183,15 +183,15 @@ def fit_on(link, times=1.0):
             compute = measure_compute(model, pausing_loss, BATCH, optimizer_of, two, 5)
             works[name] = partial(measured_work, compute, counts)
         two.close()
+    if port:
+        comms.print(f"a message takes {human_seconds(port.latency)} to start")
+    if processor:
+        comms.print(f"and occupies all cores for {human_seconds(processor.message)}")
     return Fit(times, works, port, processor)
 
 
 # %%
 fit = fit_on("200mbit")
-if fit.port:
-    comms.print(f"a message takes {human_seconds(fit.port.latency)} to start")
-if fit.processor:
-    comms.print(f"and occupies all cores for {human_seconds(fit.processor.message)}")
 
 # %% [markdown]
 """
@@ -425,8 +425,8 @@ find(
 # %% [markdown]
 r"""
 **On the stage.** Three of these trainings, on 8, 4 and 2 devices, become scale models (chapter 03):
-as many hosts and layers, with the planner's $M/C$. **Predict** DDP's steps by a fit on two hosts,
-and measure them:
+as many hosts and layers, with the planner's $M/C$. **Predict** DDP's steps by another fit on two
+hosts, on links of 1 Gbit/s, and measure them:
 """
 
 # %%
@@ -616,7 +616,8 @@ for key in NODES:
     link = links()[key]
     bandwidth = min(link.bandwidth * link.rails, H100.inside)
     enough = 6 / 4 * H100.rate / bandwidth
-    comms.print(f"{link.name}: t* = {enough:,.0f} tokens")
+    speeds = f"F {H100.rate / 1e12:.0f} TFLOP/s, B {bandwidth / 1e9:.0f} GB/s"
+    comms.print(f"{link.name}: {speeds}, t* = {enough:,.0f} tokens")
     for tokens in TOKENS:
         training = replace(llama, tokens=tokens)
         each = [plan(training, H100, link, n, "zero3").efficiency for n in COUNTS]
@@ -754,8 +755,8 @@ parallelism, and no experts.
 ## Where it breaks: believing a fit
 
 **Predict.** With links and devices five times as fast, all takes a fifth of the time, except what
-cores do. The fit on two hosts has that, but not for how long one of eight ranks waits until it gets
-a core. So it should promise too much, if the rest of it is right:
+cores do. That fit on links of 1 Gbit/s has it, but not for how long one of eight ranks waits until
+it gets a core. So it should promise too much, if the rest of it is right:
 """
 
 # %%
