@@ -187,7 +187,8 @@ find(comms, "optimizer", falls=(falls, said), stays=(not falls, said))
 """
 **Explain.** Where a small batch takes more time a sample than a large one, each layer's fixed cost
 shows: the call itself, and reading its weights. Both are the same for one sample and for many. The
-optimizer does the same work at every batch.
+prediction counts matrix products only. The optimizer does the same work at every batch, though what
+else a large one touches may push its weights out of the caches.
 
 ## Throughput
 
@@ -241,8 +242,9 @@ find(
 
 # %% [markdown] index=["memory"]
 r"""
-**Explain.** Start-up and arithmetic add up: a step of $b$ samples takes $t_0 + c\,b$. The larger
-the batch, the smaller the share of $t_0$, and throughput comes nearer to $1/c$.
+**Explain.** Start-up and arithmetic add up: a step of $b$ samples, if they are many, takes about
+$t_0 + c\,b$. (Few need not lie on that line.) The larger the batch, the smaller the share of $t_0$,
+and throughput comes nearer to $1/c$.
 
 ## Memory
 
@@ -386,8 +388,8 @@ them begin each call together.
 :::{admonition} On GPUs
 The same shape, with other numbers: a call costs some microseconds of the CPU, which queues it, and
 a GPU has so much arithmetic that a small network leaves most of it idle. Published trainings of
-transformers reached 51 % of an A100's 312 TFLOP/s in bf16, and 40 % of an H100's 989 (MPT-7B and
-MPT-13B,
+transformers reached, for example, 51 % of an A100's 312 TFLOP/s in bf16, and 40 % of an H100's 989
+(MPT-7B and MPT-13B,
 [llm-foundry](https://github.com/mosaicml/llm-foundry/tree/main/scripts/train/benchmarking)).
 :::
 
@@ -443,10 +445,10 @@ $ python -m microddp.labs start 00
 
    <details class="solution"><summary>Solution</summary>
 
-   Let a step of $b$ samples take $t_0 + c\,b$. The best throughput is $1/c$, for a very large
-   batch. Half of it is reached where $t_0 + c\,b = 2\,c\,b$, so at $b = t_0 / c$. There, half of
-   the step is start-up. The start-up time is therefore that batch size, divided by the best
-   throughput. A batch 9 times as large as that one reaches 90 % of the best.
+   Let a step of $b$ samples take $t_0 + c\,b$, as if that held for few, too. The best throughput is
+   $1/c$, for a very large batch. Half of it is reached where $t_0 + c\,b = 2\,c\,b$, so at
+   $b = t_0 / c$. There, half of the step is start-up. The start-up time is therefore that batch
+   size, divided by the best throughput. A batch 9 times as large reaches 90 % of the best.
 
    </details>
 """

@@ -137,8 +137,8 @@ def ring(tensor):
 """
 **Measure.** First: are they right? They must agree with the backend's all-reduce. The values are
 whole numbers, whose sums are exact in any order, so the comparison can be exact. The number of
-values is odd, so that chunks differ in size. A {class}`~microddp.message_counter.MessageCounter`
-records every message:
+values is odd, so that an even number of ranks has chunks that differ in size. A
+{class}`~microddp.message_counter.MessageCounter` records every message:
 """
 
 # %%
@@ -424,7 +424,7 @@ def reductions(nbytes, names, group):
 timings, names = {}, ("backend", *WAYS)
 for nbytes in (2**k for k in range(14, 23, 2)):
     calls = functools.partial(reductions, nbytes, names)
-    for name, t in measure_among(four, calls, warmup=1, repeat=4).items():
+    for name, t in measure_among(four, calls, warmup=3, repeat=4).items():
         timings.setdefault(name, {})[nbytes] = t
 
 # %% tags=["plumbing"]
@@ -546,9 +546,10 @@ r"""
 share.
 
 :::{admonition} On GPUs
-NCCL's rings send what these do; it also has trees, for small tensors, and switches that add. By the
-same model, and the latencies and bandwidths that `microddp/plan/library.toml` has sources for, a
-ring takes:
+NCCL's rings send what these do. It also has trees, for small tensors, two protocols that start
+sooner, and switches that add. It chooses by an estimate of its own, which counts a link between
+nodes once a node. By that estimate ({mod}`microddp.performance.nccl`), with the latencies and
+bandwidths that `microddp/plan/library.toml` has sources for, an all-reduce takes:
 :::
 """
 

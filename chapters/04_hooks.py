@@ -482,9 +482,9 @@ They cannot notice the first step. Chapter 06 builds a wrapper that calls `finis
 does not: it copies a message from process to process itself, and cannot compute meanwhile. Then
 what is under way during backward makes backward longer, and hooks gain less.
 
-**Measure.** Two ranks, on links too fast to matter, and a model that computes for real; then
-the same gradients and messages with layers that pause for as long as each was measured to compute.
-(Ranks without a core of their own leave here.)
+**Measure.** Two ranks, on links much faster than their copies, and a model that computes for real;
+then the same gradients and messages with layers that pause for as long as each was measured to
+compute. (Ranks without a core of their own leave here.)
 """
 
 # %%
@@ -532,9 +532,9 @@ find(
 # %% [markdown]
 r"""
 **Explain.** Overlap removes no work. It helps as far as messages leave backward what it needs. A
-network card takes messages off the host. On a GPU the sums of NCCL take some of its processors, and
-slow backward down. A processor that copies the messages itself can hide them only in the time in
-which it would be idle.
+network card that reads and writes memory by itself (RDMA) takes messages off the host. On a GPU the
+sums of NCCL take some of its processors, and slow backward down. A processor that copies the
+messages itself can hide them only in the time in which it would be idle.
 
 ## What to take along
 

@@ -12,6 +12,7 @@ builds a small wrapper, goes through those answers with the book's own
 # %% tags=["imports"]
 import copy
 import os
+import time
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
@@ -37,7 +38,7 @@ from microddp.replicas import broadcast_parameters, check_replicas
 from microddp.report import table
 from microddp.shared import all_reduce_hook
 from microddp.stage import cluster, set_stage
-from microddp.timing import measure
+from microddp.timing import Timing, measure
 
 # %%
 os.environ.pop("MICRODDP_DEBUG", None)  # its checks are collectives, and would be counted
@@ -183,8 +184,8 @@ assert counts == predicted
 """
 ## Where it breaks: models that are not the same
 
-A rank with another layer size would add numbers that do not belong together, or hang. So the
-constructor compares names, shapes and dtypes. Here the last rank has wider layers:
+A rank with another layer size would add numbers that do not belong together, or hang. So
+microddp's constructor compares names, shapes and dtypes. Here the last rank has wider layers:
 """
 
 
@@ -207,7 +208,7 @@ assert shown(lambda: DDP(odd, comms)) == (n > 1)
 # %% [markdown]
 """
 Different values are no error: rank 0's replace the others', also if only another rank has loaded a
-checkpoint. With `verify_replicas=True` they must be equal already:
+checkpoint. With `verify_replicas=True`, which PyTorch's wrapper lacks, they must be equal already:
 """
 
 # %%
@@ -272,7 +273,7 @@ forward pass; it works on GPUs only.
 
 A batch that is too large for a device is cut into *micro-batches*, whose gradients add up in
 `.grad` before one optimizer step. Only the sum has to be averaged over the ranks. Inside
-`no_sync()` nothing is sent, and the first backward outside averages all that has accumulated:
+`no_sync()` no gradient is sent, and the first backward outside averages all that has accumulated:
 """
 
 
@@ -328,7 +329,7 @@ at all.
 
 # %%
 def accumulate(micro_step, is_last=lambda i: (i + 1) % K == 0, steps=5):
-    model = DDP(new_model(seed=0), comms, bucket_cap_mb=25)  # one bucket
+    model = DDP(new_model(seed=0), comms, bucket_cap_mb=25)  # one bucket: if not set, 1 MiB first
     optimizer = sgd(model)
     large = list(batches(rank, n))[:steps]
     micro = [pair for x, y in large for pair in zip(x.chunk(K), y.chunk(K), strict=True)]
@@ -346,9 +347,10 @@ def accumulate(micro_step, is_last=lambda i: (i + 1) % K == 0, steps=5):
 **Predict.** The model fits into one bucket, so there is one all-reduce for each backward that
 averages, and once a broadcast of the order. The right version averages in one backward of K.
 `no_sync()` around backward averages in each, and should still get the right result: the average
-of an average and new gradients is the average of all. An undivided loss makes steps K times as
-long. The flag set too late averages only the first micro-batch of a step, and the ranks part. The
-loop that is off by one groups the micro-batches wrongly, in the same way on every rank.
+of an average and new gradients is the average of all. An undivided loss makes gradients, and the
+first step, K times as long. The flag set too late averages only the first micro-batch of a step,
+and the ranks part. The loop that is off by one groups the micro-batches wrongly, in the same way on
+every rank.
 
 **Measure.** Each version against one device that takes the large batches whole. "Missed by" is the
 distance of rank 0's weights from that device's, divided by how far its weights moved; "ranks
@@ -668,8 +670,47 @@ find(comms, "wrappers", **wrappers.sides(said))
 # %% [markdown]
 """
 **Explain.** None of these can hide what takes longer than backward. To send fewer bytes is the
-subject of chapters 10 and 11.
+subject of chapters 10 and 11. Hooks in Python take processor time, where PyTorch's are C++. How
+much is that, and what becomes of it, where ranks share cores?
+"""
 
+
+# %%
+def processor_time(name):
+    """Seconds of processor time that a step takes, the mean over the ranks."""
+    comms.barrier()
+    begun = time.process_time()
+    calls[name]()
+    spent = torch.tensor(time.process_time() - begun, device=comms.device)
+    comms.all_reduce_mean(spent)
+    return spent.item()
+
+
+spent = {"microddp.DDP": [], "PyTorch's DDP": []}
+for name in (*spent,) * 7:
+    spent[name].append(processor_time(name))
+
+# %% tags=["plumbing"]
+mine, theirs = (1e3 * Timing(tuple(seconds)).median for seconds in spent.values())
+crowd = n / comms.cores
+said = (
+    f"A step takes {mine:.1f} ms of a rank's processor time with microddp.DDP, and {theirs:.1f} ms"
+)
+said = f"{said} with PyTorch's"
+find(
+    comms,
+    "processor-time",
+    shared=(
+        n > 1 and crowd > 1,
+        f"{said}. Where {n} ranks have {comms.cores} cores, the {mine - theirs:+.1f} ms lengthen a "
+        f"step by up to {crowd * (mine - theirs):+.0f} ms.",
+    ),
+    own=(n > 1 and crowd <= 1, f"{said}, and each rank has a core."),
+    alone=(n == 1, "One rank waits for no other."),
+)
+
+# %% [markdown]
+"""
 ## What I would set
 
 | argument | set it | because |
@@ -686,8 +727,8 @@ How much each way gains follows from $n$, $M/C$ and the starts. What differs: th
 work, so Python costs nothing as long as the GPU has some left; and NCCL's kernels compute the sums
 on the GPU itself, and slow backward down meanwhile. Small models leave a GPU nothing: on an H100,
 NCCL with one rank, a step of `microddp.DDP` was 0.96 times as fast as one of PyTorch's (twelve
-cases of `python -m microddp.bench ddp`, torch 2.11, 26 November 2026), and 0.79 times at worst,
-with 16 buckets of 4 MiB in 5 ms.
+cases of `python -m microddp.bench ddp`, torch 2.11, on 26 and on 28 November 2026), and 0.79 and
+0.84 times at worst, with 16 buckets of 4 MiB in 5 and 7 ms.
 With $M/C$ below two thirds all can be hidden (chapter 04). Far below, as on 8 H100 of a node, there
 is little to hide, and the ways hardly differ.
 :::
@@ -787,6 +828,7 @@ $ python -m microddp.labs start 06
    The sum has one backward. Each hook is called once, with the sum of both gradients, and that is
    averaged. With two backwards, only the first is: the second adds each rank's own gradient to the
    average. There is no error, and the ranks part at the next step. PyTorch's wrapper does the same.
+   (With buffers, a second forward before backward is an error there: it overwrites them.)
    Add the losses, or finish one backward before the next forward.
 
    </details>

@@ -598,11 +598,11 @@ find(
 
 # %% [markdown] index=["watchdog"]
 """
-So look for ranks that are behind, and on them not for the recorded line but for where they are
-*now*: `py-spy dump --pid` shows the stack of a running process. If no rank is behind, compare the
-calls. (While a job hangs, the field `retired` says whether a call is over; gloo's `state` stays
-"scheduled".)
-{doc}`Chapter 13 <13_faults>` has a program that does all this on a job that hangs.
+(In `early_continue` number 4 came back, and wrong: batch 3 of one rank was added to batch 2 of the
+others.) So look for ranks that are behind, and on them not for the recorded line but for where they
+are *now*: `py-spy dump --pid` shows the stack of a running process. If no rank is behind, compare
+the calls. (While a job hangs, the field `retired` says whether a call is over; gloo's `state` stays
+"scheduled".) {doc}`Chapter 13 <13_faults>` has a program that does all this on a job that hangs.
 
 ## With NCCL
 

@@ -293,7 +293,9 @@ rows = [
     (name, *both[name], ", ".join(map(str, runs[name].steps_to(TARGET))).replace("inf", "-"))
     for name in runs
 ]
-comms.print(f"losses after {STEPS} steps (range); steps to {TARGET:.2f}, DDP's after a quarter")
+comms.print(
+    f"losses after {STEPS} steps (range); steps to {TARGET:.2f}, DDP's mean after a quarter"
+)
 comms.print(table(rows, ["", "own weights", "their mean", "steps"]))
 
 
@@ -427,7 +429,8 @@ r"""
 
 **Predict.** The time to a loss is its steps times the time of one, here for the stage's cluster on
 several links. Its $M/C$ stands for $t_S/c$, and $C$, computing without the optimizer, is the unit.
-Losses were looked at every 16 steps, so steps are good to 16; a large model has others. Stars mark
+Losses were looked at every 16 steps, so steps are good to 16, and one look may change who is first;
+a large model has others. Stars mark
 a column's best and what is within 15 %:
 """
 

@@ -114,14 +114,14 @@ r"""
 What is missing: a group of ranks; for each a device, a shard, averaged gradients.
 
 ```python
-dist.init_process_group()                                    # join the job
 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))         # a GPU for each rank of a machine
+dist.init_process_group()                                    # join the job
 sampler = DistributedSampler(data, seed=0, drop_last=True)   # a shard for each rank
 model = DistributedDataParallel(model.to(device))            # averaged gradients
 ```
 
-`microddp.init()` did the first, and on GPUs the second. (Without it all ranks take GPU 0, and NCCL
-refuses.) The loader takes the sampler in place of `shuffle=True`, and an $n$th of the batch:
+`microddp.init()` did the second, and on GPUs the first. (Without that all ranks take GPU 0, and
+NCCL refuses.) The loader takes the sampler in place of `shuffle=True`, and an $n$th of the batch:
 """
 
 
@@ -262,7 +262,7 @@ find(
 r"""
 **Explain.** The rows are the history of one project: 34191 counted on each rank, 34242 asked for
 all (both October 2024). A loop that sums its tokens' losses has gradients $T/n$ times too large, as
-DDP divides by $n$ only: 9 times in a test of [miles
+DDP and FSDP divide by $n$ only: 9 times in a test of [miles
 3231](https://github.com/radixark/miles/pull/3231) (September 2026).
 """
 
@@ -656,7 +656,8 @@ find(
 r"""
 **Explain.** Around a wrapper, the compiler leaves PyTorch's own code alone, and a bare
 `nn.Sequential` runs nothing else: it is not compiled, without an error. The file compiles inside,
-and saves the bare model: a compiled one's state has `_orig_mod.` before each name.
+and saves the bare model: a compiled one's state has `_orig_mod.` before each name. (After
+`model.compile()`, in place, it has not.)
 
 ### Batch normalisation
 
@@ -792,6 +793,7 @@ changes = list(far)[:5]
 kept, largest = len({*changes} & {*same}), max(far[name] for name in changes)
 said = f"The bits stay in {kept} of the first {len(changes)} rows; the others part by at most "
 said += f"{largest:.0e} of how far they moved."
+said += " (Two ranks add to the same bits in any order.)" * (n == 2)
 find(
     comms,
     "bits",
@@ -1067,7 +1069,7 @@ $10^{-4}$, also where one goes on alone.
 - Equal on all ranks: weights, order, step. Different: shards and noise.
 - Count before you divide: losses by the tokens of the global batch, results by all samples.
 - Scale the learning rate with the batch of all ranks; gradient norms before and after
-  averaging estimate which batch is worth it.
+  averaging tell roughly which batch is worth it.
 - Clip, and scale, gradients that are averaged.
 - Save nothing that depends on the number of ranks: then another can go on.
 

@@ -173,9 +173,9 @@ def published_cluster(name: str, count: int) -> Side:
 
 
 def known_all_reduces(sizes: Sequence[int]) -> dict[str, list[float]]:
-    """Compute the seconds of ring all-reduces of so many bytes on clusters that people have."""
+    """Compute NCCL's seconds for all-reduces of so many bytes on clusters that people have."""
     return {
-        words: [_network(*parts)[2].seconds("all_reduce", "ring", nbytes) for nbytes in sizes]
+        words: [_network(*parts)[2].seconds("all_reduce", "nccl", nbytes) for nbytes in sizes]
         for words, parts in KNOWN.items()
     }
 
