@@ -8,12 +8,14 @@ copy of the state, and gets its name when it is whole.
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 import time
 import zipfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +35,20 @@ class Checkpoints:
         folder: folder on rank 0's machine.
         comms: ranks that train together.
         keep: number of checkpoints that stay; older ones are removed after a newer one is written.
-            Damaged ones are not counted.
+            Those of later steps, which :meth:`load` could not read, are left as they are.
 
     Attributes:
         stopped: for each checkpoint, seconds for which rank 0 stopped training.
         writing: for each checkpoint, seconds until its file was complete.
 
     Raises:
-        RuntimeError: on every rank, if rank 0 cannot write to the folder.
+        ValueError: on every rank, if rank 0 cannot write to the folder.
     """
 
     def __init__(self, folder: Path, comms: Comms, keep: int) -> None:
         self.folder, self.comms, self.keep = folder, comms, keep
         self.stopped: list[float] = []
         self.writing: list[float] = []
-        self._damaged: set[Path] = set()
         problem = ""
         if comms.rank == 0:
             try:
@@ -55,7 +56,7 @@ class Checkpoints:
                 problem = "" if os.access(folder, os.W_OK) else "it may not be written to"
             except OSError as error:
                 problem = str(error)
-        comms.fail_together(problem, f"a folder for checkpoints: {folder}")
+        comms.fail_together(problem, f"a folder for checkpoints: {folder}", ValueError)
         # Its thread finishes the current write before Python exits.
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._under_way: Future[str] | None = None
@@ -114,7 +115,6 @@ class Checkpoints:
                     break
                 except Exception as error:  # of many types, by where the damage is
                     data = None
-                    self._damaged.add(path)
                     problems.append(f"{path.name}: {(str(error) or repr(error)).splitlines()[0]}")
                     if path != paths[0]:
                         self.comms.print(f"{problems[-1]}; going back to the one before")
@@ -129,19 +129,25 @@ class Checkpoints:
         A collective.
 
         Raises:
-            ValueError: on every rank, if there are some.
+            ValueError: on every rank, if there are some, or rank 0 cannot list them.
         """
-        there = _checkpoints(self.folder) if self.comms.rank == 0 else []
-        problem = f"{there[-1].name} of another run" if there else ""
+        problem = ""
+        if self.comms.rank == 0:
+            try:
+                there = _checkpoints(self.folder)
+                problem = f"{there[-1].name} of another run" if there else ""
+            except OSError as error:
+                problem = str(error)
         what = f"--resume, or a folder without checkpoints as {self.folder}"
         self.comms.fail_together(problem, what, ValueError)
         self._clean_up()
 
     def _clean_up(self) -> None:
-        """Remove what a run that was killed had not finished."""
+        """Remove what a killed run had not finished; what cannot be removed does no harm."""
         if self.comms.rank == 0:
-            for leftover in self.folder.glob("checkpoint-*.pt.part"):
-                leftover.unlink(missing_ok=True)
+            with suppress(OSError):
+                for leftover in self.folder.glob("checkpoint-*.pt.part"):
+                    leftover.unlink()
 
     def _problem(self) -> str:
         """Wait for the last checkpoint; return why it was not written, or an empty text."""
@@ -152,16 +158,17 @@ class Checkpoints:
         """Write a file; return why it could not be written, or an empty text."""
         start = time.perf_counter()
         try:
-            path = self.folder / f"checkpoint-{step}.pt"
-            with whole_file(path) as unfinished:
+            with whole_file(self.folder / f"checkpoint-{step}.pt") as unfinished:
                 torch.save(state, unfinished)
-            self._damaged.discard(path)
-            whole = [each for each in _checkpoints(self.folder) if each not in self._damaged]
-            for old in whole[: -self.keep]:
-                old.unlink()
         except (OSError, RuntimeError) as error:  # torch's, if the disk is full
             return str(error)
         self.writing.append(time.perf_counter() - start)
+        try:
+            # Those of later steps are damaged, or this run would have gone on from one of them.
+            for old in _checkpoints(self.folder, step)[: -self.keep]:
+                old.unlink()
+        except OSError as error:
+            self.comms.print(f"An old checkpoint stays: {error}")
         return ""
 
 
@@ -201,9 +208,7 @@ def gather_states(state: Mapping[str, Any], comms: Comms) -> list[torch.Tensor] 
     mine = torch.frombuffer(bytearray(encode_state(state)), dtype=torch.uint8).to(comms.device)
     sizes = comms.all_gather_data(len(mine))
     everyone = comms.gather(mine)
-    return (
-        None if everyone is None else [part.clone() for part in torch.split(everyone.cpu(), sizes)]
-    )
+    return None if everyone is None else list(torch.split(everyone.cpu(), sizes))
 
 
 def own_state(states: Sequence[torch.Tensor], comms: Comms) -> dict[str, Any]:
@@ -224,12 +229,12 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _checkpoints(folder: Path) -> list[Path]:
-    """List the checkpoints in a folder, the newest last; none if the folder does not exist."""
+def _checkpoints(folder: Path, last: float = math.inf) -> list[Path]:
+    """List a folder's checkpoints up to a step, in order; none if the folder does not exist."""
     if not folder.exists():
         return []
     steps = {int(m[1]): path for path in folder.iterdir() if (m := NAME.fullmatch(path.name))}
-    return [steps[step] for step in sorted(steps)]
+    return [steps[step] for step in sorted(steps) if step <= last]
 
 
 def _read(data: bytes) -> dict[str, Any]:

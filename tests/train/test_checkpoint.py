@@ -102,6 +102,7 @@ def leave_a_damaged_one(comms, folder):
     Path(folder, "checkpoint-100.pt").write_bytes(b"half of it")
     assert checkpoints.load()["history"] == [{"epoch": 50}]
     for number in (60, 70):
+        checkpoints = Checkpoints(Path(folder), comms, keep=1)  # as each generation has its own
         checkpoints.save(number, state_of(number))
         checkpoints.finish()
     assert names(folder) == ["checkpoint-100.pt", "checkpoint-70.pt"]
@@ -158,7 +159,7 @@ def test_a_broken_checkpoint_falls_back_to_the_one_before_or_is_an_error_on_ever
 
 def refuse_folder(comms, folder):
     with pytest.raises(
-        RuntimeError, match=rf"^rank {comms.rank}: expected a folder for .*, got rank 0: "
+        ValueError, match=rf"^rank {comms.rank}: expected a folder for .*, got rank 0: "
     ):
         Checkpoints(Path(folder), comms, 2)
 
@@ -189,6 +190,37 @@ def fill_the_disk(comms, folder):
     checkpoints.save(4, state_of(4))
     checkpoints.finish()
     assert names(folder) == ["checkpoint-1.pt", "checkpoint-4.pt"]
+
+
+def leave_what_cannot_be_removed(comms, folder):
+    checkpoints = Checkpoints(Path(folder), comms, keep=1)
+    if comms.rank == 0:
+        Path(folder, "checkpoint-9.pt.part").mkdir()
+    comms.barrier()
+    checkpoints.expect_none()
+    if comms.rank == 0:
+        Path(folder, "checkpoint-1.pt").mkdir()
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        checkpoints.save(2, state_of(2))
+        checkpoints.finish()
+    assert ("An old checkpoint stays: [Errno" in said.getvalue()) == (comms.rank == 0)
+    assert "checkpoint-2.pt" in names(folder)
+
+
+def refuse_what_is_no_folder_any_more(comms, folder):
+    checkpoints, folder = Checkpoints(Path(folder), comms, 2), Path(folder)
+    if comms.rank == 0:
+        folder.rmdir()
+        folder.touch()
+    comms.barrier()
+    message = rf"^rank {comms.rank}: expected --resume, or a folder .* got rank 0: .*Not a dir"
+    with pytest.raises(ValueError, match=message):
+        checkpoints.expect_none()
+
+
+def test_what_rank_0_cannot_remove_or_list_fails_on_all_ranks_or_on_none(tmp_path):
+    run(leave_what_cannot_be_removed, 2, str(tmp_path / "left"))
+    run(refuse_what_is_no_folder_any_more, 2, str(tmp_path / "file"))
 
 
 def test_what_rank_0_cannot_write_or_read_is_an_error_on_every_rank(tmp_path):
