@@ -23,6 +23,7 @@ from microddp.train.checkpoint import encode_state, share_state
 from microddp.train.loop import OnStep, Trainer, TrainingResult
 from microddp.train.options import TrainingConfig
 
+Brought = list[dict[str, Any] | None]  # one: the state that a process brings to the next generation
 TRIES = 5  # attempts at a step by the same members, none of which was lost
 
 
@@ -47,16 +48,16 @@ def train_elastically(
     # The first optimizer of a process imports for about a second: now, while nobody waits for it.
     torch.optim.SGD([torch.zeros(1)])
     gc.freeze()  # what is here refers to no group: the searches below leave it out
-    state: dict[str, Any] | None = None
+    brought: Brought = [None]
     failed: list[object] = []  # (members, step) of failures in a row with the same of both
     try:
-        while generation := members.meet(state["step"] if state else -1):
-            result, state, error = _train_generation(config, generation, members, state, on_step)
+        while generation := members.meet(brought[0]["step"] if brought[0] else -1):
+            result, error = _train_generation(config, generation, members, brought, on_step)
             if result:
                 members.done()
                 return replace(result, seconds=time.perf_counter() - began)
             if error:
-                now = members.names, state and state["step"]
+                now = members.names, brought[0] and brought[0]["step"]
                 failed = [*(each for each in failed if each == now), now]
                 if not is_echo(error) or len(failed) == TRIES:  # then nobody was lost
                     raise error
@@ -73,22 +74,28 @@ def _train_generation(
     config: TrainingConfig,
     generation: Generation,
     members: Members,
-    state: dict[str, Any] | None,
+    brought: Brought,
     on_step: OnStep | None,
-) -> tuple[TrainingResult | None, dict[str, Any] | None, Exception | None]:
-    """Train until the end or the next generation; return a result, or the state and the error."""
+) -> tuple[TrainingResult | None, Exception | None]:
+    """Train until the end or the next generation; return a result, or an error, or neither.
+
+    The list ``brought`` gives up its state to the trainer, and gets the trainer's at the end.
+    """
     try:
-        trainer = ElasticTrainer(config, generation, members, state, on_step)
+        trainer = ElasticTrainer(config, generation, members, brought[0], on_step)
     except RuntimeError as error:
-        return None, state, error.with_traceback(None)
+        return None, error.with_traceback(None)
+    brought[0] = None  # else there would be two of everything while it trains
     try:
-        return trainer.run(), None, None
+        return trainer.run(), None
     except OthersWait:
-        return None, trainer.state(), None
+        brought[0] = trainer.state()
+        return None, None
     except RuntimeError as error:
         what = str(error).partition(". ")[0]  # without gloo's advice
         print(f"{members.name}, after step {trainer.step}: {what}", flush=True)
-        return None, trainer.state(), error.with_traceback(None)
+        brought[0] = trainer.state()
+        return None, error.with_traceback(None)
 
 
 class OthersWait(Exception):
@@ -120,6 +127,7 @@ class ElasticTrainer(Trainer):
         self.generation, self.members, self.brought = generation, members, state
         self.others_wait = False
         super().__init__(config, generation.comms, on_step)
+        self.brought = None  # what the trainer goes on from is its own by now
         self.random = self._random_state()
 
     def _begin_from(self) -> dict[str, Any] | None:
@@ -132,6 +140,11 @@ class ElasticTrainer(Trainer):
         # Also where all have taken as many steps: some may have ended the epoch, and others not.
         data = encode_state(self.brought) if self.brought and comms.rank == source else None
         return share_state(data, comms, source)
+
+    def run(self) -> TrainingResult:
+        if self.generation.steps[self.generation.source] >= 0:
+            self._save()  # the checkpoint of that step may be lost with who was to write it
+        return super().run()
 
     def _step(self, batch: Sequence[torch.Tensor]) -> None:
         if self.others_wait:

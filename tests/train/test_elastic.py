@@ -1,6 +1,8 @@
 """Members that are lost, hung, cut off or late: the others go on, and the result is the same."""
 
 import contextlib
+import dataclasses
+import gc
 import io
 import os
 import signal
@@ -80,6 +82,18 @@ def fail(*_):
     raise ValueError("something of this rank's own")
 
 
+def lose_the_step(*_):
+    raise RuntimeError(f"[{GLOO}/transport/tcp/pair.cc:538] Connection closed by peer")
+
+
+def note_bytes(folder, _):
+    """Note the bytes of all tensors that this process keeps, but for those of its start."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    with open(folder / "bytes", "a") as file:
+        print(sum(tensor.nbytes for tensor in tensors), file=file)
+
+
 def member_that_lacks_the_test(address, folder):
     """Rank 1 once has no result of an epoch's last collective, though the others have theirs."""
     mark, right = Path(folder, "once"), loop.evaluate
@@ -88,12 +102,27 @@ def member_that_lacks_the_test(address, folder):
         result = right(*arguments)
         if os.environ["RANK"] == "1" and not mark.exists():
             mark.touch()
-            raise RuntimeError(f"[{GLOO}/transport/tcp/pair.cc:538] Connection closed by peer")
+            lose_the_step()
         return result
 
     loop.evaluate = evaluate
     with Members(address, least=2) as meeting:
         return outcome(train_elastically(CONFIG, meeting))
+
+
+def member_that_fails_in_the_last_checkpoint(address, folder):
+    mark, right = Path(folder, "once"), loop.Trainer._save
+
+    def save(trainer):
+        if os.environ["RANK"] == "1" and trainer.step == STEPS and not mark.exists():
+            mark.touch()
+            lose_the_step()
+        right(trainer)
+
+    loop.Trainer._save = save
+    config = dataclasses.replace(CONFIG, checkpoint=Path(folder, "checkpoints"))
+    with Members(address, least=2) as meeting:
+        train_elastically(config, meeting)
 
 
 def check(results, right, lost=()):
@@ -119,6 +148,22 @@ def test_members_go_on_where_only_some_have_ended_the_epoch(right, tmp_path):
     arguments = free_address(), str(tmp_path)
     check(run(member_that_lacks_the_test, 2, *arguments, join=False, environment=LIMIT), right)
     assert (tmp_path / "once").exists()
+
+
+def test_a_checkpoint_is_there_though_a_member_failed_in_it(tmp_path):
+    arguments = free_address(), str(tmp_path)
+    function = member_that_fails_in_the_last_checkpoint
+    run(function, 2, *arguments, join=False, environment=LIMIT)
+    assert (tmp_path / "once").exists()
+    assert (tmp_path / "checkpoints" / f"checkpoint-{STEPS}.pt").exists()
+
+
+def test_nothing_of_the_generation_before_stays_in_memory(right, tmp_path):
+    faults = [(0, 6, note_bytes), (1, 7, lose_the_step), (0, 9, note_bytes)]
+    arguments = free_address(), str(tmp_path), 2, faults
+    check(run(member, 2, *arguments, join=False, environment=LIMIT), right)
+    before, after = map(int, (tmp_path / "bytes").read_text().split())
+    assert after <= before
 
 
 def test_a_member_that_was_stopped_is_left_behind_and_taken_in_again(right, tmp_path):
