@@ -89,9 +89,9 @@ def carrier(name: str, comms: Comms) -> Carrier:
         comms: the ranks.
 
     Raises:
-        ValueError: on every rank: there is no such name.
-        RuntimeError: on every rank: the names differ, or the ranks of this job cannot use it, as
+        ValueError: on every rank: there is no such name, or the ranks of this job cannot use it, as
             ranks of two machines cannot share memory.
+        RuntimeError: on every rank: the names differ.
 
     Example:
         >>> DDP(model, comms, all_reduce=carrier("shared", comms))
@@ -111,7 +111,7 @@ def carrier(name: str, comms: Comms) -> Carrier:
             )
         name = BACKEND
     if why := refused(name, comms):
-        raise RuntimeError(f"rank {comms.rank}: expected another all_reduce: {why}")
+        raise ValueError(f"rank {comms.rank}: expected another all_reduce: {why}")
     return Carrier(comms) if name == BACKEND else AlgorithmCarrier(comms, name)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, astuple, dataclass, fields
@@ -23,6 +25,7 @@ from microddp.local_sgd import Local, LocalSteps, Outer
 from microddp.performance import StragglerReport, straggler_report
 from microddp.replicas import check_replicas
 from microddp.report import human_seconds
+from microddp.results import output_file
 from microddp.shared import carrier
 from microddp.step import StepOptions, Strategy, compute_gradients, take_step
 from microddp.step_times import StepTimes, break_down
@@ -118,6 +121,7 @@ class Trainer:
         self.task = make_task(config, comms)
         self.model = self.task.model
         self.batches = self._make_batches()
+        self._check_files()
         half = config.precision == "fp16"
         self.scaler = torch.amp.GradScaler(comms.device.type, enabled=half)
         self.step = 0
@@ -166,6 +170,17 @@ class Trainer:
             *(self.task.train, config.batch_size, comms.rank, comms.world_size, config.seed),
             sizes=[len(rows) for rows in shards],
         )
+
+    def _check_files(self) -> None:
+        """Refuse files that rank 0 cannot write now, not when all is trained. A collective."""
+        problem = ""
+        if self.comms.rank == 0:
+            try:
+                for path in filter(None, (self.config.profile, self.config.json)):
+                    output_file(str(path))
+            except ArgumentTypeError as error:
+                problem = str(error)
+        self.comms.fail_together(problem, "--profile and --json that can be written", ValueError)
 
     def _begin_from(self) -> dict[str, Any] | None:
         """Return a state to go on from, the same on every rank, or ``None``. A collective."""
@@ -220,8 +235,10 @@ class Trainer:
         if self.config.report and self.traced > 1:
             report = straggler_report(self.profiled, self.comms, self.strategy.sent_bytes())
         self.strategy.remove()
-        if not self.profiled and (self.config.profile or self.config.report):
-            self.comms.print("No step was left to take, and none is there to profile or report.")
+        if self.config.report and not report:  # a report compares steps
+            self.comms.print(f"Nothing to report: expected 2 steps or more, got {self.traced}.")
+        if self.config.profile and not self.profiled:
+            self.comms.print("No step was left to take, and none is there to profile.")
         elif self.config.profile and self.comms.rank == 0:
             from microddp.figures import save_chrome_trace  # with matplotlib, for seconds
 
@@ -370,6 +387,11 @@ class Trainer:
                     f"was trained with {there}, expected the same, got {value}"
                 )
         self.step = state["step"]
+        if (begun := math.ceil(self.step / len(self.batches))) > self.config.epochs:
+            raise ValueError(
+                f"rank {self.comms.rank}: --epochs: expected at least the {begun} that the state "
+                f"to go on from had begun, got {self.config.epochs}"
+            )
         losses = state["losses"]
         one_each = len(losses) == self.comms.world_size
         self.total.fill_(losses[self.comms.rank] if one_each else statistics.mean(losses))

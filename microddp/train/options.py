@@ -29,6 +29,11 @@ CHOICES = {
 }
 HEADS = 4  # of the transformer
 MAY_BE_0 = ("average_every", "warm_up", "checkpoint_every", "seed")  # other integers: at least 1
+NEEDS = {  # options that do nothing without another one
+    **dict.fromkeys(("outer", "fragments", "warm_up"), "average_every"),
+    **dict.fromkeys(("checkpoint_every", "keep", "resume"), "checkpoint"),
+    "least": "elastic",
+}
 METAVARS = {"checkpoint": "DIR", "elastic": "HOST:PORT"}  # the others have that of their type
 TYPE_METAVARS = {int: "N", float: "X", str: "NAME", Path: "FILE"}
 RESULT_OPTIONS = (
@@ -75,14 +80,15 @@ class TrainingConfig:
         seed: seed of the first weights, of the order of the data, and of synthetic data
         profile: file for a Chrome trace of the last epoch's first steps, of all ranks
         report: say which rank or link holds the others up in those steps, if one does
-        checkpoint: folder for checkpoints, written after each epoch
+        checkpoint: folder for checkpoints, written after each epoch, and when elastic ranks have
+            met again
         checkpoint_every: steps between more checkpoints; 0: none within an epoch
         keep: number of checkpoints that stay, the newest ones
         resume: go on from the newest checkpoint that is whole, if there is one, on any number of
             ranks (with average_every on as many as before); on as many as before, the result is
             bitwise that of one run
-        elastic: address at which ranks meet that come and go, without torchrun; at most as many as
-            a batch has samples, or all end with an error
+        elastic: address at which ranks meet that come and go, without torchrun; of more than
+            batch_size / accumulate all end with an error
         least: smallest number of ranks that train, with elastic
         json: file for options, results and times
 
@@ -152,12 +158,6 @@ class TrainingConfig:
                 f"--width: expected a multiple of its {HEADS} heads for a transformer, got "
                 f"{self.width}"
             )
-        for name in ("profile", "json"):  # said now, and not when all is trained
-            path = getattr(self, name)
-            if path and (not path.parent.is_dir() or (path.exists() and not path.is_file())):
-                raise ValueError(f"{_flag(name)}: expected a file in a folder that exists: {path}")
-        if self.checkpoint is not None and self.checkpoint.is_file():
-            raise ValueError(f"--checkpoint: expected a folder, got the file {self.checkpoint}")
         if self.elastic and (self.compress != "none" or self.average_every):
             # What a lost rank had kept back, or learned by itself, would be lost with it.
             raise ValueError("--elastic: expected no --compress and no --average-every with it")
@@ -166,9 +166,9 @@ class TrainingConfig:
                 "--elastic: expected a --schedule that keeps everything on each rank, got "
                 f"{self.schedule}"
             )
-        for name in ("checkpoint_every", "resume"):
-            if getattr(self, name) and self.checkpoint is None:
-                raise ValueError(f"{_flag(name)}: expected --checkpoint DIR with it")
+        for name, other in NEEDS.items():
+            if getattr(self, name) != getattr(TrainingConfig, name) and not getattr(self, other):
+                raise ValueError(f"{_flag(name)}: expected {_flag(other)} with it")
 
     def _check_compression(self) -> None:
         try:
@@ -187,13 +187,6 @@ class TrainingConfig:
             Outer.parse(self.outer)
         except ValueError as error:
             raise ValueError(f"--outer: {error}") from error
-        changed = [
-            name
-            for name in ("outer", "fragments", "warm_up")
-            if getattr(self, name) != getattr(TrainingConfig, name)
-        ]
-        if changed and not self.average_every:
-            raise ValueError(f"{_flag(changed[0])}: expected --average-every with it")
         if self.average_every and self.schedule != TrainingConfig.schedule:
             raise ValueError(
                 f"--average-every: expected no --schedule with it, got {self.schedule}"

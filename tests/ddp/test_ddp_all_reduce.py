@@ -132,7 +132,7 @@ def test_what_is_not_known_or_not_alike_is_refused_on_every_rank(comms):
     with pytest.raises(TypeError, match=r"expected a carrier .*, got 'ring': see microddp.shared"):
         DDP(Branches(), comms, all_reduce="ring")
     regions.machines_of = choice.machines_of = lambda _: [[0], [1]]
-    with pytest.raises(RuntimeError, match=r"these share memory as \[\[0\], \[1\]\]"):
+    with pytest.raises(ValueError, match=r"these share memory as \[\[0\], \[1\]\]"):
         carrier("shared", comms)
 
 

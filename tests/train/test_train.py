@@ -24,6 +24,7 @@ from ranks import on_ranks, run
 
 from microddp.datasets import CHARACTERS
 from microddp.replicas import check_replicas
+from microddp.shared import carriers
 from microddp.strategies import STRATEGIES
 from microddp.timing import Span
 from microddp.train import Trainer, TrainingConfig, loop, mean_step, parse, train
@@ -575,9 +576,10 @@ def test_a_mean_step_is_over_steps_and_ranks():
         ("--model transformer --width 130", "--width: expected a multiple of its 4 heads .* 130"),
         ("--seed -1", "--seed: expected at least 0, got -1"),
         ("--seed 2147483648", "--seed: expected at most 2147483647, got 2147483648"),
-        ("--json no/such/folder/file", "--json: expected a file in a folder that exists"),
-        ("--resume", "--resume: expected --checkpoint DIR with it"),
-        ("--checkpoint-every 5", "--checkpoint-every: expected --checkpoint DIR with it"),
+        ("--resume", "--resume: expected --checkpoint with it"),
+        ("--checkpoint-every 5", "--checkpoint-every: expected --checkpoint with it"),
+        ("--keep 3", "--keep: expected --checkpoint with it"),
+        ("--least 2", "--least: expected --elastic with it"),
         ("--checkpoint-every -5 --checkpoint x", "--checkpoint-every: expected at least 0, got -5"),
         (
             "--checkpoint-every 5 --checkpoint x --average-every 2",
@@ -587,7 +589,6 @@ def test_a_mean_step_is_over_steps_and_ranks():
         ("--report --average-every 2", "--report: expected no --average-every with it"),
         ("--elastic h:1 --average-every 2", "--elastic: expected no --compress and no --average"),
         ("--least 0", "--least: expected at least 1, got 0"),
-        (f"--checkpoint {__file__}", "--checkpoint: expected a folder, got the file"),
         ("--no-such-option", "unrecognized arguments: --no-such-option"),
         ("--data text", "--data: expected --model transformer with text, got cnn"),
     ],
@@ -643,12 +644,59 @@ def test_a_configuration_checks_its_choices_too():
             "--accumulate 49",
             "rank 0: --batch-size: expected at least 2 ranks x 49 accumulated parts, got 96",
         ),
+        (
+            "--json no/such/folder/file",
+            "rank 0: expected --profile and --json that can be written, got rank 0: expected a "
+            "file in a folder that exists, got no/such/folder/file",
+        ),
+        (
+            f"--checkpoint {__file__}",
+            f"rank 0: expected a folder for checkpoints: {__file__}, got rank 0: [Errno 17] File "
+            f"exists: '{__file__}'",
+        ),
     ],
 )
 def test_what_does_not_fit_is_said_once_in_a_line_and_every_rank_ends(options, complaint):
     ranks = run(main, 2, *options.split(), join=False)
     assert [status for status, *_ in ranks] == [2, 2]
     assert [err for *_, err in ranks] == [f"microddp.train: error: {complaint}\n", ""]
+
+
+def main_on_two_machines(*arguments):
+    carriers.machines_of = lambda _: [[0], [1]]
+    return main(*arguments)
+
+
+def test_an_all_reduce_that_these_ranks_cannot_use_is_a_wrong_option():
+    (status, _, err), _ = run(main_on_two_machines, 2, "--all-reduce", "shared", join=False)
+    assert status == 2
+    assert err.startswith("microddp.train: error: rank 0: expected another all_reduce: shared")
+
+
+def all_but_the_last_step(comms, folder):
+    def stop(step, _):
+        if step == STEPS:
+            raise EOFError
+
+    with pytest.raises(EOFError):
+        train(small(checkpoint=Path(folder), checkpoint_every=STEPS - 1), comms, stop)
+
+
+def the_last_step(comms, folder):
+    options = {"checkpoint": Path(folder), "resume": True}
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        result = train(small(report=True, **options), comms)
+    assert result.report is None
+    assert "Nothing to report: expected 2 steps or more, got 1." in said.getvalue()
+    train(small(epochs=2, **options), comms)
+    message = rf"^rank {comms.rank}: --epochs: expected at least the 2 .* had begun, got 1"
+    with pytest.raises(ValueError, match=message):
+        train(small(**options), comms)
+
+
+def test_a_resumed_run_says_what_it_cannot_report_and_ends_with_a_whole_epoch(tmp_path):
+    run(all_but_the_last_step, 1, str(tmp_path))
+    run(the_last_step, 1, str(tmp_path))
 
 
 @on_ranks(1)
