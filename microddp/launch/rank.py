@@ -31,7 +31,7 @@ class Report:
     """The end of a rank's function: with a result, or with an exception.
 
     Attributes:
-        result: what it returned.
+        result: what it returned; ``None`` if it left by ``sys.exit()`` with status 0.
         error: the exception's traceback; empty if there was none.
         echo: whether the exception only says that another rank has gone.
         moment: seconds of the monotonic clock, which all processes of a machine share.
@@ -106,7 +106,13 @@ def _work(line: Connection, order: Order) -> int:
     faulthandler.register(signal.SIGUSR2)
     try:
         function, arguments = pickle.loads(order.work)
-        tell(Report(function(*arguments)))
+        try:
+            result = function(*arguments)
+        except SystemExit as end:  # with status 0 as Comms.timed() leaves, which is no failure
+            if end.code not in (None, 0):
+                raise
+            result = None
+        tell(Report(result))
         return 0
     except BaseException as error:
         story = traceback.TracebackException.from_exception(error, capture_locals=order.values)

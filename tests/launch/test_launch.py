@@ -112,6 +112,20 @@ def test_a_rank_that_hangs_is_told_before_those_that_notice():
     assert then.startswith("rank 0 raised\n")
 
 
+def exit_on_rank_1(status):
+    if os.environ["RANK"] == "1":
+        sys.exit(status)
+    return "stayed"
+
+
+def test_a_rank_that_exits_with_status_0_has_not_failed():
+    """As those do that leave in ``Comms.timed()``."""
+    for status in (None, 0):
+        assert run(exit_on_rank_1, 2, status, join=False) == ["stayed", None]
+    with pytest.raises(JobFailed, match=r"^rank 1 raised\n(?s:.*)SystemExit: 3"):
+        run(exit_on_rank_1, 2, 3, join=False)
+
+
 def test_a_rank_that_should_have_died_is_told():
     with pytest.raises(JobFailed, match=r"^rank 0 should have died\nThen:\nrank 1 raised\n"):
         run(misbehave_on_rank_1, 2, complain, dies=[0])
