@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+PICTURES = (".jpg", ".pdf", ".png", ".svg")  # of those that matplotlib can write
+
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
@@ -36,7 +38,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
 
 
 def write_result(path: Path, run: str, **content: object) -> None:
-    """Write what came of a command as JSON.
+    """Write what came of a command as JSON, with null for numbers that are not finite.
 
     Args:
         path: the file.
@@ -45,7 +47,9 @@ def write_result(path: Path, run: str, **content: object) -> None:
     """
     result = {"run": run, "command": sys.argv[1:], **content}
     with whole_file(path) as unfinished:
-        unfinished.write_text(json.dumps(result, indent=2, default=str) + "\n")
+        # Python's JSON has Infinity and NaN, which other readers refuse.
+        values = json.loads(json.dumps(result, default=str), parse_constant=lambda _: None)
+        unfinished.write_text(json.dumps(values, indent=2) + "\n")
 
 
 def _to_disk(path: Path) -> None:
@@ -64,6 +68,13 @@ def output_file(text: str) -> Path:
     if not os.access(path.resolve().parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"expected a folder to write to, got that of {text}")
     return path
+
+
+def picture_file(text: str) -> Path:
+    """An option that names a picture to draw: refused now, as by :func:`output_file`."""
+    if Path(text).suffix.lower() not in PICTURES:
+        raise argparse.ArgumentTypeError(f"expected one of *{', *'.join(PICTURES)}, got {text}")
+    return output_file(text)
 
 
 def positive(kind: type[Any]) -> Callable[[str], Any]:

@@ -12,7 +12,7 @@ from microddp.bench.ddp import bench_ddp, models
 from microddp.bench.sharded import MODELS, bench_sharded
 from microddp.comms import init
 from microddp.compression import NAMES, compressor
-from microddp.results import output_file, positive
+from microddp.results import output_file, picture_file, positive
 from microddp.shared import ALL_REDUCES, AUTO
 
 
@@ -48,7 +48,7 @@ def _add_allreduce_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
     parser.add_argument("--check", action="store_true", help="compare with the known sum first")
     _add_run_options(parser)
-    parser.add_argument("--plot", type=output_file, metavar="FILE", help="write time against size")
+    parser.add_argument("--plot", type=picture_file, metavar="FILE", help="draw time against size")
 
 
 def _add_ddp_options(parser: argparse.ArgumentParser) -> None:

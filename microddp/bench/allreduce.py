@@ -16,6 +16,7 @@ from microddp.carrier import BACKEND
 from microddp.comms import Comms
 from microddp.fitted import bus_bandwidth
 from microddp.report import human_bytes
+from microddp.results import whole_file
 from microddp.shared import (
     ALL_REDUCES,
     SCATTER_GATHERS,
@@ -298,4 +299,5 @@ def _report(
 
         what = options.collective.replace("_", "-").capitalize()
         figures.times_by_size(timings, title=f"{what}, {comms.describe()}")
-        plt.savefig(options.plot, dpi=150, facecolor="white")
+        with whole_file(options.plot) as unfinished:
+            plt.savefig(unfinished, dpi=150, facecolor="white", format=options.plot.suffix[1:])

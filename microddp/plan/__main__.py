@@ -34,10 +34,11 @@ from microddp.plan.planning import (
 )
 from microddp.plan.published import Compared, compare_published, middle, skill, summary
 from microddp.report import human_seconds, table
-from microddp.results import output_file, positive, write_result
+from microddp.results import output_file, picture_file, positive, whole_file, write_result
 from microddp.strategies import STRATEGIES
 
 LEAST = 20  # figures that make a range
+SEQUENCE = 8192  # tokens
 COUNTS = tuple(8 << k for k in range(8))  # to 1024
 
 
@@ -93,19 +94,20 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--parameters", type=positive(float), help="of the model, without --config")
     model.add_argument("--layers", type=positive(int), help="of the model, without --config")
     model.add_argument(
-        "--sequence", type=positive(float), default=8192, help="tokens of a sequence (8192)"
+        "--sequence", type=positive(float), help=f"tokens of a sequence, with --config ({SEQUENCE})"
     )
     model.add_argument(
-        "--recompute", choices=KEPT, default="none", help="activations computed again (none)"
+        "--recompute", choices=KEPT, help="activations computed again, with --config (none)"
     )
     model.add_argument(
         "--gradient-bytes", type=int, choices=(2, 4), default=4, help="of a value as sent (4)"
     )
-    model.add_argument(
+    size = model.add_mutually_exclusive_group()
+    size.add_argument(
         "--tokens", type=positive(float), default=8192, help="of a device and micro-batch (8192)"
     )
     model.add_argument("--accumulation", type=positive(int), default=1, help="micro-batches (1)")
-    model.add_argument(
+    size.add_argument(
         "--batch", type=positive(float), help="tokens of a step, all devices together; no --tokens"
     )
     model.add_argument(
@@ -142,19 +144,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cheapest", action="store_true", help="name the cheapest that fits")
     parser.add_argument("--within", type=positive(float), metavar="DAYS", help="of the cheapest")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all numbers")
-    parser.add_argument("--plot", type=output_file, metavar="FILE", help="draw the efficiency")
+    parser.add_argument("--plot", type=picture_file, metavar="FILE", help="draw the efficiency")
     return parser
 
 
 def _asked(options: argparse.Namespace) -> tuple[Training, Device, Link]:
     hidden, vocabulary, attention = 0, 0, 0
-    if options.config:
+    if options.config and not (options.parameters or options.layers):
         parameters: float
         config = json.loads(options.config.read_text())
         parameters, layers = count_parameters(config)
         hidden, vocabulary = config["hidden_size"], config["vocab_size"]
         attention = attention_width(config)
-    elif options.parameters and options.layers:
+    elif options.parameters and options.layers and not options.config:
+        if options.sequence or options.recompute:
+            raise ValueError("expected --config with --sequence and --recompute")
         parameters, layers = options.parameters, options.layers
     else:
         raise ValueError("expected --config, or --parameters and --layers")
@@ -174,8 +178,8 @@ def _asked(options: argparse.Namespace) -> tuple[Training, Device, Link]:
         options.batch,
         hidden,
         vocabulary,
-        options.sequence,
-        options.recompute,
+        options.sequence or SEQUENCE,
+        options.recompute or "none",
         options.gradient_bytes,
         attention,
     )
@@ -187,8 +191,7 @@ def _asked(options: argparse.Namespace) -> tuple[Training, Device, Link]:
     link: Link = named("link", options.link, links())
     if options.measured:
         rate, count = options.measured
-        here = training.on(count)
-        device = calibrated(here, device, link, options.strategies[0], rate, count)
+        device = calibrated(training, device, link, options.strategies[0], rate, count)
     return training, device, link
 
 
@@ -351,7 +354,8 @@ def _draw(plans: Sequence[Plan], path: Path) -> None:
     figures.lines(
         curves, title="efficiency", xlabel="devices", ylabel="efficiency", log="x", simulated=True
     )
-    plt.savefig(path, dpi=150, facecolor="white")
+    with whole_file(path) as unfinished:
+        plt.savefig(unfinished, dpi=150, facecolor="white", format=path.suffix[1:])
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+USED = (*NEEDED, "vocab_size", "num_key_value_heads", "head_dim")
 
 
 def count_parameters(config: Mapping[str, Any]) -> tuple[int, int]:
@@ -18,7 +19,8 @@ def count_parameters(config: Mapping[str, Any]) -> tuple[int, int]:
         The number of parameters, and the number of layers.
 
     Raises:
-        ValueError: a configuration of another kind: it lacks a number, or has experts.
+        ValueError: a configuration of another kind: it lacks a number, or has experts, or what
+            should be a number above 0 is not.
 
     Example:
         >>> smol = {"hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32}
@@ -26,12 +28,17 @@ def count_parameters(config: Mapping[str, Any]) -> tuple[int, int]:
         >>> count_parameters(smol | {"tie_word_embeddings": True})
         (361821120, 32)
     """
-    missing = [name for name in (*NEEDED, "vocab_size") if name not in config]
+    if not isinstance(config, Mapping):
+        raise ValueError(f"expected a configuration of names and values, got {config!r}")
+    missing = [name for name in (*NEEDED, "vocab_size") if config.get(name) is None]
     if missing:
         raise ValueError(
             f"expected a configuration of Llama's kind, with {', '.join(missing)}; got one of "
             f"{config.get('model_type', 'no model_type')!r}"
         )
+    for name, number in ((name, config[name]) for name in USED if name in config):
+        if number is not None and not (isinstance(number, int) and number > 0):
+            raise ValueError(f"expected {name} as a whole number above 0, got {number!r}")
     kinds = ("num_local_experts", "num_experts", "n_routed_experts")
     if experts := next(filter(None, map(config.get, kinds)), None):
         raise ValueError(f"expected one feed-forward network a layer, got {experts} experts")

@@ -45,7 +45,8 @@ class Training:
         gradient_size: bytes of a value of a gradient that is sent: 4 in fp32, 2 in bf16.
 
     Raises:
-        ValueError: a number is not above 0, or an unknown recomputation.
+        ValueError: a number is not above 0 (``hidden``, ``attention``, ``vocabulary`` and
+            ``sequence`` may be 0), an unknown recomputation, or another size of gradients.
     """
 
     parameters: float
@@ -64,16 +65,28 @@ class Training:
     attention: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("parameters", "layers", "tokens", "accumulation", "in_all", "batch"):
-            number = getattr(self, name)
-            if number is not None and not 0 < number < math.inf:
-                raise ValueError(f"expected {name} above 0, got {number}")
         named("recomputation", self.recompute, KEPT)
+        if self.gradient_size not in (2, 4):
+            raise ValueError(f"expected a gradient_size of 2 or 4, got {self.gradient_size}")
+        for name, number in vars(self).items():
+            if name == "recompute" or number is None or 0 < number < math.inf:
+                continue
+            if number != 0 or name not in ("hidden", "attention", "vocabulary", "sequence"):
+                raise ValueError(f"expected {name} above 0, got {number}")
 
     def on(self, devices: int) -> Training:
-        """Return this training with the tokens of one of so many devices."""
+        """Return this training with the tokens of one of so many devices.
+
+        Raises:
+            ValueError: that is less than a token.
+        """
         if self.batch is None:
             return self
+        if self.batch < devices * self.accumulation:
+            raise ValueError(
+                f"expected a batch of a token or more for each of {devices} devices x "
+                f"{self.accumulation} micro-batches, got {self.batch:g}"
+            )
         return replace(self, tokens=self.batch / devices / self.accumulation)
 
     @property

@@ -296,6 +296,13 @@ def test_the_command_line_says_its_error_with_every_number(capsys, tmp_path):
     assert picture.stat().st_size > 10_000
 
 
+def test_a_training_that_never_ends_takes_null_seconds(capsys, tmp_path):
+    out = tmp_path / "plan.json"
+    run(capsys, "--parameters", 8e9, "--layers", 32, "--devices", 16384, "--in-all", 1e12,
+        "--failure-hours", 3, "--json", out)  # fmt: skip
+    assert json.loads(out.read_text(), parse_constant=pytest.fail)["rows"][0]["seconds"] is None
+
+
 def test_a_measured_speed_is_carried_to_more_devices(capsys, tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(LLAMA_8B))
@@ -327,6 +334,12 @@ def test_the_library_is_listed(capsys):
     ("arguments", "message"),
     [
         (["--parameters", "1e9"], "expected --config, or --parameters and --layers"),
+        (["--parameters", "1e9", "--config", "a"], "expected --config, or --parameters and"),
+        (["--tokens", "5", "--batch", "5"], "argument --batch: not allowed with argument --tokens"),
+        (["--batch", "10"], "expected a batch of a token or more for each of 16 devices x 1 micro"),
+        (["--sequence", "5"], "expected --config with --sequence and --recompute"),
+        (["--recompute", "full"], "expected --config with --sequence and --recompute"),
+        (["--plot", "x.foo"], "expected one of *.jpg, *.pdf, *.png, *.svg, got x.foo"),
         (["--device", "h1000"], "did you mean 'h100'"),
         (["--link", "8x40gbit"], "did you mean '8x400gbit'"),
         (["--strategies", "zero4"], "expected a strategy of none, naive, hooks"),
@@ -354,6 +367,18 @@ def test_bad_input_is_refused_by_name(capsys, arguments, message):
     [
         (lambda: Training(-1, 2, 3), "expected parameters above 0, got -1"),
         (lambda: Training(1, 2, 3, batch=0), "expected batch above 0, got 0"),
+        (lambda: Training(1, 2, 3, hidden=-1), "expected hidden above 0, got -1"),
+        (lambda: Training(1, 2, 3, every=0), "expected every above 0, got 0"),
+        (lambda: Training(1, 2, 3, gradient_size=3), "expected a gradient_size of 2 or 4, got 3"),
+        (lambda: count_parameters([1]), r"a configuration of names and values, got \[1\]"),
+        (
+            lambda: count_parameters({**LLAMA_8B, "num_attention_heads": 0}),
+            "expected num_attention_heads as a whole number above 0, got 0",
+        ),
+        (
+            lambda: count_parameters({**LLAMA_8B, "hidden_size": "960"}),
+            "expected hidden_size as a whole number above 0, got '960'",
+        ),
         (lambda: plan(Training(1, 2, 3, kept=2), H100, NETWORK, 8, "ddp"), "expected kept above 0"),
         (
             lambda: plan(Training(1, 2, 3), H100, NETWORK, 8, "fsdp"),
