@@ -40,7 +40,7 @@ class ShardedBatches:
 
     Args:
         dataset: tensors with one row for each sample.
-        batch_size: samples of a *global* batch, a multiple of ``world_size``.
+        batch_size: samples of a *global* batch, a multiple of ``world_size`` without ``sizes``.
         rank: this rank.
         world_size: the number of ranks.
         seed: of the order, the same on every rank.

@@ -6,6 +6,7 @@ each has moved since the last time, and an outer optimizer moves the shared weig
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +52,7 @@ class Outer:
             lr, momentum = map(float, numbers.split(","))
         except ValueError:
             lr = momentum = -1.0
-        if kind != "nesterov" or not lr > 0 or not 0 <= momentum < 1:
+        if kind != "nesterov" or not 0 < lr < math.inf or not 0 <= momentum < 1:
             raise ValueError(
                 "expected mean, or nesterov:LR,MOMENTUM with LR above 0 and MOMENTUM from 0 to "
                 f"below 1, got {text!r}"
@@ -306,6 +307,7 @@ class Local(Strategy):
         self.local.meet()
 
     def sent_bytes(self) -> float:
+        """Bytes that a rank sends in a step after the warm-up, by formula: the mean over steps."""
         whole = ring_cost(self.comms.world_size, gradient_bytes(self.module))
         return whole.most_sent / self.local.every
 

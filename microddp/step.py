@@ -65,10 +65,10 @@ def take_step(
         options: ``parts``, ``share``, ``autocast`` and ``scaler`` of :func:`compute_gradients`.
 
     Returns:
-        The loss on this rank's shard, a detached scalar, taken before the step; its mean over the
-        ranks is that over the batch.
+        The detached loss on this rank's shard before the step; the ranks' mean is the batch's.
 
     Raises:
+        ValueError: ``parts`` is below 1, or above the samples of this rank's shard.
         RuntimeError: a parameter got no gradient, another rank failed, or the time-out passed.
     """
     strategy.zero_grad(optimizer)

@@ -10,7 +10,7 @@ from torch import nn
 
 
 class MuonWithAdam(torch.optim.Optimizer):
-    """Muon for matrices, Adam for what has another number of dimensions.
+    """Muon for matrices, Adam for what has another number of dimensions; no decay of weights.
 
     Args:
         parameters: whole ones; Muon has no use for a slice of a matrix.
@@ -26,7 +26,8 @@ class MuonWithAdam(torch.optim.Optimizer):
         matrices, others = [[p for p in every if (p.dim() == 2) is two] for two in (True, False)]
         self._parts: list[torch.optim.Optimizer] = []
         if matrices:
-            muon = torch.optim.Muon(matrices, lr, adjust_lr_fn="match_rms_adamw")
+            # As Adam here has none: PyTorch's Muon alone decays weights by default, by 0.1.
+            muon = torch.optim.Muon(matrices, lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
             self._parts.append(muon)
         if others:
             self._parts.append(torch.optim.Adam(others, lr))

@@ -566,6 +566,7 @@ def test_a_mean_step_is_over_steps_and_ranks():
             "--outer sgd --average-every 2",
             "--outer: expected mean, or nesterov:LR,MOMENTUM .* 'sgd'",
         ),
+        ("--outer nesterov:inf,0.9 --average-every 2", "--outer: expected mean, or .* LR above 0"),
         ("--average-every -1", "--average-every: expected at least 0, got -1"),
         ("--average-every 2 --warm-up -1", "--warm-up: expected at least 0, got -1"),
         ("--fragments 2", "--fragments: expected --average-every with it"),
@@ -724,6 +725,15 @@ def without_torchvision(comms):
 
 def test_missing_data_is_an_error_on_every_rank():
     run(without_torchvision, 2)
+
+
+def test_no_weight_decays():
+    for make in OPTIMIZERS.values():
+        parameters = [torch.nn.Parameter(torch.ones(3, 3)), torch.nn.Parameter(torch.ones(3))]
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
+        make(parameters, 0.1).step()
+        assert all(p.eq(1).all() for p in parameters)
 
 
 def test_a_schedule_of_the_learning_rate_reaches_muon():
