@@ -69,22 +69,23 @@ class Comparison:
         sides = {"faster": self.faster, "slower": self.slower, "alike": self.alike}
         return {side: (holds, sentence) for side, holds in sides.items()}
 
+    @property
+    def _quartiles(self) -> str:
+        return f"({' to '.join(map(_ratio, self.times.spread))})"
+
     def __str__(self) -> str:
-        low, high = self.times.spread
-        return f"{_ratio(self.ratio)} times as fast ({_ratio(low)} to {_ratio(high)})"
+        return f"{_ratio(self.ratio)} times as fast {self._quartiles}"
 
     def than(self, other: str) -> str:
         """Say how fast, beside something: ``"1.41 times as fast (1.35 to 1.45) as naive"``."""
         if self.alike:
-            low, high = map(_ratio, self.times.spread)
-            return f"not told apart from {other} ({low} to {high})"
+            return f"not told apart from {other} {self._quartiles}"
         return f"{self} as {other}"
 
     def say(self, this: str, other: str) -> str:
         """Put the verdict into words: ``"This is 1.41 times as fast (1.35 to 1.45) as other"``."""
         if self.alike:
-            low, high = map(_ratio, self.times.spread)
-            return f"This run does not tell apart {_small(this)} and {other} ({low} to {high})"
+            return f"This run does not tell apart {_small(this)} and {other} {self._quartiles}"
         return f"{this} is {self.than(other)}"
 
 

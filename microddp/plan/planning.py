@@ -327,4 +327,4 @@ def cheapest(plans: Sequence[Plan], within: float | None = None) -> Plan | None:
         and each.seconds < math.inf
         and (within is None or each.seconds <= within)
     ]
-    return min(able, key=lambda each: each.devices * (each.seconds or 0), default=None)
+    return min(able, key=lambda each: each.device_hours or 0.0, default=None)

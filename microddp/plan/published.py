@@ -220,21 +220,23 @@ def _network(curve: dict[str, Any], i: int, overheads: Overheads) -> Network:
     return Network(count, link, node, inside, min(curve["rails"], node))
 
 
+def _publication(entry: dict[str, Any]) -> dict[str, str]:
+    always = {name: entry[name] for name in ("publisher", "name", "source")}
+    return {**always, "assumed": entry.get("assumed", "")}
+
+
 def _curve(curve: dict[str, Any]) -> Iterator[Compared]:
     first = curve["devices"][0]
     found = kept(curve, fitted_without(curve["publisher"]))
     for count, (published, predicted) in zip(curve["devices"][1:], found, strict=True):
         yield Compared(
-            "speed kept",
-            curve["publisher"],
-            curve["name"],
-            f"speed kept, {first} to {count} devices",
-            published,
-            predicted,
-            1.0,
-            curve["source"],
-            curve.get("assumed", ""),
-            count,
+            kind="speed kept",
+            what=f"speed kept, {first} to {count} devices",
+            published=published,
+            simulated=predicted,
+            guess=1.0,
+            devices=count,
+            **_publication(curve),
         )
 
 
@@ -294,17 +296,14 @@ def _speeds(entry: dict[str, Any]) -> Iterator[Compared]:
         size = math.log(case["parameters"])
         nearest = min(alike, key=lambda other: abs(math.log(other["parameters"]) - size))
         yield Compared(
-            "speed",
-            entry["publisher"],
-            entry["name"],
-            f"tokens/s, {case['model']}, {case['devices']} {case['device']}",
-            case["rate"],
-            _plan(case, share).tokens_per_second,
-            nearest["rate"],
-            entry["source"],
-            entry.get("assumed", ""),
-            case["devices"],
-            case["device"],
+            kind="speed",
+            what=f"tokens/s, {case['model']}, {case['devices']} {case['device']}",
+            published=case["rate"],
+            simulated=_plan(case, share).tokens_per_second,
+            guess=nearest["rate"],
+            devices=case["devices"],
+            device=case["device"],
+            **_publication(entry),
         )
 
 
@@ -321,17 +320,14 @@ def _memory(entry: dict[str, Any]) -> Iterator[Compared]:
     for case in entry["cases"]:
         kind = devices()[case["device"]]
         yield Compared(
-            "memory",
-            entry["publisher"],
-            entry["name"],
-            f"GiB, {case['model']}, {case['devices']} {case['device']}",
-            case["gib"],
-            _plan(case, kind.utilisation).memory / 2**30,
-            kind.memory / 2**30,
-            entry["source"],
-            entry.get("assumed", ""),
-            case["devices"],
-            case["device"],
+            kind="memory",
+            what=f"GiB, {case['model']}, {case['devices']} {case['device']}",
+            published=case["gib"],
+            simulated=_plan(case, kind.utilisation).memory / 2**30,
+            guess=kind.memory / 2**30,
+            devices=case["devices"],
+            device=case["device"],
+            **_publication(entry),
         )
 
 
@@ -352,16 +348,13 @@ def _all_reduces(entry: dict[str, Any]) -> Iterator[Compared]:
             case["between"] * entry["rails"] if n > entry["node"] else math.inf,
         )
         yield Compared(
-            "all-reduce",
-            entry["publisher"],
-            entry["name"],
-            what,
-            published / 1e9,
-            bus_bandwidth(nbytes, seconds, n) / 1e9,
-            specified / 1e9,
-            entry["source"],
-            entry.get("assumed", ""),
-            n,
+            kind="all-reduce",
+            what=what,
+            published=published / 1e9,
+            simulated=bus_bandwidth(nbytes, seconds, n) / 1e9,
+            guess=specified / 1e9,
+            devices=n,
+            **_publication(entry),
         )
 
 
