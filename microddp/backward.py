@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from microddp.buckets import GradientBucket, gradients_are_sparse
+from microddp.buckets import GradientBucket, gradients_are_sparse, plan_buckets
 from microddp.carrier import Carrier
 from microddp.comms import Comms
 from microddp.timing import NOT_RECORDED, Launched, Recorder
@@ -90,6 +90,12 @@ class Buckets:
         self.send: Callable[[GradientBucket], Launched] = self.all_reduce
         self.timeline: Recorder = NOT_RECORDED
         self.places: dict[int, tuple[int, int]] = {}
+
+    def plan_in_order(self, order: Sequence[int], caps: Sequence[int]) -> list[list[int]]:
+        """The plan for gradients that come in this order; ``caps``: as for ``plan_buckets``."""
+        sparse = [self.sparse[i] for i in order]
+        plan = plan_buckets([self.parameters[i] for i in order], caps, sparse)
+        return [[order[j] for j in members] for members in plan]
 
     def follow(self, plan: Sequence[Sequence[int]]) -> None:
         """Make the buckets of a plan, in the order of sending, in the place of those before."""

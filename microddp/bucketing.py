@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from microddp.backward import Backward, Buckets
-from microddp.buckets import bucket_caps, plan_in_order
+from microddp.buckets import bucket_caps
 from microddp.comms import Comms
 from microddp.hooks import Switchable
 from microddp.timing import NOT_RECORDED, Recorder
@@ -50,7 +50,7 @@ class BucketedDDPHooks(Switchable):
                 f"above 0 MiB, got {count} parameters and {bucket_cap_mb} MiB"
             )
         # Last parameters first, as backward comes to them.
-        plan = plan_in_order(model, range(count)[::-1], bucket_caps(bucket_cap_mb))
+        plan = self.buckets.plan_in_order(range(count)[::-1], bucket_caps(bucket_cap_mb))
         self.buckets.follow(plan)
         self.record(timeline)
         self.backward = Backward(self.buckets)

@@ -204,20 +204,6 @@ class GradientBucket:
             torch._foreach_copy_(mine, theirs)  # one call: each would cost more than a small copy
 
 
-def plan_in_order(model: nn.Module, order: Sequence[int], caps: Sequence[int]) -> list[list[int]]:
-    """The bucket plan of a model whose gradients come in a given order.
-
-    Args:
-        model: its parameters that require gradients, in their order, are meant by number.
-        order: of their gradients.
-        caps: as for :func:`plan_buckets`.
-    """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    sparse = gradients_are_sparse(model)
-    plan = plan_buckets([parameters[i] for i in order], caps, [sparse[i] for i in order])
-    return [[order[j] for j in members] for members in plan]
-
-
 def gradients_are_sparse(model: nn.Module) -> list[bool]:
     """For each parameter that requires a gradient, whether that gradient is sparse."""
     sparse = {

@@ -7,6 +7,7 @@ backward, the wait, and the average in ``.grad``. What only some models need com
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from collections.abc import Callable
@@ -18,9 +19,10 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from microddp.backward import Backward, Buckets, parameters_behind, tensors_in
-from microddp.buckets import GradientBucket, bucket_caps, plan_in_order
+from microddp.buckets import GradientBucket, bucket_caps
 from microddp.carrier import Carrier
 from microddp.comms import Comms
+from microddp.timing import NOT_RECORDED
 
 Hook = Callable[[Any, GradientBucket], "torch.futures.Future[torch.Tensor]"]
 
@@ -62,7 +64,7 @@ class Reducer:
         static_graph: bool,
         carrier: Carrier,
     ) -> None:
-        self.module, self.comms = module, comms
+        self.comms = comms
         self.caps = bucket_caps(bucket_cap_mb)
         self.find_unused = find_unused and not static_graph
         self.buckets = Buckets(module, comms, as_view=as_view, carrier=carrier)
@@ -71,7 +73,7 @@ class Reducer:
         # parameters may be left out, they come in no order, and the plan stays that of the
         # definition. Reversed: what is defined first is needed first, and comes last in backward.
         caps = self.caps if self.find_unused else [sys.maxsize]
-        plan = plan_in_order(module, range(len(self.names)), caps)
+        plan = self.buckets.plan_in_order(range(len(self.names)), caps)
         self.buckets.follow(sorted(plan, reverse=True))
         self.planned = self.find_unused
         self.order: list[int] | None = None
@@ -125,7 +127,7 @@ class Reducer:
         if not self.planned and self.order is not None:
             wire = torch.tensor(self.order, device=self.comms.device)
             self.comms.broadcast(wire)  # rank 0's, should the ranks differ
-            self.buckets.follow(plan_in_order(self.module, wire.tolist(), self.caps))
+            self.buckets.follow(self.buckets.plan_in_order(wire.tolist(), self.caps))
             self.planned = True
 
     def expect(self, output: Any) -> Any:
@@ -252,8 +254,8 @@ class Reducer:
     def shadow(self) -> None:
         """Take part in a backward of the other ranks, with gradients of zero and none kept."""
         in_order = self._used_nowhere is not None
-        buckets = Buckets(self.module, self.comms, as_view=False, carrier=self.buckets.carrier)
-        buckets.send = self.buckets.send
+        buckets = copy.copy(self.buckets)
+        buckets.as_view, buckets.timeline = False, NOT_RECORDED
         buckets.follow(self.buckets.plan)
         now = Backward(buckets)
         for i in range(len(self.parameters)):

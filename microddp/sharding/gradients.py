@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from microddp.buckets import bucket_caps, plan_in_order
+from microddp.buckets import bucket_caps, plan_buckets
 from microddp.comms import Comms
 from microddp.replicas import broadcast_parameters, check_structure
 from microddp.sharding.blocks import check_dense, elements
@@ -64,8 +64,8 @@ class ShardedGradients(ShardedReducer):
         check_dense(module, comms)
         check_structure(module, comms)
         broadcast_parameters(module, comms)
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        plan = plan_in_order(module, range(len(named))[::-1], bucket_caps(bucket_cap_mb))
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad][::-1]
+        plan = plan_buckets([p for _, p in named], bucket_caps(bucket_cap_mb))
         by = scatter_gather(collectives, comms)
         super().__init__(
             FlatParamGroup(dict(named[i] for i in bucket), comms, by, keep_gradients=keep_gradients)

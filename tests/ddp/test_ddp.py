@@ -201,6 +201,32 @@ def gradients_of_two_losses(comms):
     return body
 
 
+def unfreezing_later(comms):
+    """What is frozen at construction is nobody's, also when a replan comes after."""
+
+    def body(ddp, optimizer, step):
+        ddp.module[0].requires_grad_(step > 0)
+        plain_step(comms)(ddp, optimizer, step)
+
+    return body
+
+
+@on_ranks(2)
+def test_parameters_are_those_of_the_construction(comms):
+    def module():
+        made = mlp()
+        made[0].requires_grad_(False)
+        return made
+
+    Pair(comms, module).train(unfreezing_later(comms), alike=False)
+    ddp = DDP(mlp(), comms)
+    ddp(data(comms.rank, 0)[0]).sum().backward()
+    ddp.module[0].requires_grad_(False)
+    ddp(data(comms.rank, 1)[0]).sum().backward()
+    with pytest.raises(RuntimeError, match=r"brought none for 0\.weight, 0\.bias \(2 of"):
+        ddp(data(comms.rank, 2)[0])
+
+
 @on_ranks(1, 2, 3)
 def test_every_sequence_of_forward_and_backward_is_equal(comms):
     sequences = (

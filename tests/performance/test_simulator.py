@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from microddp.buckets import bucket_caps, plan_in_order
+from microddp.buckets import bucket_caps, plan_buckets
 from microddp.model import FullMLP
 from microddp.performance.network import Network, Port
 from microddp.performance.simulator import Variation, Way, program, simulate
@@ -125,7 +125,7 @@ def test_what_real_ranks_call_at_a_world_of_1024():
         if name == "hsdp":  # its two lanes do not wait for each other
             found, right = (sorted(each, key=lambda call: call[0]) for each in (found, right))
         assert found == right, name
-    plan = plan_in_order(model, range(len(list(model.parameters())))[::-1], bucket_caps(0.4))
+    plan = plan_buckets(list(model.parameters())[::-1], bucket_caps(0.4))
     assert len(real["ddp"]) == len(plan) > 1
 
 
