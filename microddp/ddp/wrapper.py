@@ -202,8 +202,9 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
         joined = Join.notify_join_context(self)
         if not self.reducer.hooked:
             self.reducer.buckets.divisor = self._divisor(joined)
-        if grad_enabled:
-            self.reducer.begin_forward()
+        if grad_enabled or self._join_config.enable:  # a rank that shadows cannot tell the mode
+            with torch.inference_mode(False):  # what is planned now is kept for training
+                self.reducer.begin_forward()
         self._sync_buffers(candidate=True)
         if self._join_config.enable:
             self._highest(int(syncing))

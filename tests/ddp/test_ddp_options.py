@@ -370,6 +370,19 @@ def test_the_mean_is_over_all_ranks_or_those_with_a_batch(comms):
 
 
 @on_ranks(2)
+def test_a_rank_may_evaluate_before_its_second_backward_when_others_have_joined(comms):
+    for mode in (torch.no_grad, torch.inference_mode):  # the buckets are planned anew in it
+        ddp = DDP(mlp(), comms)
+        with ddp.join():
+            for step in range(1 + comms.rank):
+                if step == 1:
+                    with mode():
+                        ddp(data(0, 0)[0])
+                plain_step(comms)(ddp, sgd(ddp), step)
+        check_replicas(ddp.module, comms)
+
+
+@on_ranks(2)
 def test_a_joined_job_can_end_early_and_several_wrappers_join(comms):
     ddp, other = DDP(Branches(), comms), DDP(mlp(), comms)
 
