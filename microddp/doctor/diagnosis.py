@@ -134,14 +134,14 @@ def _compare_groups(ranks: Mapping[int, Rank], world_size: int, now: int) -> lis
                 calls[entry.number] = entry
     lines = []
     for group, by_rank in groups.items():
-        if all((group, number) in closed for number in by_rank):
+        if all((group.split(" ")[0], number) in closed for number in by_rank):
             continue
         some = next(iter(next(iter(by_rank.values())).values()))
         # A long record may have dropped what a rank called in a group that is not used any more.
         waited_for = any(_waits(calls[max(calls)]) for calls in by_rank.values())
         members = [
             m
-            for m in some.members(world_size)
+            for m in sorted({*by_rank, *some.members(world_size)})
             if m in by_rank or (m in ranks and (waited_for or ranks[m].from_the_start))
         ]
         problem = _compare({member: by_rank.get(member, {}) for member in members})

@@ -4,7 +4,7 @@ from microddp.hang.call_site import Origin, locate
 from microddp.hang.entry import Entry
 from microddp.hang.flight_recorder import read_flight_records, torch_calls
 from microddp.hang.history import History, read_record
-from microddp.hang.record import Record, current_record, machine, start_record
+from microddp.hang.record import Record, begin_lane, current_record, machine, start_record
 from microddp.hang.self_report import answer_signals, tell_of_the_end
 
 

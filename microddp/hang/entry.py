@@ -25,8 +25,10 @@ class Entry:
 
     Attributes:
         serial: number of the entry in its process, from 0.
-        group: name of the group of ranks, the same on all of them.
-        ranks: members of the group, as ranks of the job: ``"0, 2-3"``; empty for all of them.
+        group: name of the group of ranks, the same on all of them; then, after a space, the lane
+            that the call was made on, if it was on one.
+        ranks: members of the group, as ranks of the job: ``"0, 2-3"``; empty for all of them. Of
+            hundreds the last may be missing.
         number: number of the collective in its group, from 1, by which ranks are compared; 0 for
             what is no collective.
         call: the call in words, as ``Comms.agree`` compares it:
@@ -92,6 +94,7 @@ class Entry:
         if not 0 < state < len(STATES):
             raise ValueError(f"expected a slot in use, got state {state}")
         words = text.rstrip(b"\0").decode(errors="replace")
-        # Where the group has hundreds of members, what follows them may be cut off.
-        group, ranks, place, call = (words.split("\t", 3) + [""] * 3)[:4]
+        group, place, call, ranks = (words.split("\t", 3) + [""] * 3)[:4]
+        if text[-1]:  # full: of hundreds of members the last may be cut, within a number
+            ranks = ranks.rpartition(", ")[0]
         return cls(serial, group, ranks, number, call, place, begun, STATES[state], ended)

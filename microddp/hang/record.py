@@ -22,6 +22,7 @@ import os
 import socket
 import sys
 import textwrap
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -51,6 +52,17 @@ BEGUN, WAITING, DONE, FAILED = range(1, len(STATES))
 JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 
 
+_thread = threading.local()  # lane: of a thread that is one, " " and its name
+
+
+def begin_lane(name: str) -> None:
+    """Number the calls of this thread by themselves.
+
+    It makes them while the program makes others, in an order that is another one on each rank.
+    """
+    _thread.lane = f" {name}"
+
+
 @dataclass(slots=True, init=False, eq=False)
 class Call:
     """A call of this process; as a context, the time for which this rank waits in it.
@@ -63,7 +75,7 @@ class Call:
         at: position of the slot in the record's memory, bytes.
         serial, number: as in :class:`~microddp.hang.entry.Entry`.
         begun: time of the call, nanoseconds since 1970.
-        text: group, ranks, place and call, with tabs between.
+        text: group, place, call and ranks, with tabs between.
     """
 
     record: Record
@@ -173,13 +185,14 @@ class Record:
         """
         if place is None:
             place = current_call_site()
+        group += getattr(_thread, "lane", "")
         made = Call()
         made.record = self
         made.number = number = next(self._numbers[group]) if collective else 0
         made.serial = serial = next(self._serials)
         made.slot = slot = serial % SLOTS
         made.at = at = (1 + slot) * SLOT_BYTES
-        words = f"{group}\t{ranks}\t{place}\t{call[:HEADER_BYTES]}"
+        words = f"{group}\t{place}\t{call[:HEADER_BYTES]}\t{ranks}"
         made.text = text = words.encode(errors="backslashreplace")  # a path may be no UTF-8
         self.calls[slot] = made
         made.begun = begun = time_ns()

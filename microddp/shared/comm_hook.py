@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from microddp.comms import Comms
+from microddp.hang import begin_lane
 
 LANE = "all-reduce"
 _under_way: dict[str, Future[None]] = {}  # by lane, the last that was begun
@@ -115,4 +116,4 @@ def _stream(device: torch.device, lane: str) -> torch.cuda.Stream:
 
 @functools.cache
 def _transport(lane: str) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix=lane)
+    return ThreadPoolExecutor(1, lane, initializer=begin_lane, initargs=(lane,))

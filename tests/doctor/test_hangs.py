@@ -183,11 +183,20 @@ def test_a_group_of_some_ranks_is_compared_among_its_members():
     assert "rank 0" not in where
 
 
+def test_members_that_an_entry_has_no_room_for_are_compared_too():
+    some = [history(SUM, (SUM, "t.py:9", "waiting"), group="5", ranks="0") for _ in range(2)]
+    assert of(*some, history(SUM, group="5", ranks="0"))[0].startswith(
+        "Among ranks 0: Rank 2 has not come to all_reduce 2"
+    )
+
+
 def test_a_group_that_its_ranks_have_closed_is_over():
     given_up = history((SUM, "t.py:1", "failed"), group="5", ranks="0-1")
     closed = Entry(7, "5", "0-1", 0, "closed", "t.py:2", 999 * SECOND, "done")
     other = Rank([replace(closed, serial=0)])
     assert of(Rank([*given_up.calls, closed]), other) == ["No rank waits for another one."]
+    lane = [replace(entry, group="5 all-reduce") for entry in given_up.calls]
+    assert of(Rank([*lane, closed]), other) == ["No rank waits for another one."]
     headline, where = of(given_up, other)
     assert headline.startswith("Among ranks 0-1: Rank 1 has not come to all_reduce 1 "), "one waits"
     assert "rank 1: in no call yet" in where

@@ -22,6 +22,7 @@ from microddp.hang.call_site import call_site
 from microddp.hang.entry import SLOT, SLOT_BYTES
 from microddp.hang.record import SLOTS, Record, current_record, start_record
 from microddp.launch import JobFailed
+from microddp.shared import on_thread
 
 HERE = os.path.relpath(__file__)
 
@@ -42,7 +43,7 @@ def line_here():
 
 
 def test_an_entry_is_the_same_after_it_was_written_and_read():
-    text = b"5\t0, 2-3\ta b.py:8\tall_reduce(float32 (3,), op=sum)"
+    text = b"5\ta b.py:8\tall_reduce(float32 (3,), op=sum)\t0, 2-3"
     slot = SLOT.pack(4, 10**18 + 35, 10**18 + 25, 70, 17, text)
     assert len(slot) == SLOT_BYTES
     assert Entry.read(slot) == Entry(
@@ -85,6 +86,17 @@ def test_members_are_named_and_read(ranks, text):
     assert name_members(ranks) == text
     assert Entry(0, "5", text, 1, "", "").members(99) == sorted(ranks)
     assert Entry(0, "0", "", 1, "", "").members(3) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("every", [2, 3])  # cut behind a comma, and within a number
+def test_of_too_many_members_the_last_are_left_out(tmp_path, every):
+    members = list(range(0, 999, every))
+    Record(0, 999, tmp_path).begin("barrier()", "5", name_members(members))
+    (entry,) = calls(tmp_path)
+    assert (entry.call, entry.place) == ("barrier()", f"{HERE}:{line_here() - 2}")
+    found = entry.members(999)
+    assert 190 < len(found) < len(members)
+    assert found == members[: len(found)]
 
 
 def test_the_ring_keeps_the_last_calls_and_an_old_call_spoils_no_new_one(tmp_path):
@@ -230,6 +242,26 @@ def test_every_call_is_recorded_with_its_number_and_how_it_went(tmp_path):
         assert HERE in last.place
         if rank:
             assert (last.ranks, last.call) == ("1", "all_reduce(float32 (2,), op=sum)")
+
+
+def record_beside(comms, folder):
+    comms.barrier()
+    on_thread(lambda _: comms.all_reduce(torch.ones(1)), torch.empty(0)).wait()
+    comms.barrier()
+    entries = calls(folder, comms.rank)[1:]
+    return [(entry.number, entry.call.partition("(")[0], entry.group) for entry in entries]
+
+
+def test_the_calls_of_a_lane_are_counted_by_themselves(tmp_path):
+    """Which comes first, they or the program's, differs between ranks."""
+    environment = {"MICRODDP_RECORD": str(tmp_path)}
+    for found in run(record_beside, 2, str(tmp_path), environment=environment):
+        (_, _, group) = found[0]
+        assert found == [
+            (2, "barrier", group),
+            (1, "all_reduce", f"{group} all-reduce"),
+            (3, "barrier", group),
+        ]
 
 
 def record_with_debug(comms, folder):
