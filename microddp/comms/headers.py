@@ -69,7 +69,6 @@ class Headers:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self.device = device
-        self.rank = dist.get_rank(group)
 
     def send(self, text: str, dst: int) -> dist.Work:
         """Start to send a header to one rank; ``wait()`` on the result."""

@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Self
 
@@ -66,6 +67,7 @@ class Identity:
     ) -> None:
         self._group: dist.ProcessGroup | None = group
         self._parts: list[Identity] = []  # in sub-groups
+        self._coming: dict[int, list[torch.Tensor]] = defaultdict(list)  # by rank, to be received
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         job = dist.get_rank(), dist.get_world_size()
@@ -155,9 +157,7 @@ class Identity:
         Returns:
             The context in which to wait for it.
         """
-        if self._group is None:  # nothing is recorded after the end
-            raise self._closed()
-        recorded = self._calls.begin(call, self._name, self._members, collective=True)
+        recorded = self._begin(call, collective=True)
         if self.debug:
             with recorded:
                 self._compare(call)
@@ -179,11 +179,11 @@ class Identity:
                 f"{name_usual(said)}"
             )
 
-    def _message(self, call: str) -> Calls:
-        """Record that a message is sent or received; for what is returned see :meth:`agree`."""
-        if self._group is None:
+    def _begin(self, call: str, *, collective: bool = False) -> Calls:
+        """Record that a call is made, here a message; for what is returned see :meth:`agree`."""
+        if self._group is None:  # nothing is recorded after the end
             raise self._closed()
-        return self._calls.begin(call, self._name, self._members)
+        return self._calls.begin(call, self._name, self._members, collective=collective)
 
     def __enter__(self) -> Self:
         return self

@@ -69,7 +69,7 @@ class PointToPoint(Identity, Scratch):
         """
         check_peer(self, "dst", dst)
         check_tensor(self, "send", tensor)
-        call = self._message(f"send({describe(tensor)}, dst={dst})")
+        call = self._begin(f"send({describe(tensor)}, dst={dst})")
         return started(Pending(self._send(tensor, dst), call=call), async_op)
 
     def recv(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Pending:
@@ -79,7 +79,7 @@ class PointToPoint(Identity, Scratch):
         """
         check_peer(self, "src", src)
         check_tensor(self, "recv", tensor)
-        call = self._message(f"recv({describe(tensor)}, src={src})")
+        call = self._begin(f"recv({describe(tensor)}, src={src})")
         return started(Pending(self._recv(tensor, src), call=call), async_op)
 
     def sendrecv(
@@ -99,7 +99,7 @@ class PointToPoint(Identity, Scratch):
         """
         check_tensor(self, "sendrecv", outgoing)
         self._check_exchange(incoming, dst, src)
-        call = self._message(f"sendrecv({describe(incoming)}, dst={dst}, src={src})")
+        call = self._begin(f"sendrecv({describe(incoming)}, dst={dst}, src={src})")
         exchange = self._exchanger(dst, src, partial(Exchange, call=call))
         return started(exchange(outgoing, incoming), async_op)
 
@@ -122,7 +122,7 @@ class PointToPoint(Identity, Scratch):
             ValueError: as for :meth:`sendrecv`.
         """
         self._check_exchange(tensor, dst, src)
-        call = self._message(f"exchanger({describe(tensor)}, dst={dst}, src={src})")
+        call = self._begin(f"exchanger({describe(tensor)}, dst={dst}, src={src})")
         return self._exchanger(dst, src, partial(QuickExchange, call=call))
 
     def _check_exchange(self, tensor: torch.Tensor, dst: int, src: int) -> None:
@@ -155,12 +155,11 @@ class PointToPoint(Identity, Scratch):
     def _recv(self, tensor: torch.Tensor, src: int) -> Callable[[], object]:
         """Start to receive; what is returned waits for the end."""
         wire = torch.empty_like(tensor, device="cpu") if self.through_host else tensor
-        # With the debug switch, the header must be read before the message can be.
-        message: Callable[[], object] = (
-            partial(self._checked_recv, wire, src)
-            if self.debug
-            else self._transport.recv([wire], src, 0).wait
-        )
+        message: Callable[[], object] = partial(self._checked_recv, wire, src)
+        if self.debug:  # the header must be read before the message can be
+            self._coming[src].append(wire)
+        else:
+            message = self._transport.recv([wire], src, 0).wait
         return message if wire is tensor else Pending(message, partial(tensor.copy_, wire)).wait
 
     def _exchange_batched(
@@ -182,8 +181,10 @@ class PointToPoint(Identity, Scratch):
         return exchange(both.wait, both.wait)
 
     def _checked_recv(self, tensor: torch.Tensor, src: int) -> None:
-        if (coming := self.headers.recv(src)) != describe(tensor):
-            raise RuntimeError(
-                f"rank {self.rank}: recv expected {describe(tensor)} from rank {src}, got {coming}"
-            )
-        dist.recv(tensor, group=self.group, group_src=src)
+        while any(tensor is each for each in self._coming[src]):
+            first = self._coming[src].pop(0)  # messages come in the order of the calls
+            if (coming := self.headers.recv(src)) != (mine := describe(first)):
+                raise RuntimeError(
+                    f"rank {self.rank}: recv expected {mine} from rank {src}, got {coming}"
+                )
+            dist.recv(first, group=self.group, group_src=src)

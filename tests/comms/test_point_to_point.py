@@ -152,6 +152,19 @@ def test_messages_to_one_rank_arrive_in_the_order_they_were_sent(comms):
         assert [tensor.unique().tolist() for tensor in tensors] == [[float(i)] for i in range(20)]
 
 
+@on_ranks(2, environment=DEBUG)
+def test_in_whatever_order_they_are_waited_for(comms):
+    tensors = [torch.full((2,), float(i)) for i in range(3)]
+    if comms.rank == 0:
+        for tensor in tensors:
+            comms.send(tensor, 1)
+        return
+    empty = [torch.empty(2) for _ in tensors]
+    for pending in [comms.recv(tensor, 0, async_op=True) for tensor in empty][::-1]:
+        pending.wait()
+    assert torch.equal(torch.stack(empty), torch.stack(tensors))
+
+
 @on_ranks(2, 3, 4, 5)
 def test_all_ranks_can_send_around_a_ring_at_once(comms):
     # 8 MB: far more than the sockets hold, so that a send that waited for its receiver would hang.
