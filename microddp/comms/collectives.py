@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -62,7 +63,10 @@ class Comms(PointToPoint):
             raise ValueError(f"rank {rank}: expected a group that this rank belongs to")
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-        return cls(group, device, local_rank, local_world_size, DEFAULT_TIMEOUT)
+        comms = cls(group, device, local_rank, local_world_size, DEFAULT_TIMEOUT)
+        comms.joined = True
+        comms.timeout = comms._transport.options._timeout.total_seconds()
+        return comms
 
     def subgroup(self, ranks: Sequence[int], timeout: float | None = None) -> Comms | None:
         """A group of some ranks of this one. Every rank of this group must call it.
@@ -87,7 +91,7 @@ class Comms(PointToPoint):
         if self.rank not in ranks:
             return None
         part = Comms(group, self.device, self.local_rank, self.local_world_size, seconds)
-        self._parts.append(part)
+        self._parts = [each for each in (*self._parts, part) if each._group]  # not the closed
         return part
 
     def timed(self, *, computing: bool = True) -> Comms:
@@ -109,11 +113,10 @@ class Comms(PointToPoint):
         """
         if self.backend == "nccl" or (self.box and not computing):
             return self
-        place = self.rank if self.box else self.local_rank  # hosts in a box are one machine
-        # Each for itself: another machine may have more cores.
-        stays = torch.tensor([int(place < max(2, self.devices))], device=self.device)
-        answers = self.all_gather(stays).flatten().tolist()
-        staying = [rank for rank, stays in enumerate(answers) if stays]
+        machines = self.all_gather_data(platform.node())  # hosts in a box are one
+        place = machines[: self.rank].count(platform.node())
+        mine = place < max(2, self.devices)  # each for itself: another machine may have more cores
+        staying = [rank for rank, stays in enumerate(self.all_gather_data(mine)) if stays]
         if len(staying) == self.world_size:
             return self
         group = self.subgroup(staying)
@@ -125,11 +128,10 @@ class Comms(PointToPoint):
     def barrier(self) -> None:
         """Wait until every rank has come here."""
         with self.agree("barrier()"):
-            if self.backend == "nccl":
-                dist.barrier(self.group, device_ids=[self.device.index])
+            nccl = self.backend == "nccl"
+            dist.barrier(self.group, device_ids=[self.device.index] if nccl else None)
+            if nccl:
                 torch.cuda.synchronize(self.device)
-            else:
-                dist.barrier(self.group)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0, *, async_op: bool = False) -> Pending:
         """Overwrite ``tensor`` on every rank with that of rank ``src``, in place."""

@@ -24,11 +24,12 @@ def dealt(
 ) -> torch.Tensor:
     """Deal out what rank ``src`` has; returns this rank's part. See :meth:`Comms.scatter`."""
     parts: list[torch.Tensor] = []
+    got = "a list of nothing" if tensor is None else type(tensor).__name__
     if isinstance(tensor, torch.Tensor):
         parts = list(tensor.tensor_split(comms.world_size)) if tensor.dim() else []
         got = describe(tensor)
-    else:
-        parts = list(tensor or [])
+    elif isinstance(tensor, Sequence):
+        parts = list(tensor)
         got = f"a list of {', '.join(type(part).__name__ for part in parts) or 'nothing'}"
     whole = len(parts) == comms.world_size and all(isinstance(p, torch.Tensor) for p in parts)
     comms.fail_together(

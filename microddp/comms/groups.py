@@ -30,7 +30,7 @@ def make_group(comms: Comms, ranks: Sequence[int], seconds: float) -> Any:
             f"{comms.world_size}"
         )
     members = [dist.get_global_rank(comms.group, member) for member in ranks]
-    with comms.agree(f"subgroup({list(ranks)})"), nullcontext() if whole else _own_name(comms):
+    with comms.agree(f"subgroup({sorted(ranks)})"), nullcontext() if whole else _own_name(comms):
         group: Any = dist.new_group(members, timeout=timedelta(seconds=seconds))
         if comms.rank in ranks and comms.backend == "gloo":
             # Who left at once would break connections that others are still making.

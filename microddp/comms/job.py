@@ -98,11 +98,13 @@ def init(backend: str | None = None, timeout: float | None = None) -> Comms:
 
 def _join_group(backend: str | None) -> Comms:
     """The ``Comms`` of the group of all ranks that somebody else has made."""
-    gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
-    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    device, group = torch.device("cpu"), dist.group.WORLD
+    if torch.cuda.is_available() and "nccl" in dist.get_backend_config():
+        # To bind a group to a device, as init_process_group can, makes it no current one.
+        bound = group and group.bound_device_id
+        device = bound or torch.device("cuda", torch.cuda.current_device())
     calls.start(dist.get_rank(), dist.get_world_size(), answers=True)
     comms = Comms.of_group(None, device)  # which keeps the record that it finds
-    comms.joined = True
     if backend not in (None, comms.backend):
         raise RuntimeError(
             f"rank {comms.rank}: expected a group with backend {backend!r}, got one with "

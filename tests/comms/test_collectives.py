@@ -1,6 +1,7 @@
 """The collectives: against torch.distributed's own, and against results computed by hand."""
 
 import os
+import weakref
 
 import pytest
 import torch
@@ -222,6 +223,7 @@ def test_scatter_refuses_what_cannot_be_dealt_on_every_rank(comms):
     n = comms.world_size
     wrong = {
         "a list of nothing": None,
+        "int": 5,
         "float32 ()": torch.tensor(1.0),
         "a list of " + ", ".join(["Tensor"] * (n + 1)): [torch.ones(1)] * (n + 1),
         "a list of " + ", ".join(["int"] * n): [1] * n,
@@ -229,7 +231,7 @@ def test_scatter_refuses_what_cannot_be_dealt_on_every_rank(comms):
     for src in range(n):
         for got, argument in wrong.items():
             with pytest.raises(ValueError, match="expected a tensor to scatter") as caught:
-                comms.scatter(argument if comms.rank == src else None, src)
+                comms.scatter(argument if comms.rank == src else torch.ones(3).numpy(), src)
             assert str(caught.value).startswith(f"rank {comms.rank}: ")
             assert str(caught.value).endswith(f"a list of {n} tensors, got rank {src}: {got}")
             assert still_works(comms)
@@ -322,9 +324,12 @@ def test_comms_of_a_process_group_that_torch_made(comms):
     everyone = Comms.of_group(None, comms.device)
     assert (everyone.rank, everyone.world_size) == (comms.rank, comms.world_size)
     assert everyone.group is dist.group.WORLD
-    assert everyone.timeout == DEFAULT_TIMEOUT
+    assert everyone.timeout == comms.timeout != DEFAULT_TIMEOUT
     assert (everyone.local_rank, everyone.local_world_size) == (comms.rank, comms.world_size)
     assert still_works(everyone)
+    with everyone:
+        pass
+    assert still_works(comms), "it is for others to end"
     last = dist.new_group([comms.world_size - 1])
     if comms.rank == comms.world_size - 1:
         alone = Comms.of_group(last, comms.device)
@@ -350,6 +355,7 @@ def joined_without_a_backend():
     with pytest.raises(ValueError, match=f"rank {comms.rank}: expected a group with a backend for"):
         Comms.of_group(None, torch.device("meta"))
     comms.close()
+    dist.destroy_process_group()
 
 
 def test_a_group_that_was_made_without_naming_a_backend_has_that_of_the_device():
@@ -431,7 +437,7 @@ def test_an_error_aborts_a_group_of_nccl_instead_of_waiting_for_what_failed(comm
     with pytest.raises(KeyboardInterrupt), comms:
         raise KeyboardInterrupt
     again = Comms.of_group(None, comms.device)
-    again.backend = "nccl"
+    again.backend, again.joined = "nccl", False
     with again:
         pass
     assert ended == [("abort", group), ("abort", None), ("destroy", None)]
@@ -524,6 +530,29 @@ def test_ranks_without_a_core_leave_when_it_comes_to_timing(comms):
     assert few.all_gather(torch.tensor([few.rank])).flatten().tolist() == list(
         range(few.world_size)
     )
+
+
+@on_ranks(3)
+def test_a_group_of_ranks_beyond_the_cores_is_timed_by_its_own(comms):
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
+    last = comms.subgroup([2])
+    if last:
+        assert last.timed() is last
+
+
+@on_ranks(2)
+def test_a_closed_subgroup_is_forgotten_when_the_next_is_made(comms):
+    closed = weakref.ref(few := comms.subgroup([0, 1]))
+    few.close()
+    del few
+    with comms.subgroup([0, 1]):
+        assert closed() is None
+
+
+@on_ranks(2, environment=DEBUG)
+def test_the_order_of_a_subgroups_ranks_is_no_difference(comms):
+    few = comms.subgroup([0, 1] if comms.rank else [1, 0])
+    assert few.rank == comms.rank
 
 
 @on_ranks(2)

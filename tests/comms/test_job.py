@@ -157,6 +157,22 @@ def test_a_group_that_somebody_else_made_is_joined_and_left_to_them():
     run(join_a_group_of_others, 2, join=False)
 
 
+def join_a_group_that_is_bound():
+    dist.init_process_group("gloo")
+    gpu, transport = torch.device("cuda", 1), dist.group.WORLD._get_backend(torch.device("cpu"))
+    dist.group.WORLD.bound_device_id = gpu
+    dist.ProcessGroup._get_backend = lambda *_: transport
+    taken = []
+    torch.cuda.set_device, torch.cuda.current_device = taken.append, lambda: 0
+    torch.cuda.is_available, dist.get_backend_config = lambda: True, lambda *_: "cpu:gloo,cuda:nccl"
+    with microddp.init() as comms:
+        assert taken == [comms.device] == [gpu]
+
+
+def test_of_a_group_that_is_bound_to_a_gpu_a_rank_takes_that_one():
+    run(join_a_group_that_is_bound, 1, join=False)
+
+
 @pytest.mark.parametrize(
     ("nccl", "backend", "error", "message"),
     [
