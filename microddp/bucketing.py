@@ -29,7 +29,7 @@ class BucketedDDPHooks(Switchable):
         timeline: records gradients, collectives and the wait for them.
 
     Raises:
-        ValueError: no parameter requires a gradient, or the cap is not positive.
+        ValueError: no parameter requires a gradient, or the cap is not positive, or not finite.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class BucketedDDPHooks(Switchable):
         self.comms = comms
         self.buckets = Buckets(model, comms, as_view=gradient_as_bucket_view)
         count = len(self.buckets.parameters)
-        if not count or (bucket_cap_mb is not None and bucket_cap_mb <= 0):
+        if not count or not (bucket_cap_mb is None or 0 < bucket_cap_mb < float("inf")):
             raise ValueError(
-                f"rank {comms.rank}: expected parameters that require gradients and a bucket cap "
-                f"above 0 MiB, got {count} parameters and {bucket_cap_mb} MiB"
+                f"rank {comms.rank}: expected parameters that require gradients and a finite "
+                f"bucket cap above 0 MiB, got {count} parameters and {bucket_cap_mb} MiB"
             )
         # Last parameters first, as backward comes to them.
         plan = self.buckets.plan_in_order(range(count)[::-1], bucket_caps(bucket_cap_mb))

@@ -173,6 +173,7 @@ class GradientBucket:
 
     def _sparse_gradient(self) -> torch.Tensor:
         (grad,), (parameter,) = self.grads, self._parameters
+        self.grads = [None]
         if grad is not None:
             return grad.detach()
         nowhere = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 
 import pytest
 import torch
@@ -167,6 +168,15 @@ def test_many_gradients_in_one_call_are_scaled_as_one_by_one(dtype):
             copy_in(bucket, 3, as_view=True)
             for view, grad in zip(bucket.views, grads, strict=True):
                 assert torch.equal(view, grad / 3 if at_home else grad * (1 / 3)), shapes
+
+
+def test_a_sparse_gradient_is_let_go_of_once_it_is_on_its_way():
+    (p,) = parameters_of((3, 2))
+    bucket = GradientBucket([p], sparse=True)
+    p.grad = torch.eye(3, 2).to_sparse(1)
+    copy_in(bucket, 2, as_view=False)
+    assert bucket.grads == [None]
+    assert bucket.buffer().to_dense().equal(torch.eye(3, 2) / 2)
 
 
 def test_as_views_gradients_live_in_the_bucket():
@@ -444,6 +454,7 @@ def test_bad_arguments_are_refused(comms):
         (nn.Linear(2, 2).requires_grad_(False), 1.0),
         (nn.Linear(2, 2), 0),
         (nn.Linear(2, 2), -1.0),
+        (nn.Linear(2, 2), math.inf),
     ):
         with pytest.raises(
             ValueError, match=rf"rank {comms.rank}: expected parameters .* {cap} MiB"

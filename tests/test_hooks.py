@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -192,6 +193,23 @@ def test_every_kind_of_model_gets_the_mean_of_the_ranks_gradients(comms):
                 expected = own.grad.contiguous()
                 comms.all_reduce_mean(expected)
                 assert torch.allclose(mine.grad, expected, rtol=1e-5, atol=1e-7)
+
+
+@on_ranks(1)
+def test_what_is_sent_is_contiguous_however_a_parameter_lies_in_memory(comms):
+    """NCCL takes nothing else."""
+    sent = []
+    model = nn.ParameterList([torch.ones(3, 4).t(), torch.ones(2, 3, 4, 5).permute(2, 0, 3, 1)])
+    hooks = AllReduceHooks(model, comms)
+    reduce = comms.group.allreduce
+    group = SimpleNamespace(allreduce=lambda tensors: sent.extend(tensors) or reduce(tensors))
+    hooks.comms = SimpleNamespace(group=group, agree=comms.agree, world_size=2)
+    sum(p.sum() for p in model).backward()
+    hooks.finish()
+    assert [tensor.is_contiguous() for tensor in sent] == [True, True]
+    for p in model:
+        assert p.grad.stride() == p.stride()
+        assert p.grad.eq(0.5).all()
 
 
 @on_ranks(2)

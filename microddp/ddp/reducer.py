@@ -64,8 +64,7 @@ class Reducer:
         static_graph: bool,
         carrier: Carrier,
     ) -> None:
-        self.comms = comms
-        self.caps = bucket_caps(bucket_cap_mb)
+        self.comms, self.caps = comms, bucket_caps(bucket_cap_mb)
         self.find_unused = find_unused and not static_graph
         self.buckets = Buckets(module, comms, as_view=as_view, carrier=carrier)
         self.names, self.parameters = self.buckets.names, self.buckets.parameters

@@ -72,7 +72,7 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
             that this DDP does not take; for PyTorch's it says what to use instead.
         ValueError: both ``comms`` and ``process_group``; on every rank: parameters on several kinds
             of devices, ``device_ids`` that cannot be, a carrier of another group, or a bucket cap
-            that is not positive.
+            that is not positive, or not finite.
         RuntimeError: on every rank: no parameter requires a gradient, or one is not initialised;
             the ranks' parameters or buffers differ in number, name, shape or dtype, or, where
             that is asked for, parameters in value; or their options differ.
@@ -152,8 +152,8 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
             raise RuntimeError(f"{who} initialised parameters: run a lazy module's forward first")
         if len(kinds) > 1:
             raise ValueError(f"{who} parameters on one kind of device, got {kinds}")
-        if bucket_cap_mb is not None and bucket_cap_mb <= 0:
-            raise ValueError(f"{who} bucket_cap_mb above 0, got {bucket_cap_mb}")
+        if bucket_cap_mb is not None and not 0 < bucket_cap_mb < float("inf"):
+            raise ValueError(f"{who} a finite bucket_cap_mb above 0, got {bucket_cap_mb}")
         self.module = module
         self.bucket_cap_mb = bucket_cap_mb
         self.forward_sync_buffers = before_forward

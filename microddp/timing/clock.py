@@ -119,7 +119,7 @@ def slowest_rank(seconds: torch.Tensor, comms: Comms) -> torch.Tensor:
     Args:
         seconds: float64, which gloo and NCCL both reduce; the same shape on every rank.
     """
-    slowest = seconds.to(comms.device)
+    slowest = seconds.to(comms.device, copy=True)
     comms.all_reduce(slowest, "max")
     return slowest
 

@@ -1,6 +1,7 @@
 """What our DDP refuses, and how it goes on after something failed, on every rank."""
 
 import copy
+import math
 import os
 import time
 
@@ -104,8 +105,8 @@ def test_what_cannot_be_wrapped_is_refused_on_every_rank(comms):
     two_kinds = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     with pytest.raises(ValueError, match=r"one kind of device, got \['cpu', 'meta'\]"):
         DDP(two_kinds, comms)
-    for cap in (0, -1.0):
-        with pytest.raises(ValueError, match=f"bucket_cap_mb above 0, got {cap}"):
+    for cap in (0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"finite bucket_cap_mb above 0, got {cap}"):
             DDP(mlp(), comms, bucket_cap_mb=cap)
     assert still_works(comms)
 

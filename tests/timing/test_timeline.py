@@ -15,7 +15,7 @@ from ranks import on_ranks
 from microddp.comms import peak_memory
 from microddp.figures import save_chrome_trace
 from microddp.step_times import exposed, overlapped, tracks
-from microddp.timing import Instant, Span, Timeline, Timing, measure
+from microddp.timing import Instant, Span, Timeline, Timing, measure, slowest_rank
 
 SLOW, LATE = 0.05, 0.3  # seconds
 
@@ -78,6 +78,13 @@ def test_a_measurement_is_the_slowest_ranks_time_on_every_rank(comms):
     assert min(timings["quick"].seconds) < SLOW / 2, "the wait for the others is not counted"
     everyone = comms.all_gather_data([list(t.seconds) for t in timings.values()])
     assert all(theirs == everyone[0] for theirs in everyone)
+
+
+@on_ranks(2)
+def test_the_slowest_ranks_times_leave_a_ranks_own_as_they_are(comms):
+    mine = torch.tensor([1.0 + comms.rank], dtype=torch.float64)
+    assert slowest_rank(mine, comms).item() == 2
+    assert mine.item() == 1 + comms.rank
 
 
 @on_ranks(2)
