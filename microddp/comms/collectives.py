@@ -57,15 +57,15 @@ class Comms(PointToPoint):
         """
         if not dist.is_initialized():
             raise ValueError("expected microddp.init() or torch's init_process_group() first")
-        rank = dist.get_rank()
-        group = group or dist.group.WORLD
+        rank, group = dist.get_rank(), group or dist.group.WORLD
         if not isinstance(group, dist.ProcessGroup):  # new_group's word for "not yours"
             raise ValueError(f"rank {rank}: expected a group that this rank belongs to")
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         comms = cls(group, device, local_rank, local_world_size, DEFAULT_TIMEOUT)
         comms.joined = True
-        comms.timeout = comms._transport.options._timeout.total_seconds()
+        if options := comms._transport.options:  # PyTorch's "fake" backend has none
+            comms.timeout = options._timeout.total_seconds()
         return comms
 
     def subgroup(self, ranks: Sequence[int], timeout: float | None = None) -> Comms | None:
