@@ -14,10 +14,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.profiler import ProfilerActivity
-from tqdm import tqdm
 
 from microddp import compression, torch_ddp  # noqa: F401 - the latter registers its strategy
-from microddp.bench.rows import quartiles, report
+from microddp.bench.rows import progress_bar, quartiles, report
 from microddp.comms import Comms
 from microddp.ddp import DDP
 from microddp.model import FullMLP, ModelConfig, SimpleCNN
@@ -158,9 +157,7 @@ def bench_ddp(options: argparse.Namespace, comms: Comms) -> None:
     chosen = options.models or list(available)
     rows: list[Row] = []
     rounds = len(chosen) * len(options.bucket_cap_mb) * (options.warmup + options.iters)
-    with tqdm(
-        total=rounds, disable=None if comms.rank == 0 else True, unit="round", leave=False
-    ) as bar:
+    with progress_bar(rounds, comms) as bar:
         for name in chosen:
             torch.manual_seed(comms.rank)
             model, loss_fn, batch = available[name]()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
+
+from tqdm import tqdm
 
 from microddp.comms import Comms
 from microddp.report import table
@@ -35,6 +37,12 @@ def report(
         print("More ranks than cores or GPUs: the ranks wait for each other's turn on one.")
     if options.json:
         write_result(options.json, comms.describe(), rows=[numbers_of(row) for row in rows])
+
+
+def progress_bar(rounds: int, comms: Comms) -> tqdm[NoReturn]:
+    """Make a bar of so many rounds, which is seen on rank 0 in a terminal."""
+    hidden = None if comms.rank == 0 else True  # None: where nobody looks
+    return tqdm(total=rounds, disable=hidden, unit="round", leave=False)
 
 
 def quartiles(timing: Timing, form: str, unit: float = 1.0) -> str:

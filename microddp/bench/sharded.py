@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from tqdm import tqdm
 
 from microddp.backward import tensors_in
 from microddp.bench.ddp import Batch, models
-from microddp.bench.rows import quartiles, report
+from microddp.bench.rows import progress_bar, quartiles, report
 from microddp.comms import Comms
 from microddp.model import parameter_count
 from microddp.performance import bytes_alive, bytes_kept
@@ -163,9 +162,7 @@ def bench_sharded(options: argparse.Namespace, comms: Comms) -> None:
         names += [f"{name}, ring" for name in OURS if name in names]  # as between machines
     rows: list[Row] = []
     rounds = len(options.models) * (options.warmup + options.iters)
-    with tqdm(
-        total=rounds, disable=None if comms.rank == 0 else True, unit="round", leave=False
-    ) as bar:
+    with progress_bar(rounds, comms) as bar:
         for name in options.models:
             bar.set_description(name)
             torch.manual_seed(comms.rank)

@@ -1,6 +1,8 @@
 """The benchmarks' command line: what it measures, writes and refuses."""
 
+import functools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -111,6 +113,22 @@ def test_the_check_of_chunks_finds_an_error_of_one_rank_on_every_rank(comms):
     message = rf"rank {comms.rank}: expected rank r's .*, got ranks 1, 2: 7 wrong"
     with pytest.raises(RuntimeError, match=message):
         check_chunks("nothing", lambda _: None, tensor, comms)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
+def test_the_sum_that_is_checked_is_exact_on_many_ranks(dtype):
+    """Played by one: each rank's contribution is taken, then handed their sum."""
+    contributions, problems = [], []
+    for rank in range(100):
+        comms = SimpleNamespace(
+            rank=rank, world_size=100, fail_together=lambda problem, _: problems.append(problem)
+        )
+        tensor = torch.empty(4, dtype=dtype)
+        check_sum("sum", lambda mine: contributions.append(mine.clone()), tensor, comms)
+    problems.clear()
+    total = functools.reduce(torch.add, contributions)
+    check_sum("sum", lambda mine: mine.copy_(total), tensor, comms)
+    assert problems == [""]
 
 
 @on_ranks(3)
