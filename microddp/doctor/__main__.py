@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.folder:
         try:
             say(hang.report(options.folder))
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             print(error, file=sys.stderr)
             return 2
     else:
@@ -140,9 +140,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="of the records of a job that hangs: what MICRODDP_RECORD is in its environment",
     )
     parts = [*CHECKS, "chapters"]
-    parser.add_argument("--only", nargs="+", choices=parts, default=parts, help="default: all")
     parser.add_argument(
-        "--limit", type=positive(float), default=120.0, help="seconds for a job (default 120)"
+        "--only", nargs="+", choices=parts, default=parts, help="default: all; not for a folder"
+    )
+    parser.add_argument(
+        "--limit",
+        type=positive(float),
+        default=120.0,
+        help="seconds for a job (default 120); not for a folder",
     )
     parser.add_argument("--report", type=output_file, metavar="FILE", help="write it all to a file")
     return parser.parse_args(arguments)

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -50,13 +51,19 @@ if user:
 def facts() -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each fact; a text may have several lines."""
     command = [sys.executable, "-m", "microddp.doctor.machine"]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=PATIENCE, check=False)
-        told, noise = done.stdout, done.stderr
-        end = f"the process that asked ended with status {done.returncode}"
-    except subprocess.TimeoutExpired as error:
-        told, noise = error.stdout or b"", error.stderr or b""
-        end = f"no answer {PATIENCE:g} s after the first question"
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as complaints:
+        asking = subprocess.Popen(command, stdout=out, stderr=complaints)
+        try:
+            end = f"the process that asked ended with status {asking.wait(PATIENCE)}"
+        except subprocess.TimeoutExpired:
+            end = f"no answer {PATIENCE:g} s after the first question"
+        finally:
+            asking.kill()
+        with suppress(subprocess.TimeoutExpired):  # a driver may keep it for ever
+            asking.wait(1.0)
+        for file in (out, complaints):
+            file.seek(0)
+        told, noise = out.read(), complaints.read()
     unanswered = list(PROBES)
     for line in told.decode().splitlines():
         if line.startswith('["'):
@@ -91,7 +98,8 @@ def _answer(*command: str) -> str:
 def _microddp() -> str:
     folder = str(Path(__file__).parents[1])
     text = f"{metadata.version('microddp')}, in {folder}"
-    try:
+    try:  # not the commit of a project that it is only installed in
+        _answer("git", "-C", folder, "ls-files", "--error-unmatch", __file__)
         return f"{text}, commit {_answer('git', '-C', folder, 'describe', '--always', '--dirty')}"
     except (OSError, RuntimeError, subprocess.SubprocessError):  # not a clone, or no git
         return text

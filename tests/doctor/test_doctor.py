@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -220,6 +221,41 @@ def test_facts_that_never_come_are_named(monkeypatch):
     ((name, text),) = machine.facts()
     assert name == "microddp"
     assert text.startswith("no answer 0.5 s after the first question; not asked: Python, torch,")
+
+
+def test_a_process_that_cannot_be_killed_is_not_waited_for(tmp_path, monkeypatch):
+    """As where a driver keeps it."""
+    asking = tmp_path / "asking"
+    asking.write_text("#!/bin/sh\nexec sleep 60\n")
+    asking.chmod(0o755)
+    monkeypatch.setattr(machine, "PATIENCE", 0.2)
+    started = []
+    with monkeypatch.context() as for_ever:
+        for_ever.setattr(sys, "executable", str(asking))
+        for_ever.setattr(subprocess.Popen, "kill", lambda self: started.append(self))
+        start = time.monotonic()
+        assert len(list(machine.facts())) == 1
+        assert time.monotonic() - start < 20
+    started[0].kill()
+    started[0].wait()
+
+
+def test_the_commit_of_a_project_that_it_is_installed_in_is_not_its_own(tmp_path, monkeypatch):
+    file = tmp_path / "microddp/doctor/machine.py"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    monkeypatch.setattr(machine, "__file__", str(file))
+
+    def git(*arguments):
+        me = ("-c", "user.name=me", "-c", "user.email=me@example.org")
+        subprocess.run(["git", "-C", tmp_path, *me, *arguments], check=True, capture_output=True)
+
+    git("init")
+    git("commit", "--allow-empty", "-m", "another project's")
+    assert ", commit " not in machine.PROBES["microddp"]()
+    git("add", file)
+    git("commit", "-m", "its own")
+    assert ", commit " in machine.PROBES["microddp"]()
 
 
 def test_what_nvidia_smi_says_is_passed_on_and_its_failure_too(tmp_path, monkeypatch):

@@ -296,6 +296,12 @@ def test_pytorchs_entries_are_read(tmp_path):
     assert "send" not in told
 
 
+def test_a_record_that_cannot_be_read_is_told_in_a_line(tmp_path, capsys):
+    (tmp_path / "rank0.record").mkdir()
+    assert main([str(tmp_path)]) == 2
+    assert "rank0.record" in capsys.readouterr().err
+
+
 def test_a_folder_without_records_is_refused(tmp_path, capsys):
     for folder in (tmp_path, tmp_path / "missing"):
         assert main([str(folder)]) == 2
