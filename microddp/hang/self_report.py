@@ -62,7 +62,8 @@ def _answer(asked: int) -> None:
             _write_flight_record(record)
             _write(record, "stack", "\n".join(lines) + "\n")  # last, to say that all is written
             prefixed = (f"[rank {record.rank}] {line}" for line in lines)
-            print("\n".join(prefixed), file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError, ValueError):  # closed, say: it may ask again
+                print("\n".join(prefixed), file=sys.stderr, flush=True)
 
 
 def _stacks_and_calls(record: Record) -> list[str]:

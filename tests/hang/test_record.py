@@ -402,6 +402,25 @@ def test_a_rank_that_waits_tells_where_it_is_when_it_is_asked(tmp_path):
     assert printed.splitlines() == [f"[rank 0] {line}" for line in stack.splitlines()]
 
 
+def answer_without_stderr(comms, folder):
+    del comms
+    stack = Path(folder, "rank0.stack")
+    with Path(folder, "closed").open("w") as sys.stderr:
+        pass
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        end = time.monotonic() + 10
+        while not stack.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        stack.unlink()
+    sys.stderr = sys.__stderr__
+
+
+def test_a_rank_whose_stderr_is_closed_answers_again(tmp_path):
+    environment = {"MICRODDP_RECORD": str(tmp_path)}
+    run(answer_without_stderr, 1, str(tmp_path), environment=environment)
+
+
 def keep_own_handler():
     signal.signal(signal.SIGUSR1, lambda *_: asked.append(True))
     asked = []
