@@ -146,6 +146,7 @@ def _measure(comms: Comms, layers: int, layer_bytes: int) -> tuple[float, float]
 def _on_gpus(comms: Comms) -> Stage:
     torch.manual_seed(0)
     model = Transformer(*ON_GPUS.values()).to(comms.device)
+    torch.manual_seed(comms.rank)  # its own shard
     context, vocabulary = ON_GPUS["context"], ON_GPUS["vocabulary"]
     tokens = torch.randint(vocabulary, (SEQUENCES, context + 1), device=comms.device)
     batch = tokens[:, :-1], tokens[:, 1:]

@@ -4,19 +4,31 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 from ranks import on_ranks
 
+from microddp.replicas import check_replicas
 from microddp.stage import (
     cluster,
     known_all_reduces,
     known_clusters,
     published_cluster,
     set_stage,
+    stage,
     stage_of,
     work_of,
 )
 
 GPT = {"parameters": 355e6, "tokens": 24_576, "layers": 16}
+
+
+@on_ranks(2)
+def test_on_gpus_each_rank_draws_its_own_tokens(comms):
+    stage.ON_GPUS |= {"dim": 8, "depth": 1, "heads": 1, "context": 16}  # in this process only
+    made = stage._on_gpus(comms)
+    tokens = comms.all_gather(made.batch[0].contiguous())
+    assert not torch.equal(tokens[0], tokens[1])
+    check_replicas(made.model, comms)
 
 
 def test_a_cluster_is_what_its_sources_say():
