@@ -221,7 +221,7 @@ class AllReduceHooks(Switchable):
         self.comms.agree(f"all-reduce of the gradient of {name}")
         gradient.div_(self.comms.world_size)
         nbytes = bytes_held(gradient)  # now: a sparse one's values are replaced as they arrive
-        if not gradient.is_sparse:  # NCCL takes a transposed one only in the order of its memory
+        if not gradient.is_sparse and not gradient.is_contiguous():  # NCCL: in memory's order only
             inner_last = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
             gradient = gradient.permute(inner_last)
         work = self.comms.group.allreduce([gradient])
