@@ -78,13 +78,8 @@ def nccl_seconds(network: Network, half: str, nbytes: float) -> tuple[float, str
     if n == 1:
         return 0.0, "none"
     times = 2 if half == "all_reduce" else 1
-    slowest = min((share for _, share in network.slowed), default=1.0)
-    inside = network.inside.bandwidth * slowest if network.inside and each > 1 else math.inf
-    rails = network.between.bandwidth * network.rails * slowest
-    bandwidth = inside if nodes == 1 else min(inside, rails)
-    for members, uplink in network.uplinks:
-        if len(members) < nodes:
-            bandwidth = min(bandwidth, uplink)
+    inside = network.inside.bandwidth if network.inside and each > 1 else math.inf
+    bandwidth = inside if nodes == 1 else min(inside, network.between.bandwidth * network.rails)
     to_nvlink = network.inside.latency / NVLINK if network.inside else 1.0
     to_network = network.between.latency / NETWORK
     options = []

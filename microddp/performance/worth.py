@@ -13,6 +13,7 @@ from itertools import combinations
 
 from microddp.allreduce import ring_cost
 from microddp.performance.memory import bytes_kept
+from microddp.performance.network import check_whole
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,7 @@ def step_budget(
         raise ValueError(f"expected a utilisation above 0 and at most 1, got {utilisation}")
     if not 0 <= latency < math.inf:
         raise ValueError(f"expected a latency of 0 seconds or more, got {latency}")
-    for name, count in {"devices": devices, "accumulation": accumulation}.items():
-        if count != int(count) or count < 1:
-            raise ValueError(f"expected {name} to be a whole number from 1 on, got {count}")
+    check_whole(devices=devices, accumulation=accumulation)
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"expected a stage from 0 to 3, got {stage}")
     rate = peak * utilisation

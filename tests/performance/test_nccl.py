@@ -49,11 +49,5 @@ def test_beside_what_was_measured(network, nbytes, bus):
     assert nbytes * 2 * (n - 1) / n / seconds == pytest.approx(bus, rel=0.2)
 
 
-def test_slow_ports_and_uplinks_count():
-    whole = Network(16, NET, 8, NVLINK, 1)
-    slowed = Network(16, NET, 8, NVLINK, 1, slowed=((3, 0.5),))
-    behind = Network(16, NET, 8, NVLINK, 1, uplinks=(((0,), 25e9),))
-    time = nccl_seconds(whole, "all_gather", 1e9)[0]
-    for network in (slowed, behind):
-        assert nccl_seconds(network, "all_gather", 1e9)[0] == pytest.approx(2 * time, rel=0.02)
+def test_one_device_sends_nothing():
     assert nccl_seconds(Network(1, NET), "all_reduce", 1e9) == (0.0, "none")
