@@ -3,7 +3,6 @@
 from microddp.performance.alive import bytes_alive
 from microddp.performance.analyzer import (
     DDPPerformanceAnalyzer,
-    Overhead,
     StepSummary,
     compare_strategies,
     median_step,

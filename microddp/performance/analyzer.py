@@ -19,7 +19,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from microddp.comms import Comms
-from microddp.model import gradient_bytes
 from microddp.report import table
 from microddp.step import Loss, Strategy, take_step
 from microddp.step_times import StepTimes, break_down
@@ -124,28 +123,6 @@ class DDPPerformanceAnalyzer:
         everyone = self.comms.all_gather_data(astuple(median_step(self.steps)))
         return StepSummary(tuple(StepTimes(*times) for times in everyone))
 
-    def analyze_communication_overhead(
-        self,
-        model: nn.Module,
-        inputs: torch.Tensor,
-        targets: torch.Tensor,
-        *,
-        loss_fn: Loss = cross_entropy,
-        repeat: int = 15,
-    ) -> Overhead:
-        """Time a step with the model in the book's DDP against one without. A collective.
-
-        Args:
-            model: model to train; it is copied, and left as it is.
-            inputs: inputs of this rank's shard, on its device.
-            targets: targets of this rank's shard, on its device.
-            loss_fn: function from outputs and targets to a scalar.
-            repeat: number of measurements of each.
-        """
-        batch, kinds = (inputs, targets), ("none", "ddp")
-        times = compare_strategies(kinds, model, self.comms, batch, loss_fn, repeat=repeat)
-        return Overhead(gradient_bytes(model), times["none"], times["ddp"])
-
 
 def compare_strategies(
     names: Iterable[str],
@@ -232,30 +209,3 @@ class StepSummary:
     def _table(self, form: str) -> str:
         headers = ["ms", *(f"rank {rank}" for rank in range(len(self.ranks)))]
         return table(self.rows, headers, form=form)
-
-
-@dataclass(frozen=True)
-class Overhead:
-    """A step with gradients averaged over the ranks against one without.
-
-    Attributes:
-        nbytes: bytes of all gradients.
-        alone: time of the step without communication, on all ranks at once.
-        together: time of the step in
-            :class:`microddp.DDP <microddp.ddp.wrapper.DistributedDataParallel>`.
-    """
-
-    nbytes: int
-    alone: Timing
-    together: Timing
-
-    @property
-    def seconds(self) -> float:
-        """Seconds that data parallelism adds to a step, the median difference within a round."""
-        pairs = zip(self.alone.seconds, self.together.seconds, strict=True)
-        return statistics.median(together - alone for alone, together in pairs)
-
-    @property
-    def share(self) -> float:
-        """The share of the step that data parallelism takes."""
-        return self.seconds / self.together.median

@@ -13,7 +13,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,14 +20,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from microddp.comms import Comms
 from microddp.performance.profiler_events import (
-    ALL_REDUCE,
     KINDS,
     RankProfile,
     events_of,
     summarize,
 )
 from microddp.report import human_seconds, table
-from microddp.results import whole_file
 
 WINDOW = "profiled steps"  # the range whose events count
 
@@ -78,37 +75,13 @@ class ProfileSummary:
                 rows.append(KindTime(kind, calls, seconds, seconds / whole))
         return rows
 
-    def seconds(self, kind: str) -> float:
-        """Return the seconds a step of a kind, the mean over the ranks; 0 if it did not occur."""
-        return next((row.seconds for row in self.rows if row.kind == kind), 0.0)
-
-    @property
-    def all_reduce_share(self) -> float:
-        """All-reduce's share of the time that ``of`` names."""
-        return next((row.share for row in self.rows if row.kind == ALL_REDUCE), 0.0)
-
     @property
     def busy_share(self) -> float:
         """All-reduce's share of the time of computation and collectives together.
 
-        With NCCL that is the kernel time, and the same as ``all_reduce_share``. With gloo it
-        is the figure to compare with it.
+        With NCCL that is the kernel time. With gloo it is the figure to compare with NCCL's.
         """
         return self.mean("all_reduce") / (self.mean("busy") or math.inf)
-
-    @property
-    def transfer(self) -> float:
-        """Seconds a step of all-reduces after the last rank has come to them.
-
-        Of each all-reduce the shortest of the ranks' ranges counts: the rank that came last did not
-        wait. The seconds of all-reduces that are under way at once are added up.
-        """
-        return float(sum(map(min, zip(*(rank.ranges for rank in self.ranks), strict=False))))
-
-    @property
-    def overlap(self) -> float:
-        """The share of the time of all-reduces in which the same rank computed."""
-        return self.mean("hidden") / (self.mean("all_reduce") or math.inf)
 
     def mean(self, name: str) -> float:
         """Compute the mean over the ranks of a time in their profiles, seconds a step.
@@ -140,9 +113,7 @@ class ProfileSummary:
         yield table(times, headers, form=form)
 
 
-def profile_steps(
-    step: Callable[[], object], comms: Comms, *, steps: int = 3, folder: str | Path | None = None
-) -> ProfileSummary:
+def profile_steps(step: Callable[[], object], comms: Comms, *, steps: int = 3) -> ProfileSummary:
     """Run a training step under the profiler on every rank, and sum up its time.
 
     The first step is not counted. The profiler itself takes some microseconds for each operation.
@@ -153,15 +124,12 @@ def profile_steps(
         step: call that takes one step, in which all ranks do the same collectives.
         comms: ranks that take the step together.
         steps: number of steps that are counted, at least 1.
-        folder: folder for a ``rank{r}.json`` of each rank, written atomically, for
-            https://ui.perfetto.dev.
 
     Returns:
         The summary, the same on every rank.
 
     Raises:
         ValueError: nothing to profile.
-        RuntimeError: on every rank, if one could not write its file.
     """
     if steps < 1:
         raise ValueError(f"rank {comms.rank}: expected at least one step, got {steps}")
@@ -177,7 +145,6 @@ def profile_steps(
                 with record_function(f"step {i}"):
                     step()
             _synchronize(comms)
-    comms.fail_together(_save(profiler, comms, folder), f"a trace of each rank in {folder}")
     events = list(events_of(profiler.events() or ()))
     (window,) = (e for e in events if e.name == WINDOW and not e.device)
     counted = [e for e in events if e.name != WINDOW and window.start <= e.start < window.end]
@@ -200,21 +167,9 @@ def quiet_profile(activities: Iterable[ProfilerActivity], **options: Any) -> pro
 
 def _from_json(data: dict[str, Any]) -> RankProfile:
     kinds = {kind: (seconds, calls) for kind, (seconds, calls) in data["kinds"].items()}
-    return RankProfile(**(data | {"kinds": kinds, "ranges": tuple(data["ranges"])}))
+    return RankProfile(**(data | {"kinds": kinds}))
 
 
 def _synchronize(comms: Comms) -> None:
     if comms.device.type == "cuda":
         torch.cuda.synchronize(comms.device)
-
-
-def _save(profiler: profile, comms: Comms, folder: str | Path | None) -> str:
-    """Write this rank's trace; return the error, or nothing."""
-    if folder is None:
-        return ""
-    try:
-        with whole_file(Path(folder, f"rank{comms.rank}.json")) as unfinished:
-            profiler.export_chrome_trace(str(unfinished))
-    except (OSError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""

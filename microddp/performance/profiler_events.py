@@ -94,8 +94,6 @@ class RankProfile:
         computing: time in which the rank computed: operations on CPU, kernels on CUDA.
         host: time in which an operation was going on on the host, launching kernels or computing.
         idle: time in which the rank neither computed nor had a collective under way.
-        ranges: time of each all-reduce of all steps, in the order they began, divided by the number
-            of steps.
     """
 
     wall: float
@@ -104,7 +102,6 @@ class RankProfile:
     computing: float
     host: float
     idle: float
-    ranges: tuple[float, ...]
 
     @property
     def all_reduce(self) -> float:
@@ -144,7 +141,6 @@ def summarize(
         computing=covered(compute) / steps,
         host=covered(host) / steps,
         idle=(seconds - covered([*compute, *all_reduces, *others])) / steps,
-        ranges=tuple((e.end - e.start) / steps for e in sorted(all_reduces, key=lambda e: e.start)),
     )
 
 

@@ -12,11 +12,11 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from microddp.ddp import DDP
-from microddp.model import FullMLP, gradient_bytes
-from microddp.performance import DDPPerformanceAnalyzer, Overhead, StepSummary, median_step
+from microddp.model import FullMLP
+from microddp.performance import DDPPerformanceAnalyzer, StepSummary, median_step
 from microddp.step_times import StepTimes, break_down
 from microddp.strategies import STRATEGIES
-from microddp.timing import NOT_RECORDED, Span, Timing
+from microddp.timing import NOT_RECORDED, Span
 
 
 def span(name, start, end, lane="compute"):
@@ -69,12 +69,6 @@ def test_the_straggler_is_the_rank_that_waits_least():
     assert "<table>" in summary._repr_html_()
     assert summary.bars["rank 1"]["backward"] == 10
     assert [sum(phases.values()) for phases in summary.bars.values()] == [17, 17]
-
-
-def test_overhead_is_of_rounds():
-    overhead = Overhead(8, Timing((1.0, 2.0, 3.0)), Timing((2.0, 4.0, 4.0)))
-    assert overhead.seconds == 1
-    assert overhead.share == 0.25
 
 
 class Slow(torch.autograd.Function):
@@ -191,19 +185,6 @@ def test_a_slow_rank_is_named_although_the_other_one_waits(comms):
     assert summary.ranks[1].data > 0.25
     assert summary.ranks[0].exposed > 0.15
     assert summary.spread > 2
-
-
-@on_ranks(2)
-def test_overhead_is_measured_on_copies(comms):
-    model = FullMLP(32, 4)
-    before = copy.deepcopy(model.state_dict())
-    x, y = torch.randn(2, 8, 32)
-    analyzer = DDPPerformanceAnalyzer(comms)
-    overhead = analyzer.analyze_communication_overhead(model, x, y, loss_fn=mse_loss, repeat=5)
-    assert overhead.nbytes == gradient_bytes(model)
-    assert overhead.seconds > 0
-    assert 0 < overhead.share < 1
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 @on_ranks(1)
