@@ -25,6 +25,8 @@ from microddp.figures.style import NAMES, NARROW, STYLE, WIDE
 P = ParamSpec("P")
 MOST_VALUES = 128  # of a series; of more, values are left out in equal steps
 LINE = 0.2  # inches, the height of a line of text
+ROW = (0.45, 0.62)  # inches from bar to bar; on a phone there is a name between two
+Place = tuple[float, float, float, float]  # left, right, bottom and top of a box
 # Now, and not inside the first rc_context: a notebook's back end turns interactive drawing on when
 # it is loaded, and leaving the context would turn it off again.
 plt.switch_backend(plt.get_backend())
@@ -60,7 +62,7 @@ class Drawing(Figure):
 
     def headline(self, title: str) -> None:
         """Set the figure's title, in as many lines as it needs."""
-        text = wrapped(title, width() - 0.15, plt.rcParams["figure.titlesize"])
+        text = wrapped(title, self.get_figwidth() - 0.15, plt.rcParams["figure.titlesize"])
         self.suptitle(text, x=0.01, ha="left")
         self.taller(text.count("\n"))
 
@@ -71,7 +73,7 @@ class Drawing(Figure):
     def legend_below(self, handles: Sequence[Artist], names: Sequence[str]) -> None:
         """Draw a legend below the figure, in as many columns as fit."""
         widest = max(map(text_width, names)) + 0.55
-        columns = max(1, min(len(names), 4, int(width() / widest)))
+        columns = max(1, min(len(names), 4, int(self.get_figwidth() / widest)))
         self.legend(
             handles, names, loc="outside lower left", ncols=columns, columnspacing=1, borderpad=0.2
         )
@@ -104,12 +106,11 @@ class Drawing(Figure):
             series.texts.append((written(axes.xaxis, xs[i]), y))
         self.series.append(series)
 
-    def boxes(
-        self, axes: Axes, name: str, boxes: Mapping[tuple[float, float, float, float], str]
-    ) -> None:
-        """Let boxes be pointed at: the text about each, by its left, right, bottom and top."""
-        places, texts = list(boxes), [tuple(text.split("\n")) for text in boxes.values()]
-        self.series.append(Series(axes, name, (), [tuple(map(float, p)) for p in places], texts))
+    def boxes(self, axes: Axes, name: str, boxes: Sequence[tuple[Place, str]]) -> None:
+        """Let boxes be pointed at: the place of each and the text about it. Places can be equal."""
+        places = [tuple(map(float, place)) for place, _ in boxes]
+        texts = [tuple(text.split("\n")) for _, text in boxes]
+        self.series.append(Series(axes, name, (), places, texts))
 
 
 def drawing(draw: Callable[P, Drawing]) -> Callable[P, None]:
@@ -229,6 +230,18 @@ def name_rows(axes: Axes, rows: Mapping[str, tuple[float, float]]) -> None:
     for name, (top, _) in rows.items():
         label = axes.annotate(name, (0, top), xycoords=across, xytext=(0, 4))
         label.anncoords = "offset points"
+
+
+def bar_in_row() -> tuple[float, float]:
+    """Return the upper edge and the height of a bar within its row, from -0.5 to 0.5."""
+    return (-0.02, 0.46) if is_narrow() else (-0.4, 0.8)
+
+
+def name_bars(axes: Axes, names: Sequence[str]) -> None:
+    """Name bars, one a row, from the top down."""
+    top, height = bar_in_row()
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    name_rows(axes, {name: (row + top, row + top + height / 2) for row, name in enumerate(names)})
 
 
 def few_ticks(axes: Axes) -> None:

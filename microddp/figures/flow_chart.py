@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
@@ -36,7 +37,7 @@ def questions(parts: Mapping[str, Sequence[tuple[str, str]]]) -> Drawing:
     axes.set_axis_off()
     axes.set(xlim=(-0.05, right + 0.05), ylim=(-height, 0))
     top = 0.0
-    for color, (heading, part) in zip(COLORS, parts.items(), strict=False):
+    for color, (heading, part) in zip(itertools.cycle(COLORS), parts.items(), strict=False):
         axes.text(0, top - HEAD / 2, heading, color=NAMES[color], weight="bold", va="center")
         figure.tell(heading, [f"{asked} If yes: {answer}" for asked, answer in part])
         top -= HEAD

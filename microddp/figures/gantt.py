@@ -11,6 +11,7 @@ from matplotlib.ticker import FuncFormatter
 
 from microddp.figures.drawing import (
     Drawing,
+    Place,
     drawing,
     few_ticks,
     is_narrow,
@@ -53,17 +54,18 @@ def timelines(steps: Mapping[str, Sequence[Span]], *, title: str) -> Drawing:
 
 
 def _draw(steps: Mapping[str, Sequence[Span]], title: str) -> Drawing:
+    shares = [_shares(spans) for spans in steps.values()]
     # Room for the panel's name, and for its rows.
     sizes = [
-        0.35 * bool(name) + 0.3 * sum(height + _gap() for height in _heights(spans).values())
-        for name, spans in steps.items()
+        0.35 * bool(name) + 0.3 * sum(height + _gap() for height in _heights(each).values())
+        for name, each in zip(steps, shares, strict=True)
     ]
     figure, panels = new_panels(len(steps), 1, 1.2 + sum(sizes), height_ratios=sizes, sharex=True)
     figure.headline(title)
     legend: dict[str, Rectangle] = {}
     styles = looks(dict.fromkeys(kind_of(span) for spans in steps.values() for span in spans))
-    for axes, (name, spans) in zip(panels[:, 0], steps.items(), strict=True):
-        legend |= _draw_rows(figure, axes, name, spans, styles)
+    for axes, (name, spans), each in zip(panels[:, 0], steps.items(), shares, strict=True):
+        legend |= _draw_rows(figure, axes, name, spans, each, styles)
         axes.set_title(name)
     panels[-1, 0].set_xlabel("time since the step began")
     panels[0, 0].set_xlim(left=0)
@@ -79,15 +81,20 @@ def _gap() -> float:
 
 
 def _draw_rows(
-    figure: Drawing, axes: Axes, panel: str, spans: Sequence[Span], styles: Mapping[str, Look]
+    figure: Drawing,
+    axes: Axes,
+    panel: str,
+    spans: Sequence[Span],
+    shares: Mapping[Lane, int],
+    styles: Mapping[str, Look],
 ) -> dict[str, Rectangle]:
     """Draw every rank's lanes; return an example of each kind of span."""
     legend = {}
-    heights, shares = _heights(spans), _shares(spans)
+    heights = _heights(shares)
     steps = (height + _gap() for height in heights.values())
     tops = dict(zip(heights, itertools.accumulate(steps, initial=_gap()), strict=False))
     origin = min(span.start for span in spans)
-    boxes: dict[Lane, dict[tuple[float, float, float, float], str]] = {row: {} for row in heights}
+    boxes: dict[Lane, list[tuple[Place, str]]] = {row: [] for row in heights}
     for span, track in zip(spans, tracks(spans), strict=True):
         row, kind = (span.rank, span.lane), kind_of(span)
         height = 0.8 * heights[row] / shares[row]
@@ -97,7 +104,7 @@ def _draw_rows(
         patch = Rectangle((left, top), span.end - span.start, height, **styles[kind].style)
         axes.add_patch(patch)
         legend[kind] = patch
-        boxes[row][left, right, top + height, top] = _say(span, left, right)
+        boxes[row].append(((left, right, top + height, top), _say(span, left, right)))
     axes.autoscale_view()
     axes.set_ylim(sum(heights.values()) + len(heights) * _gap(), 0)
     names = {row: f"rank {row[0]} {row[1]}" for row in heights}
@@ -131,10 +138,9 @@ def _shares(spans: Sequence[Span]) -> dict[Lane, int]:
     return shares
 
 
-def _heights(spans: Sequence[Span]) -> dict[Lane, float]:
+def _heights(shares: Mapping[Lane, int]) -> dict[Lane, float]:
     """Return the rows from top to bottom with their heights, from 1 to 3 where many overlap."""
-    lanes = list(dict.fromkeys(span.lane for span in spans))
-    shares = _shares(spans)
+    lanes = list(dict.fromkeys(lane for _, lane in shares))
     ordered = sorted(shares, key=lambda row: (row[0], lanes.index(row[1])))
     return {row: min(3.0, max(1.0, shares[row] / 4)) for row in ordered}
 
@@ -143,7 +149,7 @@ def _heights(spans: Sequence[Span]) -> dict[Lane, float]:
 def gradient_order(
     rows: Sequence[GradientReady], *, title: str, forward: Sequence[str] = ()
 ) -> Drawing:
-    """Draw when each gradient was ready: a line for each parameter, a dot whose area is its bytes.
+    """Draw when each gradient was ready: a line for each parameter, a dot larger for more bytes.
 
     Args:
         rows: rows of :attr:`microddp.hooks.HookTracker.rows`.

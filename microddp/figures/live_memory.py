@@ -33,8 +33,10 @@ def explore_kept(
         title: subject of the picture, in words.
 
     Raises:
-        ValueError: a way lacks the bytes of a kind at a moment.
+        ValueError: a way lacks the bytes of a kind at a moment, or there are more than three kinds.
     """
+    if len(kinds) > len(COLORS):
+        raise ValueError(f"expected at most {len(COLORS)} kinds of bytes, got {', '.join(kinds)}")
     for name, found in ways.items():
         shape = len(found), *{len(bytes_of) for bytes_of in found}
         if shape != (len(moments), len(kinds)):

@@ -22,10 +22,16 @@ def explore_timelines(steps: Mapping[str, Sequence[Span]], *, title: str) -> Liv
 
     Args:
         steps: spans of all ranks, as :meth:`microddp.timing.timeline.Timeline.gather` returns
-            them, by the name of the step; at least one span each.
+            them, by the name of the step; at least one span of each rank.
         title: subject of the picture, in words.
+
+    Raises:
+        ValueError: a rank has spans in one step and none in another.
     """
     everyone = sorted({span.rank for spans in steps.values() for span in spans})
+    for name, spans in steps.items():
+        if missing := sorted(set(everyone) - {span.rank for span in spans}):
+            raise ValueError(f"{name}: expected spans of ranks {everyone}, got none of {missing}")
     ranks = everyone[:MOST_RANKS]
     shown = {name: [s for s in spans if s.rank in ranks] for name, spans in steps.items()}
     every = [span for spans in shown.values() for span in spans]

@@ -17,11 +17,14 @@ from matplotlib.ticker import (
 )
 
 from microddp.figures.drawing import (
+    ROW,
     Drawing,
+    Place,
+    bar_in_row,
     drawing,
     is_narrow,
     label_ends,
-    name_rows,
+    name_bars,
     new_axes,
     text_width,
     width,
@@ -115,7 +118,7 @@ def stacked_bars(
     xlabel: str,
     formatter: Callable[[float, object], str] = human_seconds,
 ) -> Drawing:
-    """Draw a horizontal bar for each name, divided into the same named parts.
+    """Draw a horizontal bar for each name, divided into named parts.
 
     A part that has a role in a step, such as ``"forward"`` or ``"exposed"``, has the role's colour.
 
@@ -125,27 +128,28 @@ def stacked_bars(
         xlabel: label of the x axis, with unit.
         formatter: function that writes a size.
     """
-    figure, axes = new_axes(title, xlabel, "", height=1.2 + _ROW[is_narrow()] * len(bars))
+    figure, axes = new_axes(title, xlabel, "", height=1.2 + ROW[is_narrow()] * len(bars))
     names = list(bars)
-    top, height = _bar()
+    top, height = bar_in_row()
     total = max(sum(sizes.values()) for sizes in bars.values()) or 1.0
     left = [0.0] * len(names)
-    rows: list[dict[tuple[float, float, float, float], str]] = [{} for _ in names]
-    parts = list(next(iter(bars.values())))
+    rows: list[list[tuple[Place, str]]] = [[] for _ in names]
+    parts = list(dict.fromkeys(part for sizes in bars.values() for part in sizes))
     handles = []
     for part, look in looks(parts).items():
-        sizes = [bars[name][part] for name in names]
+        sizes = [bars[name].get(part, 0.0) for name in names]
         tops = [row + top for row in range(len(names))]
         drawn = axes.barh(tops, sizes, height, left=left, align="edge", **look.style)
         handles.append(drawn[0])
         for row, size in enumerate(sizes):
             text = formatter(size, None)
             right = left[row] + size
-            rows[row][left[row], right, tops[row] + height, tops[row]] = f"{part}: {text}"
+            if part in bars[names[row]]:
+                place = (left[row], right, tops[row] + height, tops[row])
+                rows[row].append((place, f"{part}: {text}"))
             _write_inside(axes, text, left[row], right, tops[row] + height / 2, total, look.color)
             left[row] = right
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    name_rows(axes, {name: (row + top, row + top + height / 2) for row, name in enumerate(names)})
+    name_bars(axes, names)
     for name, boxes in zip(names, rows, strict=True):
         figure.boxes(axes, name, boxes)
     figure.tell("Bars", names)
@@ -160,14 +164,6 @@ def stacked_bars(
 def _whole_bytes(total: float) -> MultipleLocator:
     """Put ticks at powers of two."""
     return MultipleLocator(2 ** math.ceil(math.log2(total / (4 if is_narrow() else 6))))
-
-
-_ROW = (0.45, 0.62)  # inches from bar to bar; on a phone there is a name between two
-
-
-def _bar() -> tuple[float, float]:
-    """Return the upper edge and the height of a bar within its row, from -0.5 to 0.5."""
-    return (-0.02, 0.46) if is_narrow() else (-0.4, 0.8)
 
 
 def _write_inside(
@@ -191,11 +187,11 @@ def buckets(plans: Mapping[str, Sequence[Sequence[int]]], *, title: str) -> Draw
     height_of_row = 0.62 if is_narrow() else 0.55
     height = 1.1 + height_of_row * len(plans)
     figure, axes = new_axes(title, "gradients, first sent first", "", height)
-    top, height = _bar()
+    top, height = bar_in_row()
     total = max(sum(map(sum, plan)) for plan in plans.values())
     for row, (name, plan) in enumerate(plans.items()):
         start = 0
-        boxes: dict[tuple[float, float, float, float], str] = {}
+        boxes: list[tuple[Place, str]] = []
         for number, members in enumerate(plan, start=1):
             color, size = COLORS[(number - 1) % len(COLORS)], sum(members)
             left = list(itertools.accumulate(members[:-1], initial=start))
@@ -208,11 +204,10 @@ def buckets(plans: Mapping[str, Sequence[Sequence[int]]], *, title: str) -> Draw
             for at, member in zip(left, members, strict=True):
                 said = f"bucket {number} of {len(plan)}: {human_bytes(size)}"
                 place = (at, at + member, row + top + height, row + top)
-                boxes[place] = f"{said}\nparameter: {human_bytes(member)}"
+                boxes.append((place, f"{said}\nparameter: {human_bytes(member)}"))
             start += size
         figure.boxes(axes, name, boxes)
-    axes.set_ylim(len(plans) - 0.5, -0.5)
-    name_rows(axes, {name: (row + top, row + top + height / 2) for row, name in enumerate(plans)})
+    name_bars(axes, list(plans))
     figure.tell("Bars", [f"{name} ({len(plan)} buckets)" for name, plan in plans.items()])
     axes.set_axisbelow(True)
     axes.xaxis.set_major_formatter(FuncFormatter(human_bytes))

@@ -12,6 +12,7 @@ from microddp.figures.drawing import Drawing, drawing, is_narrow, new_panels
 from microddp.figures.live import Live, html_table
 from microddp.figures.style import COLORS
 from microddp.message_counter import Message
+from microddp.report import human_bytes
 
 HEADS = {
     "naive": "who sends to whom",
@@ -48,7 +49,7 @@ def all_reduces(
     still = "<p>One rank sends nothing.</p>"
     if len(sent["ring"]) > 1:
         parts = [_first_round(name, each[0], len(sent[name])) for name, each in rounds.items()]
-        still = "\n".join([*parts, _table_of_rounds(rounds, elements * itemsize)])
+        still = "\n".join([*parts, _table_of_rounds(rounds)])
     return Live("ring", "Three all-reduces, message by message", data, still)
 
 
@@ -104,26 +105,29 @@ def _on_circle(rank: int, n: int) -> tuple[float, float]:
     return SIZE / 2 + RADIUS * math.sin(angle), SIZE / 2 + 10 - RADIUS * math.cos(angle)
 
 
-def _table_of_rounds(rounds: Mapping[str, Sequence[Sequence[Message]]], nbytes: int) -> str:
+def _table_of_rounds(rounds: Mapping[str, Sequence[Sequence[Message]]]) -> str:
     """Write an HTML table with the column of ``HEADS`` for every round."""
     rows = [
         [k + 1]
-        + [
-            _in_words(name, each[k], nbytes) if k < len(each) else "done"
-            for name, each in rounds.items()
-        ]
+        + [_in_words(name, each[k]) if k < len(each) else "done" for name, each in rounds.items()]
         for k in range(max(map(len, rounds.values())))
     ]
     headers = ["round", *(f"{name}: {HEADS[name]}" for name in rounds)]
     return html_table(rows, headers, "The messages of this run, round by round")
 
 
-def _in_words(name: str, together: Sequence[Message], nbytes: int) -> str:
+def _in_words(name: str, together: Sequence[Message]) -> str:
     if name == "naive":
         return " ".join(f"{message.src} to {message.dst}" for message in together)
     if name == "direct":
         return " ".join(str(message.dst) for message in together)
-    return " ".join(str(message.offset * len(together) // nbytes) for message in together)
+    return " ".join(map(str, _chunks(together)))
+
+
+def _chunks(together: Sequence[Message]) -> list[int]:
+    """Number the chunks of a ring's round, in which each chunk is sent once, by their places."""
+    starts = sorted(message.offset for message in together)
+    return [starts.index(message.offset) for message in together]
 
 
 @drawing
@@ -150,7 +154,7 @@ def ring_rounds(messages: Sequence[Sequence[Message]], nbytes: int, *, title: st
         if step > rounds:
             continue
         sent = [messages[rank][step] for rank in range(n)] if step < rounds else []
-        chunks = [message.offset * n // nbytes for message in sent]
+        chunks = _chunks(sent)
         axes.imshow(holds, cmap="Blues", vmin=0, vmax=1.6 * n)
         for rank in range(n):
             label = f"rank {rank}" if step % columns == 0 else str(rank)
@@ -167,5 +171,6 @@ def ring_rounds(messages: Sequence[Sequence[Message]], nbytes: int, *, title: st
             arriving = before[message.src][chunk]
             mine = before[message.dst][chunk]
             holds[message.dst][chunk] = arriving if arriving == n else mine + arriving
-    figure.tell(f"What each of {n} ranks holds", [f"before each of {rounds} rounds", "the result"])
+    held = f"What each of {n} ranks holds of {human_bytes(nbytes)}"
+    figure.tell(held, [f"before each of {rounds} rounds", "the result"])
     return figure

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from microddp.figures.drawing import Drawing, drawing, is_narrow, name_rows, new_axes
+from microddp.figures.drawing import (
+    ROW,
+    Drawing,
+    bar_in_row,
+    drawing,
+    is_narrow,
+    name_bars,
+    new_axes,
+)
 from microddp.figures.style import COLORS, GREY, INK
 from microddp.timing import Timing
-
-ROW = (0.45, 0.62)  # inches from bar to bar; on a phone there is a name between two
 
 
 @drawing
@@ -25,7 +31,7 @@ def speed_ups(times: Mapping[str, Timing], devices: int, *, title: str) -> Drawi
     figure, axes = new_axes(
         title, "times as fast as one device", "", height=1.2 + ROW[is_narrow()] * (len(times) + 1)
     )
-    top, height = (-0.02, 0.46) if is_narrow() else (-0.4, 0.8)
+    top, height = bar_in_row()
     rows = {"one device": Timing((1.0,)), **times}
     for row, (name, speed) in enumerate(rows.items()):
         low, high = speed.spread
@@ -36,13 +42,11 @@ def speed_ups(times: Mapping[str, Timing], devices: int, *, title: str) -> Drawi
         end = high + 0.02 * devices
         axes.text(end, middle, f"{speed.median:.2f}", va="center")
         said = f"{speed.median:.2f} times as fast as one device ({low:.2f} to {high:.2f})"
-        figure.boxes(axes, name, {(0, speed.median, row + top + height, row + top): said})
+        figure.boxes(axes, name, [((0, speed.median, row + top + height, row + top), said)])
     axes.axvline(devices, color=INK, linestyle="--", linewidth=1)
     axes.text(devices * 0.99, -0.45, f"all {devices}", ha="right", va="top")
     axes.set_xlim(0, 1.04 * max([devices, *(speed.spread[1] for speed in times.values())]))
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.grid(visible=False, axis="y")
-    name_rows(axes, {name: (row + top, row + top + height / 2) for row, name in enumerate(rows)})
+    name_bars(axes, list(rows))
     figure.tell("Bars", [f"{name} ({speed.median:.2f})" for name, speed in rows.items()])
     figure.tell("Dashed line", [f"all {devices} devices"])
     return figure

@@ -111,7 +111,7 @@ def traffic(matrices: Mapping[str, Sequence[Sequence[float]]], *, title: str) ->
     unit_bytes = 1024 ** BYTE_UNITS.index(unit)
     fontsize = 10 if is_narrow() else 8
     for axes, (name, matrix) in zip(panels.flat, matrices.items(), strict=True):
-        boxes = {}
+        boxes = []
         axes.imshow(np.ma.masked_equal(matrix, 0), cmap="Blues", vmin=0, vmax=2 * largest)
         for i, row in enumerate(matrix):
             for j, size in enumerate(row):
@@ -119,7 +119,7 @@ def traffic(matrices: Mapping[str, Sequence[Sequence[float]]], *, title: str) ->
                     style = {"ha": "center", "va": "center", "fontsize": fontsize}
                     axes.text(j, i, _short(size / unit_bytes), color="black", **style)
                     place = (j - 0.5, j + 0.5, i + 0.5, i - 0.5)
-                    boxes[place] = f"rank {i} to rank {j}: {human_bytes(size)}"
+                    boxes.append((place, f"rank {i} to rank {j}: {human_bytes(size)}"))
         figure.boxes(axes, name, boxes)
         axes.set_title(name, loc="center")
         axes.set_xlabel("to rank")

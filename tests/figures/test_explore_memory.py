@@ -37,3 +37,8 @@ def test_the_script_gets_every_number():
 def test_a_way_with_other_moments_or_kinds_is_refused(found):
     with pytest.raises(ValueError, match="expected 2 numbers for each of 2 moments of half, got"):
         picture({**WAYS, "half": found})
+
+
+def test_more_kinds_than_colours_are_refused():
+    with pytest.raises(ValueError, match="expected at most 3 kinds of bytes, got a, b, c, d"):
+        figures.explore_kept({}, {}, moments=[], kinds="abcd", title="")

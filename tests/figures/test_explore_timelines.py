@@ -94,3 +94,11 @@ def test_bytes_that_are_not_known_are_left_blank():
     ]
     live = figures.explore_timelines({"torch": spans}, title="")
     assert re.search(r"<td[^>]*>\s*2</td><td[^>]*>\s*</td>", live.still)
+
+
+def test_a_rank_that_lacks_a_step_is_named():
+    steps = steps_of(2) | {"late": steps_of(1)["hooks"]}
+    with pytest.raises(
+        ValueError, match=r"late: expected spans of ranks \[0, 1\], got none of \[1\]"
+    ):
+        figures.explore_timelines(steps, title="")

@@ -3,11 +3,11 @@
 import matplotlib.pyplot as plt
 import pytest
 from matplotlib.collections import PathCollection
+from messages import ring_messages
 from ranks import on_ranks
 
 from microddp import figures
 from microddp.hooks import GradientReady
-from microddp.message_counter import Message
 from microddp.timing import Span, Timing
 
 
@@ -15,17 +15,6 @@ from microddp.timing import Span, Timing
 def _close_figures():
     yield
     plt.close("all")
-
-
-def ring_messages(n, chunk_bytes=8):
-    """What a ring of n ranks sends, rank by rank: reduce-scatter, then all-gather."""
-    return [
-        [
-            Message(rank, (rank + 1) % n, chunk_bytes, (rank - 1 - step) % n * chunk_bytes)
-            for step in range(2 * (n - 1))
-        ]
-        for rank in range(n)
-    ]
 
 
 def texts(axes):
@@ -98,6 +87,16 @@ def test_stacked_bars_have_their_lengths():
     assert drawn == [(0, 1), (0, 3), (1, 2), (3, 4)]
 
 
+def test_every_part_of_every_bar_is_drawn_and_can_be_pointed_at():
+    bars = {"one": {"a": 1.0, "x": 0.0, "y": 0.0}, "two": {"b": 2.0}}
+    figures.stacked_bars(bars, title="", xlabel="")
+    assert max(patch.get_x() + patch.get_width() for patch in plt.gcf().axes[0].patches) == 2
+    said = [[text for (text,) in series.texts] for series in plt.gcf().series]
+    assert said == [["a: 1 s", "x: 0", "y: 0"], ["b: 2 s"]], "also where boxes are equal"
+    figures.questions({f"part {k}": [(f"{k}?", "yes")] for k in range(8)})
+    assert {f"part {k}" for k in range(8)} <= set(texts(plt.gcf().axes[0]))
+
+
 def test_what_is_beside_the_usual_is_drawn():
     figures.stacked_bars({"nothing": {"a": 0.0}}, title="", xlabel="")
     figures.lines({"a loss": ([1, 2], [-3.0, 1.0])}, title="", xlabel="", ylabel="")
@@ -126,13 +125,19 @@ def test_traffic_shows_every_link_that_carries_bytes():
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5])
 def test_ring_rounds_end_with_every_chunk_complete(n):
-    figures.ring_rounds(ring_messages(n), n * 8, title="")
+    figures.ring_rounds(ring_messages(n, 2 * n), n * 8, title="")
     panels = {axes.get_title(loc="left"): axes for axes in plt.gcf().axes}
     assert len([name for name in panels if name.startswith("round")]) == 2 * (n - 1)
     values = [text for text in texts(panels["result"]) if not text.startswith("rank")]
     cells = [value for value in values if value == str(n)]
     assert len(cells) >= n * n, "n chunks on each of n ranks contain all n ranks' values"
     assert len(panels["round 1"].patches) == n, "every rank sends"
+
+
+def test_chunks_of_unequal_sizes_have_their_own_columns():
+    figures.ring_rounds(ring_messages(8, 12), 48, title="")
+    first = plt.gcf().axes[0].patches
+    assert sorted(round(patch.get_x() + 0.44) for patch in first) == list(range(8))
 
 
 def test_times_are_drawn_with_quartiles_and_prediction():

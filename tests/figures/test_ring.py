@@ -86,6 +86,12 @@ def test_the_still_table_has_every_round():
     ]
 
 
+def test_the_still_table_numbers_chunks_of_unequal_sizes():
+    still = all_reduces(all_messages(8, 12), 12, 4).still
+    first, second = re.findall(r"<td>([0-9 ]+)</td></tr>", still)[:2]
+    assert (first, second) == ("7 0 1 2 3 4 5 6", "6 7 0 1 2 3 4 5")
+
+
 def test_what_stands_still_needs_no_script_and_no_other_site():
     still = all_reduces(all_messages(3, 30), 30, 4).still
     assert "<script" not in still

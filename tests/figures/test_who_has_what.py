@@ -103,3 +103,11 @@ def test_every_collective_has_a_panel_in_which_everything_is_inside():
         box = text.get_window_extent()
         assert page.x0 <= box.x0, text.get_text()
         assert box.x1 <= page.x1, text.get_text()
+
+
+def test_a_long_title_is_no_wider_than_the_figure():
+    title = "A title that says in words what there is to be seen, and so has no room in one line"
+    figures.holdings({"broadcast": ([[1]], [[1]])}, title=title)
+    figure = plt.gcf()
+    figure.canvas.draw()
+    assert figure._suptitle.get_window_extent().x1 <= figure.bbox.x1

@@ -104,6 +104,11 @@ def test_what_ranks_hold_is_what_values_say(open_run, n):
         assert {count for row in held for count in row} == {n}
 
 
+def test_chunks_of_unequal_sizes_are_numbered_by_their_places(open_run):
+    page = open_run(n=8, elements=12, reduced_motion="reduce")
+    assert offered(page, "ring.holdings(data, 'ring', 8, 14)") == [[8] * 8] * 8
+
+
 def test_it_says_whether_the_run_recorded_what_it_shows(open_run):
     page = open_run(n=4, reduced_motion="reduce")
     told = page.locator(".stage > .told")

@@ -17,6 +17,10 @@
   const upTo = (n) => [...Array(n).keys()];
   const sum = (numbers) => numbers.reduce((total, number) => total + number, 0);
 
+  // Where chunks begin, as tensor_split cuts: the first ones get the elements that are left over.
+  const beginsOf = (n, elements, itemsize) =>
+    upTo(n + 1).map((k) => (k * Math.floor(elements / n) + Math.min(k, elements % n)) * itemsize);
+
   function schedule(name, n, elements, itemsize) {
     const ranks = upTo(n);
     const others = ranks.slice(1);
@@ -25,12 +29,11 @@
       return [...others.map((r) => [[r, 0, whole, 0]]), ...others.map((r) => [[0, r, whole, 0]])];
     }
     if (name === "direct") return others.map((k) => ranks.map((r) => [r, (r + k) % n, whole, 0]));
-    // As tensor_split cuts: the first chunks get the elements that are left over.
-    const begin = (k) => (k * Math.floor(elements / n) + Math.min(k, elements % n)) * itemsize;
+    const begins = beginsOf(n, elements, itemsize);
     return upTo(2 * (n - 1)).map((step) =>
       ranks.map((r) => {
         const chunk = (r - 1 - step + 2 * n) % n;
-        return [r, (r + 1) % n, begin(chunk + 1) - begin(chunk), begin(chunk)];
+        return [r, (r + 1) % n, begins[chunk + 1] - begins[chunk], begins[chunk]];
       }),
     );
   }
@@ -41,7 +44,7 @@
 
   const parts = (name, n) => (name === "ring" ? n : 1);
   const partOf = (data, name, n, [, , , offset]) =>
-    Math.floor((offset * parts(name, n)) / (data.elements * data.itemsize));
+    name === "ring" ? beginsOf(n, data.elements, data.itemsize).indexOf(offset) : 0;
 
   // How many ranks' values each rank holds of each part, after so many rounds.
   function holdings(data, name, n, done) {
