@@ -116,10 +116,9 @@ class DDPPerformanceAnalyzer:
         """Gather the median step of every rank so far. A collective.
 
         Raises:
-            RuntimeError: no step was timed.
+            RuntimeError: on every rank, if one has timed no step.
         """
-        if not self.steps:
-            raise RuntimeError(f"rank {self.comms.rank}: expected timed steps, got none")
+        self.comms.fail_together("" if self.steps else "none", "timed steps")
         everyone = self.comms.all_gather_data(astuple(median_step(self.steps)))
         return StepSummary(tuple(StepTimes(*times) for times in everyone))
 

@@ -32,8 +32,9 @@ def measure_network(comms: Comms, repeat: int = 11) -> tuple[Port, Processor | N
         repeat: number of measurements of each size.
 
     Returns:
-        The port; and the processor that the ranks share, ``None`` if each has a machine of its
-        own, or if no processor carries the messages.
+        The port, the same on every rank; and the processor that the ranks share, by this rank's
+        own processor time, so that ranks get different ones. It is ``None`` if each rank has a
+        machine of its own, or if no processor carries the messages.
 
     Raises:
         ValueError: there is one rank only.
@@ -98,6 +99,7 @@ def measured_work(compute: ComputeTimes, counts: Mapping[str, int], crowd: float
         crowd: factor on the times of the optimizer and of copying: ranks that share a core.
     """
     moments = [0.0, *compute.ready.values()]
+    moments[-1] = max(moments[-1], compute.backward)  # with what comes after the last gradient
     layers = [
         Layer(compute.forward * (end - start) / moments[-1], end - start, (counts[name],))
         for name, (start, end) in zip(compute.ready, pairwise(moments), strict=True)

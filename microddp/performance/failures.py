@@ -91,9 +91,16 @@ class Failures:
 
         Args:
             interval: seconds of training from one checkpoint to the next.
-            intervals: number of intervals to complete.
+            intervals: number of intervals to complete, at least 1.
             seed: seed of the draws.
+
+        Raises:
+            ValueError: the interval is not above 0, or there is none.
         """
+        if intervals < 1:
+            raise ValueError(f"expected at least one interval, got {intervals}")
+        if not self.useful(interval):  # it would be played for ever
+            return 0.0
         drawn = np.random.default_rng(seed)
         clock, until = 0.0, float(drawn.exponential(self.between))
         for _ in range(intervals):

@@ -187,10 +187,13 @@ def test_a_slow_rank_is_named_although_the_other_one_waits(comms):
     assert summary.spread > 2
 
 
-@on_ranks(1)
-def test_no_summary_of_nothing(comms):
-    with pytest.raises(RuntimeError, match="expected timed steps, got none"):
-        DDPPerformanceAnalyzer(comms).summary()
+@on_ranks(2)
+def test_every_rank_hears_of_one_without_a_step(comms):
+    analyzer = DDPPerformanceAnalyzer(comms)
+    if comms.rank == 0:
+        analyzer.steps.append(StepTimes(*[1.0] * 7))
+    with pytest.raises(RuntimeError, match="expected timed steps, got rank 1: none"):
+        analyzer.summary()
 
 
 @on_ranks(1)

@@ -32,11 +32,12 @@ def test_measured_work_has_a_layer_for_each_parameter_in_the_order_of_forward():
     compute = ComputeTimes(2.0, 6.0, {"b": 1.0, "a": 4.0}, 0.5, copy=0.25)
     work = measured_work(compute, {"a": 10, "b": 3}, crowd=2)
     assert [layer.tensors for layer in work.layers] == [(10,), (3,)]
-    assert [layer.backward for layer in work.layers] == [3.0, 1.0]
-    assert [layer.forward for layer in work.layers] == [1.5, 0.5]
+    # Backward takes 2 s more than all gradients, which count for the layer of the last one.
+    assert [layer.backward for layer in work.layers] == [5.0, 1.0]
+    assert [layer.forward for layer in work.layers] == pytest.approx([5 / 3, 1 / 3])
     assert (work.optimizer, work.copy) == (1.0, 0.5)
     step = simulate(work, Network(1, Port(1, 0)), Way("none")).step
-    assert step == 2 + 4 + 1
+    assert step == 2 + 6 + 1
 
 
 @on_ranks(2)

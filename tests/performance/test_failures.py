@@ -34,6 +34,7 @@ def test_youngs_interval_is_near_the_best():
 def test_what_fails_faster_than_it_saves_is_never_through():
     assert Failures(10.0, 60.0, 60.0).useful(20_000.0) == 0
     assert Failures(10.0, 1.0, 60.0).useful(5.0) < 0.01
+    assert Failures(1.0, 1.0, 1.0).play(1000.0, 1) == 0
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,8 @@ def test_what_fails_faster_than_it_saves_is_never_through():
         (lambda: Failures(1, -1, 1), "expected checkpoint to take 0 seconds or more, got -1"),
         (lambda: Failures.of_devices(0, 1, 1, 1), "expected at least one device, got 0"),
         (lambda: Failures(1, 1, 1).useful(0), "expected an interval above 0 seconds, got 0"),
+        (lambda: Failures(1, 1, 1).play(0, 1), "expected an interval above 0 seconds, got 0"),
+        (lambda: Failures(1, 1, 1).play(1, 0), "expected at least one interval, got 0"),
     ],
 )
 def test_what_is_refused(make, message):
