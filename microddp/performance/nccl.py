@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 NVLINK, PCIE, NETWORK = 3.4e-6, 5.7e-6, 14e-6  # seconds of a ring's step with Simple, in tuning.cc
 PIPELINED = 64  # bytes of a channel and device, from which chunks of a ring queue up
-# Where the switches of NVLink add (NVLS): seconds of a call, and the bus bandwidth as a multiple of
-# the specified one, both measured on 8 H200 (stas00/ml-engineering, network/benchmarks).
+# Where the switches of NVLink add (NVLS): seconds of a call, in tuning.cc; and the bus bandwidth as
+# a multiple of the specified one, measured on 8 H200, 16 GiB (stas00/ml-engineering,
+# network/benchmarks): 480.7 GB/s by 450.
 SWITCH, ADDED = 23e-6, 1.07
 
 

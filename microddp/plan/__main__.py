@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     met = (options.measured[1], options.strategies[0]) if options.measured else None
     print(as_table(plans, training, rows, met))
     print(fill(ranges(rows), 100))
-    if options.measured:
+    if met in [(each.devices, each.strategy) for each in plans]:
         rate, count = options.measured
         print(f"{rate:,.0f} on {count} with {options.strategies[0]} are measured: no range there.")
     if not training.hidden:
@@ -218,11 +218,13 @@ def like(device: str, measured: bool) -> list[Compared]:
 
 def ranges(rows: Sequence[Compared]) -> str:
     """Say what the ranges beside speeds are."""
-    what = "shares of speed kept" if rows[0].kind == "speed kept" else "speeds"
+    what, source = ("shares of speed kept",) * 2
+    if rows[0].kind == "speed":
+        what, source = "speeds", "utilisation"
     return (
         f"Ranges: eight of ten published {what} lie within them, as multiples of what was "
-        f"predicted without their publishers: of {len(rows)} figures those on at least an eighth "
-        f"as many devices, and {LEAST} at least."
+        f"predicted from other publishers' {source}: of {len(rows)} figures those on at least an "
+        f"eighth as many devices, and {LEAST} at least."
     )
 
 
@@ -308,7 +310,11 @@ def errors() -> list[str]:
         ("shares below 0.95", "all is kept", [r for r in found if r.hard]),
         ("tokens a second", "as the nearest model's", [r for r in found if r.kind == "speed"]),
         ("GiB at the peak", "all of the memory", [r for r in found if r.kind == "memory"]),
-        ("all-reduces", "as specified", [r for r in found if r.kind == "all-reduce"]),
+        (
+            "all-reduces (two set constants)",
+            "as specified",
+            [r for r in found if r.kind == "all-reduce"],
+        ),
     ):
         median, ninety, _ = summary([row.error for row in rows])
         guessed = summary([row.guess_error for row in rows])[0]

@@ -1,7 +1,10 @@
 """The planner beside published measurements: ``published.toml``.
 
-What is fitted, is fitted on the rows of all other publishers: each row is predicted without those
-of its own publisher. Beside each prediction stands a guess, which needs no model.
+A share of speed that is kept is predicted with ``tcp``, ``pcie`` and ``jitter`` as they fit the
+rows of all other publishers; a speed with the utilisation that other publishers reach. No row is
+left out of the rest: ``alone`` was set by the speeds; and of :mod:`microddp.performance.nccl`,
+``ADDED`` and the share of the bandwidth that trees reach are from rows of all-reduces that are
+compared here. Beside each prediction stands a guess, which needs no model.
 """
 
 from __future__ import annotations
@@ -44,8 +47,8 @@ class Compared:
         what: measured quantity, in words.
         published: published figure: a share of speed that is kept, tokens a second of a device,
             GiB, or a bus bandwidth in GB/s.
-        simulated: predicted figure, in the same unit, by a model that was fitted without this
-            publisher's rows.
+        simulated: predicted figure, in the same unit. The module says which parts of the model
+            were fitted without this publisher's rows.
         guess: a guess beside it: all speed is kept; the speed of the nearest model that another
             publisher trained on such devices; all memory is taken; the specified bandwidth.
         source: source of the published figure, and of the inputs.
@@ -102,7 +105,7 @@ def compare_published() -> tuple[Compared, ...]:
 
 
 def fitted_without(publisher: str) -> Overheads:
-    """Return the overheads that fit the other publishers' rows best."""
+    """Return the usual overheads, with ``tcp``, ``pcie`` and ``jitter`` from others' rows."""
     found = read("published.toml")["fitted"]
     return replace(Overheads.usual(), **found.get(publisher, {}))
 

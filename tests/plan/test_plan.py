@@ -139,6 +139,9 @@ def test_the_cheapest_fits_and_ends_in_time():
     assert hasty.devices == 512
     assert hasty.seconds <= 10 * 86400
     assert cheapest(plans, within=1) is None
+    one, eight = sweep(training, replace(H100, memory=1e12), NETWORK, [1, 8], ["none"])
+    assert cheapest([one]) == one
+    assert cheapest([eight]) is None, "they would train eight models"
     assert cheapest(sweep(Training(8e9, 32, 1), H100, NETWORK, [8], ["zero3"])) is None
 
 
@@ -230,6 +233,15 @@ def test_a_speed_that_was_measured_is_met_where_it_was_measured():
         calibrated(training, H100, NETWORK, "zero3", 50_000, 8)
 
 
+def test_a_speed_is_met_where_messages_take_most_of_the_step():
+    training, link = Training(7e9, 32, 8192), links()["100gbit"]
+    device = replace(H100, utilisation=0.3)
+    found = plan(training, device, link, 16, "ddp")
+    assert found.exposed > 0.5 * found.step
+    fast = calibrated(training, H100, link, "ddp", found.tokens_per_second, 16)
+    assert fast.utilisation == pytest.approx(0.3, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("recompute", "tokens", "devices", "published"),
     [("selective", 16_384, 8, 82.4), ("selective", 16_384, 128, 67.0), ("full", 32_768, 8, 83.9)],
@@ -309,7 +321,10 @@ def test_a_measured_speed_is_carried_to_more_devices(capsys, tmp_path):
     said = run(capsys, "--config", config, "--tokens", 8192, "--recompute", "full", "--devices",
                8, 128, "--strategies", "zero3", "zero1", "--measured", "5762@8", "--in-all", 1e12,
                )  # fmt: skip
-    assert "5,762 on 8 with zero3 are measured: no range there." in said
+    measured = "5,762 on 8 with zero3 are measured: no range there."
+    assert measured in said
+    assert measured not in run(capsys, "--config", config, "--devices", 16, "--recompute", "full",
+                               "--strategies", "zero3", "--measured", "5762@8")  # fmt: skip
     plans = [line for line in said.splitlines() if line.split()[1:2] in (["zero3"], ["zero1"])]
     # Of tokens a second and of days, but not where the speed was measured.
     assert [line.count(" to ") for line in plans] == [0, 2, 2, 2]
