@@ -207,7 +207,7 @@ def _show(comms: Comms, text: str, label: str) -> None:
 
 
 def _ratio(value: float) -> str:
-    return f"{value:.2f}" if value < 10 else f"{value:.3g}"
+    return f"{value:.2f}" if value < 10 else f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
 
 
 def _small(text: str) -> str:

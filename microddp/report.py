@@ -13,10 +13,10 @@ BYTE_UNITS = ("B", "KiB", "MiB", "GiB")  # each 1024 times the one before
 def human_bytes(count: float, _position: object = None) -> str:
     """Bytes in words: ``"64 KiB"``."""
     for unit in BYTE_UNITS:
-        if count < 1024 or unit == "GiB":
+        if abs(count) < 1023.5 or unit == "GiB":  # from there on it would read "1024"
             break
         count /= 1024
-    return f"{count:.3g} {unit}" if count < 100 else f"{count:.0f} {unit}"
+    return f"{count:.3g} {unit}" if abs(count) < 100 else f"{count:.0f} {unit}"
 
 
 def human_seconds(seconds: float, _position: object = None) -> str:
@@ -24,13 +24,13 @@ def human_seconds(seconds: float, _position: object = None) -> str:
     if seconds == 0:
         return "0"
     for factor, unit in ((1e-6, "us"), (1e-3, "ms")):
-        if seconds < 999.5 * factor:  # from there on it would read "1e+03"
+        if abs(seconds) < 999.5 * factor:  # from there on it would read "1e+03"
             return f"{seconds / factor:.3g} {unit}"
     for factor, unit, limit in ((1, "s", 60), (60, "min", 60), (3600, "h", 48)):
-        if seconds < factor * limit:
+        if abs(seconds) < factor * limit:
             return f"{seconds / factor:.3g} {unit}"
     days = seconds / 86400
-    return f"{days:.3g} days" if days < 999.5 else f"{days:,.0f} days"
+    return f"{days:.3g} days" if abs(days) < 999.5 else f"{days:,.0f} days"
 
 
 def table(

@@ -23,6 +23,7 @@ def test_a_comparison_is_larger_for_what_is_faster():
     slow = compare(SLOW, FAST)
     assert (slow.faster, slow.slower, slow.alike) == (False, True, False)
     assert slow.ratio == pytest.approx(0.5)
+    assert str(compare(Timing((1e-3,)), Timing((1.3,)))) == "1300 times as fast (1300 to 1300)"
 
 
 @pytest.mark.parametrize(

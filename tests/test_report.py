@@ -8,6 +8,12 @@ from microddp.findings import mark_least
 from microddp.report import human_bytes, human_seconds, table
 
 
+def test_what_is_below_zero_has_the_unit_of_its_size():
+    assert (human_seconds(-0.002), human_seconds(-7200)) == ("-2 ms", "-2 h")
+    assert (human_bytes(-3 << 20), human_bytes(-1000)) == ("-3 MiB", "-1000 B")
+    assert human_bytes(1023.7 * 1024) == "1 MiB"
+
+
 @given(st.integers(0, 2**50))
 def test_bytes_in_words_are_right_to_three_digits(count):
     number, unit = human_bytes(count).split()

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from ranks import on_ranks
@@ -9,7 +10,7 @@ from ranks import on_ranks
 from microddp.compression import Compression, compressor
 from microddp.compression.compressor import exchange_parts
 from microddp.compression.quantised import BLOCK, pack, unpack
-from microddp.compression.sparse import SAMPLE, largest, threshold_of
+from microddp.compression.sparse import SAMPLE, RandomK, TopK, largest, threshold_of
 from microddp.message_counter import MessageCounter
 from microddp.replicas import broadcast_tensors
 
@@ -323,3 +324,10 @@ def test_halves_of_other_halves(comms):
 def test_a_bucket_without_values_is_sent(comms):
     for name in ALL:
         Compression(compressor(name), comms).average(parameters([(0, 3)]), torch.zeros(0))
+
+
+def test_a_share_is_of_the_values_whatever_floats_say():
+    assert TopK(0.07).sent(100) == 7, "0.07 * 100 is above 7"
+    assert TopK(0.07).sent(101) == 8
+    assert TopK(np.float64(0.5)).sent(100) == 50
+    assert [RandomK(k).sent(100) for k in (1, 200, 1.0, 1e-6)] == [1, 100, 100, 1]

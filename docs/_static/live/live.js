@@ -132,22 +132,22 @@ const live = {
   seconds(value) {
     if (value === 0) return "0";
     for (const [factor, unit] of [[1e-6, "us"], [1e-3, "ms"]]) {
-      if (value < 999.5 * factor) return `${live.number(value / factor)} ${unit}`;
+      if (Math.abs(value) < 999.5 * factor) return `${live.number(value / factor)} ${unit}`;
     }
     for (const [factor, unit, limit] of [[1, "s", 60], [60, "min", 60], [3600, "h", 48]]) {
-      if (value < factor * limit) return `${live.number(value / factor)} ${unit}`;
+      if (Math.abs(value) < factor * limit) return `${live.number(value / factor)} ${unit}`;
     }
     const days = value / 86400;
-    return days < 999.5 ? `${live.number(days)} days` : `${Math.round(days).toLocaleString("en-US")} days`;
+    return Math.abs(days) < 999.5 ? `${live.number(days)} days` : `${Math.round(days).toLocaleString("en-US")} days`;
   },
   bytes(value) {
     const units = ["B", "KiB", "MiB", "GiB"];
     let unit = 0;
-    while (value >= 1024 && unit < units.length - 1) {
+    while (Math.abs(value) >= 1023.5 && unit < units.length - 1) {
       value /= 1024;
       unit += 1;
     }
-    return `${value < 100 ? live.number(value) : Math.round(value)} ${units[unit]}`;
+    return `${Math.abs(value) < 100 ? live.number(value) : Math.round(value)} ${units[unit]}`;
   },
 };
 
