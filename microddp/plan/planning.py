@@ -18,8 +18,8 @@ DAY = 86400.0
 ATTENTION = 12.0  # operations of a layer and token for each value of hidden times sequence
 # Values that backward keeps of each token and layer, as a multiple of the model's width, by what is
 # recomputed. All of them: 8 of that width, and 4 of the one between, which is 3.5 times as large in
-# Llama 3. Selected: half of it; torchtitan keeps less, 35 %, by chapter 16. The last: what enters
-# the layer.
+# Llama 3. Selected: half of it, by the memory that torchtitan published. It keeps 35 % (chapter
+# 16); the rest stands for buffers and the allocator. The last: what enters the layer.
 KEPT = {"none": 22.0, "selective": 11.0, "full": 1.0}
 LOGIT = 12.0  # bytes of each: in bf16 and in fp32, and its gradient in both
 

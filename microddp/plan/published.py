@@ -2,9 +2,10 @@
 
 A share of speed that is kept is predicted with ``tcp``, ``pcie`` and ``jitter`` as they fit the
 rows of all other publishers; a speed with the utilisation that other publishers reach. No row is
-left out of the rest: ``alone`` was set by the speeds; and of :mod:`microddp.performance.nccl`,
-``ADDED`` and the share of the bandwidth that trees reach are from rows of all-reduces that are
-compared here. Beside each prediction stands a guess, which needs no model.
+left out of the rest: ``alone`` was set by the speeds, the activations that selective recomputation
+keeps by PyTorch's memory; and of :mod:`microddp.performance.nccl`, ``ADDED`` and the share of the
+bandwidth that trees reach by two rows of all-reduces. All these are compared here. Beside each
+prediction stands a guess, which needs no model.
 """
 
 from __future__ import annotations
