@@ -305,7 +305,8 @@ Only the clocks remain here. What CPUs do for messages is left out, and NCCL cho
 - *Collectives* take the best of ring and tree with one of three protocols, by the latencies in
   NCCL's [tuning.cc](https://github.com/NVIDIA/nccl/blob/v2.18.5-1/src/graph/tuning.cc). NVLS
   (chapter 15) is left out of trainings. A ring's chunk crosses the network once a *node*, not once
-  a device. For trees a measured share of the bandwidth replaces NCCL's own estimate.
+  a device. For trees a measured share of the bandwidth replaces NCCL's own estimate (of 16 MiB on
+  4 nodes of 8 B200, a row that is compared, too).
 - *Computing* is slower while messages are under way, since they share memory and processors: by
   18.9 % on average, for GPT and LLaMA on A100, H100, MI210 and MI250
   ([2025](https://arxiv.org/abs/2507.03114)).
@@ -494,11 +495,11 @@ assumed $M/C$ was twice the planner's.
 
 # %% [markdown]
 r"""
-For *speed* itself the planner counts operations, with the constants of all rows, and takes the
-share of the peak that other publishers reach on such devices. The guess: as fast as another's model
-there, the nearest in size. For *memory* it adds activations and logits; the guess: all is taken.
-For *all-reduces* the guess is the specified bandwidth. (Of these two, rows that set a constant are
-left out.)
+For *speed* itself the planner counts operations, with constants that all rows set, those that are
+compared, too, and takes the share of the peak that other publishers reach on such devices. The
+guess: as fast as another's model there, the nearest in size. For *memory* it adds activations and
+logits; the guess: all is taken. For *all-reduces* the guess is the specified bandwidth. (Of these
+two, rows that set a constant are left out.)
 """
 
 # %% tags=["plumbing"]

@@ -17,8 +17,8 @@ BUCKET_CAP_MB = 25.0
 # developers disagree on what it gains (PyTorch issue 118421).
 FIRST_BUCKET_CAP_MB = 1.0
 # Gradients that are all below this size are brought into their bucket in one call. Above, a call
-# costs less than the bytes, and those are still in the cache when the gradient comes.
-LARGE_BYTES = 1 << 20
+# costs less than the bytes, which are still in the cache; and a full bucket leaves sooner.
+LARGE_BYTES = 1 << 18
 
 
 def bucket_caps(bucket_cap_mb: float | None) -> list[int]:
