@@ -157,7 +157,8 @@ batches = torch.randn(4, 2, 32, 256, generator=torch.Generator().manual_seed(ran
 
 # %% tags=["plumbing"]
 def ddp(model):
-    wrapped = microddp.DDP(model, comms, all_reduce=carrier("ring", comms))
+    ring = carrier("ring", comms)
+    wrapped = microddp.DDP(model, comms, all_reduce=ring, gradient_as_bucket_view=False)
     adam = torch.optim.Adam(model.parameters())
 
     def step(batch):
@@ -381,7 +382,7 @@ find(comms, "sent-and-kept", several=(n > 1, said), alone=(n == 1, "One rank div
 r"""
 **Explain.** In DDP and in stage 1 gradients pile up in backward, whole. In stages 2 and 3 only one
 layer's are whole at a time. Not counted: activations; the flat copy that `post_backward` makes to
-send, which stage 1 here makes of all gradients; and DDP's buckets while they hold no gradients.
+send, which stage 1 here makes of all gradients; and DDP's buckets, here beside the gradients.
 
 ## The same in microddp
 
