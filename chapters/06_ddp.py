@@ -692,7 +692,7 @@ for name in (*spent,) * 7:
 
 # %% tags=["plumbing"]
 mine, theirs = (1e3 * Timing(tuple(seconds)).median for seconds in spent.values())
-crowd = n / comms.cores
+crowd = comms.ranks_on_cores / comms.cores
 said = (
     f"A step takes {mine:.1f} ms of a rank's processor time with microddp.DDP, and {theirs:.1f} ms"
 )
@@ -702,8 +702,8 @@ find(
     "processor-time",
     shared=(
         n > 1 and crowd > 1,
-        f"{said}. Where {n} ranks have {comms.cores} cores, the {mine - theirs:+.1f} ms lengthen a "
-        f"step by up to {crowd * (mine - theirs):+.0f} ms.",
+        f"{said}. Where {comms.ranks_on_cores} ranks have {comms.cores} cores, the "
+        f"{mine - theirs:+.1f} ms lengthen a step by up to {crowd * (mine - theirs):+.0f} ms.",
     ),
     own=(n > 1 and crowd <= 1, f"{said}, and each rank has a core."),
     alone=(n == 1, "One rank waits for no other."),

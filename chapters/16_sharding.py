@@ -806,8 +806,8 @@ said = f"At {label[middle]} a step of stage 3 took {1e3 * over:.0f} ms more than
 find(
     own,
     "last-layers-wait",
-    part=(n > 1 and 0 < wait <= over, f"{said}, {1e3 * wait:.0f} of them for that wait."),
-    less=(n > 1 and wait > max(0, over), f"{said}, where that wait alone is {1e3 * wait:.0f} ms."),
+    part=(n > 1 and 0 < wait <= over, f"{said}. By the formula {1e3 * wait:.0f} are that wait."),
+    less=(n > 1 and wait > max(0, over), f"{said}. The formula has {1e3 * wait:.0f} ms of wait."),
     none=(n > 1 and wait <= 0, f"{said}. With M as large there is no such wait."),
     alone=(n == 1, "One rank waits for no link."),
 )

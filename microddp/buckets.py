@@ -17,8 +17,9 @@ BUCKET_CAP_MB = 25.0
 # developers disagree on what it gains (PyTorch issue 118421).
 FIRST_BUCKET_CAP_MB = 1.0
 # Gradients that are all below this size are brought into their bucket in one call. Above, a call
-# costs less than the bytes, which are still in the cache; and a full bucket leaves sooner.
-LARGE_BYTES = 1 << 18
+# costs less than the bytes, which are still in the cache; and a full bucket leaves sooner. On a GPU
+# the call is the launch of a kernel.
+LARGE_BYTES, LARGE_ON_GPUS = 1 << 18, 1 << 20
 
 
 def bucket_caps(bucket_cap_mb: float | None) -> list[int]:
@@ -99,7 +100,8 @@ class GradientBucket:
             part.as_strided(p.shape, torch.empty_like(p, device="meta").stride())
             for p, part in zip(dense, torch.split(self._flat, sizes), strict=True)
         ]
-        self.copies_eagerly = max(p.nbytes for p in parameters) >= LARGE_BYTES
+        large = LARGE_BYTES if self._flat.is_cpu else LARGE_ON_GPUS
+        self.copies_eagerly = max(p.nbytes for p in parameters) >= large
         self.grads: list[torch.Tensor | None] = [None] * len(self._parameters)
         self._absent: list[int] = []  # the slots without a gradient, which count as zero
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -64,8 +64,8 @@ class Comms(PointToPoint):
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         comms = cls(group, device, local_rank, local_world_size, DEFAULT_TIMEOUT)
         comms.joined = True
-        if options := comms._transport.options:  # PyTorch's "fake" backend has none
-            comms.timeout = options._timeout.total_seconds()
+        with suppress(AttributeError, RuntimeError):  # not every backend has options
+            comms.timeout = comms._transport.options._timeout.total_seconds()
         return comms
 
     def subgroup(self, ranks: Sequence[int], timeout: float | None = None) -> Comms | None:
@@ -113,8 +113,8 @@ class Comms(PointToPoint):
         """
         if self.backend == "nccl" or (self.box and not computing):
             return self
-        machines = self.all_gather_data(platform.node())  # hosts in a box are one
-        place = machines[: self.rank].count(platform.node())
+        first = 0 if self.box else dist.get_rank() - self.local_rank  # rank of this machine
+        place = self.all_gather_data(first)[: self.rank].count(first)
         mine = place < max(2, self.devices)  # each for itself: another machine may have more cores
         staying = [rank for rank, stays in enumerate(self.all_gather_data(mine)) if stays]
         if len(staying) == self.world_size:

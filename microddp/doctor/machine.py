@@ -51,19 +51,17 @@ if user:
 def facts() -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each fact; a text may have several lines."""
     command = [sys.executable, "-m", "microddp.doctor.machine"]
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as complaints:
-        asking = subprocess.Popen(command, stdout=out, stderr=complaints)
-        try:
-            end = f"the process that asked ended with status {asking.wait(PATIENCE)}"
-        except subprocess.TimeoutExpired:
-            end = f"no answer {PATIENCE:g} s after the first question"
-        finally:
-            asking.kill()
+    asking = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        told, noise = asking.communicate(timeout=PATIENCE)
+        end = f"the process that asked ended with status {asking.returncode}"
+    except subprocess.TimeoutExpired as late:
+        told, noise = late.stdout or b"", late.stderr or b""
+        end = f"no answer {PATIENCE:g} s after the first question"
+    finally:
+        asking.kill()
         with suppress(subprocess.TimeoutExpired):  # a driver may keep it for ever
             asking.wait(1.0)
-        for file in (out, complaints):
-            file.seek(0)
-        told, noise = out.read(), complaints.read()
     unanswered = list(PROBES)
     for line in told.decode().splitlines():
         if line.startswith('["'):

@@ -52,7 +52,11 @@ BEGUN, WAITING, DONE, FAILED = range(1, len(STATES))
 JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 
 
-_thread = threading.local()  # lane: of a thread that is one, " " and its name
+class _Lane(threading.local):
+    name = ""  # of a thread that is a lane, " " and its name
+
+
+_lane = _Lane()
 
 
 def begin_lane(name: str) -> None:
@@ -60,7 +64,7 @@ def begin_lane(name: str) -> None:
 
     It makes them while the program makes others, in an order that is another one on each rank.
     """
-    _thread.lane = f" {name}"
+    _lane.name = f" {name}"
 
 
 @dataclass(slots=True, init=False, eq=False)
@@ -185,7 +189,7 @@ class Record:
         """
         if place is None:
             place = current_call_site()
-        group += getattr(_thread, "lane", "")
+        group += _lane.name
         made = Call()
         made.record = self
         made.number = number = next(self._numbers[group]) if collective else 0

@@ -28,6 +28,11 @@ from microddp.results import whole_file
 NAME = re.compile(r"checkpoint-(\d+)\.pt")
 
 
+# Of the process, as those who train one after the other write into the same folder. Its thread
+# finishes what is under way before Python exits.
+_writer = ThreadPoolExecutor(1, "checkpoint")
+
+
 class Checkpoints:
     """The newest checkpoints of a run, in a folder that is made if it does not exist. A collective.
 
@@ -57,8 +62,6 @@ class Checkpoints:
             except OSError as error:
                 problem = str(error)
         comms.fail_together(problem, f"a folder for checkpoints: {folder}", ValueError)
-        # Its thread finishes the current write before Python exits.
-        self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._under_way: Future[str] | None = None
 
     def save(self, step: int, state: Mapping[str, Any], began: float | None = None) -> None:
@@ -78,7 +81,7 @@ class Checkpoints:
         if problem := self._problem():
             self.comms.print(f"No checkpoint: {problem}")
         snapshot = tree_map_only(torch.Tensor, _copy, dict(state))
-        self._under_way = self._writer.submit(self._write, step, snapshot)
+        self._under_way = _writer.submit(self._write, step, snapshot)
         self.stopped.append(time.perf_counter() - start)
 
     def finish(self) -> None:

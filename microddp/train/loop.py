@@ -178,7 +178,7 @@ class Trainer:
             try:
                 for path in filter(None, (self.config.profile, self.config.json)):
                     output_file(str(path))
-            except ArgumentTypeError as error:
+            except (ArgumentTypeError, OSError) as error:
                 problem = str(error)
         self.comms.fail_together(problem, "--profile and --json that can be written", ValueError)
 
