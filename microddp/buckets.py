@@ -16,9 +16,8 @@ BUCKET_CAP_MB = 25.0
 # A small first bucket, so that communication begins early in backward. PyTorch's own default; its
 # developers disagree on what it gains (PyTorch issue 118421).
 FIRST_BUCKET_CAP_MB = 1.0
-# Gradients that are all below this size are brought into their bucket in one call. Above, a call
-# costs less than the bytes, which are still in the cache; and a full bucket leaves sooner. On a GPU
-# the call is the launch of a kernel.
+# Gradients below this size are brought into their bucket in one call. Above, a call costs less than
+# the bytes, which are still in the cache, and a full bucket leaves sooner. A GPU's calls cost more.
 LARGE_BYTES, LARGE_ON_GPUS = 1 << 18, 1 << 20
 
 
@@ -90,8 +89,7 @@ class GradientBucket:
         zeros: Callable[[torch.Tensor, int], torch.Tensor] = lambda p, n: p.detach().new_zeros(n),
     ) -> None:
         self._parameters = list(parameters)
-        self._index, self._is_last = index, is_last
-        self.sparse = sparse
+        self._index, self._is_last, self.sparse = index, is_last, sparse
         dense = [] if sparse else self._parameters
         sizes = [p.numel() for p in dense]
         self._flat = self._home = zeros(parameters[0], sum(sizes))

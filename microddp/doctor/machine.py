@@ -62,6 +62,8 @@ def facts() -> Iterator[tuple[str, str]]:
         asking.kill()
         with suppress(subprocess.TimeoutExpired):  # a driver may keep it for ever
             asking.wait(1.0)
+        for pipe in filter(None, (asking.stdout, asking.stderr)):
+            pipe.close()
     unanswered = list(PROBES)
     for line in told.decode().splitlines():
         if line.startswith('["'):
