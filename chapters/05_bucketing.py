@@ -587,11 +587,11 @@ find(
 # %% [markdown]
 r"""
 :::{admonition} On GPUs
-An all-reduce takes some 0.2 ms to start ($2(n-1)$ rounds of 14 us, NCCL's own figure, for
-eight machines), and 25 MiB take 0.9 ms on links of 400 Gbit/s: at PyTorch's default cap less than a
-fifth is start-up. A layer of this chapter's cluster has 28 MiB, so at that cap no bucket holds two
-whole ones. Some of PyTorch's developers call it too small for today's models, and one
-proposes 100 MB ([issue 118421](https://github.com/pytorch/pytorch/issues/118421)). Try
+An all-reduce takes some 0.2 ms to start ($2(n-1)$ rounds of 14 us, NCCL's own figure for large
+messages, for eight machines), and 25 MiB take 0.9 ms on links of 400 Gbit/s: at PyTorch's default
+cap less than a fifth is start-up. A layer of this chapter's cluster has 28 MiB, so at that cap no
+bucket holds two whole ones. Some of PyTorch's developers call it too small for today's models, and
+one proposes 100 MB ([issue 118421](https://github.com/pytorch/pytorch/issues/118421)). Try
 `bucket_cap_mb` of 5, 25 and 100 on your job. (One that you give holds for the first bucket, too,
 which is of 1 MiB otherwise.)
 :::
@@ -696,8 +696,8 @@ different sizes only, since these hooks do not say whose gradients they send.)
 
 ## What to take along
 
-- An all-reduce has a price, however small it is. Join messages that are not much larger than what
-  the link sends in that time.
+- An all-reduce has a price, however small it is. Join messages that are not much larger than one
+  whose bytes take that long.
 - A plan needs three rules: reverse order, fill up to the cap, split no parameter.
 - The best cap depends on alpha, on beta and on how much of the communication the hardware hides.
   Measure it where you train.

@@ -616,7 +616,8 @@ from which every rank makes the same plan.
 
 **Predict.** On the stage of chapters 03 to 05, a step that averages naively takes $C + M$ and all
 starts. Hooks, buckets and both wrappers hide what they can, and nothing can take less than
-$\max(C, \frac{1}{3} C + M)$. The wrappers send what the buckets send.
+$\max(C, \frac{1}{3} C + M)$. (One device takes somewhat more than $C$, so that the speed-up may be
+above $nC$ by this.) The wrappers send what the buckets send.
 
 **Measure.** All ways, in turns, buckets with a cap of 1 MiB:
 """
@@ -691,7 +692,7 @@ for name in (*spent,) * 7:
     spent[name].append(processor_time(name))
 
 # %% tags=["plumbing"]
-mine, theirs = (1e3 * Timing(tuple(seconds)).median for seconds in spent.values())
+mine, theirs = (round(1e3 * Timing(tuple(seconds)).median, 1) for seconds in spent.values())
 crowd = comms.ranks_on_cores / comms.cores
 said = (
     f"A step takes {mine:.1f} ms of a rank's processor time with microddp.DDP, and {theirs:.1f} ms"

@@ -601,8 +601,9 @@ r"""
 **Predict.** A device's tokens in a step stay the same. Backward of stage 3 gathers bf16 parameters
 and reduces fp32 gradients: 6 bytes a parameter through a node's link, hardly more for many nodes
 than for a few. It computes 4 operations a parameter and token, attention's left out. So the number
-of parameters cancels. With $F$ operations a second of a device, and $B$ bytes a second of a node's
-links together (or of NVLink, if that is less), backward can hide its bytes from
+of parameters cancels. With $F$ operations a second of a device (as trainings reach them, waits
+included: $t^*$ is somewhat low), and $B$ bytes a second of a node's links together (or of NVLink,
+if that is less), backward can hide its bytes from
 
 $$ t^* = \frac{6}{4} \cdot \frac{F}{B} $$
 
