@@ -616,8 +616,8 @@ from which every rank makes the same plan.
 
 **Predict.** On the stage of chapters 03 to 05, a step that averages naively takes $C + M$ and all
 starts. Hooks, buckets and both wrappers hide what they can, and nothing can take less than
-$\max(C, \frac{1}{3} C + M)$. (One device takes somewhat more than $C$, so that the speed-up may be
-above $nC$ by this.) The wrappers send what the buckets send.
+$\max(C, \frac{1}{3} C + M)$. ($C$ is the pauses alone; speed-ups divide by the whole step of one
+device.) The wrappers send what the buckets send.
 
 **Measure.** All ways, in turns, buckets with a cap of 1 MiB:
 """

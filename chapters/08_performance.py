@@ -320,7 +320,8 @@ if by_speed:
     most = max(overlap, key=lambda at: overlap[at][0].ratio)
     losing = sum(gain.slower for gain, _ in overlap.values())
     said = (
-        f"Overlap gains at {gaining} of {len(by_speed)} speeds{f', most at {most}' * bool(gaining)}"
+        f"Overlap gains at {gaining} of {len(by_speed)} speeds"
+        f"{f', most in the median at {most}' * bool(gaining)}"
         f"{f', and loses at {losing}' * bool(losing)}. With 8 buckets a "
         f"step is so many times as fast as with one: {'; '.join(each)}."
     )

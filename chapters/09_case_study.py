@@ -575,8 +575,8 @@ same = [rung for rung, (_, pairs, *_, k) in LADDER.items() if k * pairs == SHARE
 best = {where: max(same, key=lambda r: speeds[where][r].ratio) for where in speeds}
 said = "; ".join(
     f"{where}, {n} devices train {speed[plain].ratio:.2f} times as fast as one by the split alone, "
-    f"at the same global batch up to {speed[best[where]].ratio:.2f} times ({best[where]}), and on "
-    f"the top rung, with a larger one, {speed[top].ratio:.2f} times"
+    f"at the same global batch up to {speed[best[where]].ratio:.2f} times in the median "
+    f"({best[where]}), and on the top rung, with a larger one, {speed[top].ratio:.2f} times"
     for where, speed in speeds.items()
 )
 said = f"What a second device gains, to scale: {said}."

@@ -978,6 +978,8 @@ pausing = f"where they pause, by {extra.pop(paused)}; " if paused in extra else 
 said = f"Stage 3's step differs from DDP's: {pausing}where ranks compute, by"
 said = f"{said} {' and '.join(extra.values())}."
 judged = n > 1 and bool(half)
+
+# %% tags=["plumbing"]
 find(
     timed,
     "second-gather",
@@ -986,9 +988,13 @@ find(
         f"{said} But some step took less than computing alone: uneven rounds.",
     ),
     shows=(
-        judged and not odd,
-        f"{said} Where they compute, the difference is half the gather or more in {sum(half)} of "
-        f"{len(half)}.",
+        judged and not odd and all(half),
+        f"{said} Where they compute, half the gather or more shows, as predicted.",
+    ),
+    hidden=(
+        judged and not odd and not all(half),
+        f"{said} Where they compute, half the gather or more shows in {sum(half)} of {len(half)}: "
+        "not as predicted. Four rounds do not say if computing hid it.",
     ),
     beyond=(n > 1 and not judged, "In these rounds M was above two thirds of C: no test."),
     alone=(n == 1, "One rank passes on nothing."),

@@ -790,7 +790,11 @@ find(
         there and apart > 0.02,
         f"{said} more was promised than on slow links, as predicted{rarer}.",
     ),
-    less=(there and apart < -0.02, f"{said} less was promised than on slow links: not predicted."),
+    less=(
+        there and apart < -0.02,
+        f"{said} less was promised than on slow links: not predicted, and this run does not say "
+        "why.",
+    ),
     alike=(there and abs(apart) <= 0.02, f"{said} as much was promised as on slow links."),
     none=(not there, "It takes eight hosts in a box."),
 )
