@@ -191,14 +191,13 @@ def _threads(local_world_size: int) -> int:
 
 
 def _check_built(backend: str, rank: int) -> None:
-    built = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    if backend not in (known := ["gloo", "nccl"]):
+        raise ValueError(f"rank {rank}: expected backend in {known}, got {backend!r}")
+    built = [name for name in known if dist.is_backend_available(name)]
     if backend not in built:
-        raise ValueError(f"rank {rank}: expected backend in {list(built)}, got {backend!r}")
-    if not built[backend]:
-        others = [name for name, available in built.items() if available]
+        version = torch.__version__
         raise RuntimeError(
-            f"rank {rank}: this torch ({torch.__version__}) is built without {backend}; "
-            f"it has {others}"
+            f"rank {rank}: this torch ({version}) is built without {backend}; it has {built}"
         )
 
 
