@@ -173,11 +173,7 @@ class Backward:
         return len(self.works) == len(self.missing)
 
     def wait_for_buckets(self) -> Iterator[tuple[GradientBucket, Any]]:
-        """Each bucket that was sent, once it is back, with what its ``wait()`` returned.
-
-        Raises:
-            RuntimeError: another rank failed, or the time-out passed.
-        """
+        """Each bucket that was sent, once it is back, with what its ``wait()`` returned."""
         for bucket, work in zip(self.buckets, self.works, strict=False):
             try:
                 with self.buckets.timeline.span(f"wait for bucket {bucket.index()}", lane="wait"):

@@ -192,11 +192,7 @@ class AllReduceHooks(Switchable):
         self.timeline = timeline
 
     def finish(self) -> None:
-        """Wait until every gradient is averaged, and be ready for the next backward.
-
-        Raises:
-            RuntimeError: another rank failed, or the time-out passed.
-        """
+        """Wait until every gradient is averaged, and be ready for the next backward."""
         works, self._works = self._works, {}
         self.comms.agree("finish()")
         for name, work in works.items():

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
 from microddp.comms import Comms
+from microddp.replicas import broadcast_tensors
 
 
 class _Shadow(JoinHook):
@@ -25,7 +26,8 @@ class _Shadow(JoinHook):
         """Make all replicas those of a rank that trained to the end."""
         wrapper = self.wrapper
         src = wrapper._highest(wrapper.comms.rank if is_last_joiner else -1)
-        wrapper.copy_module(src, with_buffers=wrapper.forward_sync_buffers)
+        buffers = wrapper.module.buffers() if wrapper.forward_sync_buffers else ()
+        broadcast_tensors([*wrapper.module.parameters(), *buffers], wrapper.comms, src)
         disabled = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
         wrapper._join_config = disabled
 

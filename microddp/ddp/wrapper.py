@@ -164,16 +164,10 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
         self._has_buffers = any(True for _ in module.buffers())
         self._sync_buffers_next = True
         if verify_replicas:
-            check_replicas(module, self.comms)
-            broadcast_tensors(module.buffers() if at_first else (), self.comms)
-        else:
-            self.copy_module(src=0, with_buffers=at_first)
+            check_replicas(module, comms)
+        copied = () if verify_replicas else parameters
+        broadcast_tensors([*copied, *(module.buffers() if at_first else ())], comms)
         self._make_reducer()
-
-    def copy_module(self, src: int, with_buffers: bool) -> None:
-        """Make all replicas rank ``src``'s, with their buffers or without. A collective."""
-        buffers = self.module.buffers() if with_buffers else ()
-        broadcast_tensors([*self.module.parameters(), *buffers], self.comms, src)
 
     def _make_reducer(self) -> None:
         self._layout: list[Any] = []  # of the buffers that are packed
@@ -194,8 +188,7 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
         """Call the module; what it takes and returns is passed on.
 
         Raises:
-            RuntimeError: the last backward brought no gradient for some parameters; or another
-                rank failed, or the time-out passed.
+            RuntimeError: the last backward brought no gradient for some parameters.
         """
         grad_enabled = torch.is_grad_enabled()
         syncing = grad_enabled and self.require_backward_grad_sync
