@@ -37,12 +37,7 @@ class Carrier:
         return parameter.detach().new_zeros(numel)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Pending:
-        """Begin to overwrite a tensor by that of rank ``src``.
-
-        Args:
-            tensor: contiguous.
-            src: a rank.
-        """
+        """Begin to overwrite a contiguous tensor by that of rank ``src``."""
         return self.comms.broadcast(tensor, src, async_op=True)
 
     def start(

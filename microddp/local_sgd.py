@@ -64,12 +64,7 @@ MEAN = Outer()
 
 
 class Fragment:
-    """Parameters that are averaged at the same time, and their shared values.
-
-    Args:
-        parameters: dense, of one dtype and device.
-        comms: the ranks.
-        outer: the outer optimizer.
+    """Dense parameters of one dtype that are averaged at the same time, and their shared values.
 
     Attributes:
         shared: the shared values: flat, the same on every rank.
@@ -193,8 +188,7 @@ class LocalSteps:
         """Count a step, and average what is due after it. A collective.
 
         Raises:
-            RuntimeError: the ranks have taken different numbers of steps, another rank failed, or
-                the time-out passed.
+            RuntimeError: the ranks have taken different numbers of steps.
         """
         warming_up = self.warming_up
         self.steps += 1
@@ -275,9 +269,7 @@ class Local(Strategy):
     """Strategy of local SGD: gradients are not averaged, weights are, every few steps.
 
     Args:
-        model: this rank's replica.
-        comms: the ranks that share the weights.
-        bucket_cap_mb: not used.
+        model, comms, bucket_cap_mb: as for any strategy.
         local: averages the weights; during its warm-up gradients are averaged, one by one. Default:
             weights are averaged after each step.
     """

@@ -70,13 +70,7 @@ class Packed:
     def broadcast(
         self, comms: Comms, src: int, send: Callable[[torch.Tensor, int], Pending]
     ) -> Pending:
-        """Begin to overwrite the tensors with rank ``src``'s. A collective.
-
-        Args:
-            comms: the ranks.
-            src: the rank that has the values.
-            send: begins to broadcast a flat buffer.
-        """
+        """Begin to overwrite the tensors with rank ``src``'s, which ``send`` broadcasts flat."""
         if comms.rank == src:
             _copy(self.parts, self.tensors)
             return send(self.wire, src)

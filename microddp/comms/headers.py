@@ -59,12 +59,7 @@ def name_members(ranks: Sequence[int]) -> str:
 
 
 class Headers:
-    """The header messages of one group of ranks.
-
-    Args:
-        group: the ranks.
-        device: where the group's backend wants its tensors.
-    """
+    """The header messages of a group of ranks, on the device where its backend wants tensors."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group

@@ -28,19 +28,8 @@ SEND_SECONDS = 5.0  # for a line of bytes, which the kernel takes at once unless
 class Line:
     """A connection to the meeting; :meth:`messages` also exchanges the proofs.
 
-    Args:
-        address: host and port of the meeting.
-        secret: secret of the job.
-        name: name of this member.
-        seen: first message of this member, once both ends are proved.
-        limit: seconds to connect.
-
-    Attributes:
-        address: address of this end.
-        family: address family of the socket.
-
-    Raises:
-        OSError: nobody answers there.
+    ``seen`` is this member's first message, once both ends are proved, and ``limit`` the seconds to
+    connect. All raise ``OSError`` if nobody answers there, or the connection is lost.
     """
 
     def __init__(
@@ -56,7 +45,7 @@ class Line:
         self._received = b""
         self._theirs: Seal | None = None
         self._socket = socket.create_connection(address, timeout=limit)
-        self.address: str = self._socket.getsockname()[0]
+        self.address: str = self._socket.getsockname()[0]  # of this end
         self.family = self._socket.family
 
     @property
@@ -65,11 +54,7 @@ class Line:
         return self._theirs is not None
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message, once both ends are proved.
-
-        Raises:
-            OSError: the connection is lost.
-        """
+        """Send a message, once both ends are proved."""
         self._send(self._ours.put(message))
 
     def _send(self, line: bytes) -> None:
@@ -80,7 +65,6 @@ class Line:
         """Return the meeting's messages, after at most so many seconds; proofs are left out.
 
         Raises:
-            OSError: the connection is lost.
             ValueError: the other end has another secret, refuses this process, or says what no
                 meeting says.
         """

@@ -2,9 +2,7 @@
 
 A program of its own, run by its path as ``meeting.py SOCKET LEAST PARENT`` with a listening socket
 and the job's secret as standard input, so that it starts without PyTorch, and lives on while the
-member that started it is stopped. It ends with that member.
-
-``messages.py`` has what a member and the server say to each other.
+member that started it is stopped. ``messages.py`` has what a member and the server say.
 
 A connected member counts as alive. A killed process is disconnected by the kernel at once; a
 stopped one, or one behind a cut line, stays connected and does not come.
@@ -45,15 +43,7 @@ NAMED = 100  # strangers, of whom no more are named: a log that nobody reads mus
 
 
 class Member:
-    """The meeting's end of a connection that is proved.
-
-    Args:
-        name: name of the member.
-        reader: stream from it.
-        writer: stream to it.
-        secret: secret of the job.
-        texts: challenge, nonce and name, by which both ends have proved.
-    """
+    """The meeting's end of a connection that is proved by these texts."""
 
     def __init__(
         self,
@@ -68,11 +58,7 @@ class Member:
         self._ours = messages.Seal(secret, "meeting", *texts)
 
     async def hear(self, *forms: messages.Form) -> dict[str, Any] | None:
-        """Return its next message; ``None``: it is gone.
-
-        Raises:
-            ValueError: as :meth:`Seal.take`, or a line that is too long.
-        """
+        """Return its next message, or ``None`` if it is gone; errors are those of ``Seal.take``."""
         line = await self._reader.readline()
         return self._theirs.take(line, *forms) if line else None
 
@@ -83,33 +69,19 @@ class Member:
 
 @dataclass
 class Meeting:
-    """The state of the server.
+    """The state of the server."""
 
-    Attributes:
-        least: least number of members of a generation.
-        secret: secret of the job.
-        number: number of the last generation, 0 before the first.
-        members: names of the members of the last generation, by rank.
-        unproven: connections that have not proved yet that they belong.
-        named: number of lines that have told of strangers.
-        connected: members that are connected, by name.
-        come: members that want to be in the next generation, and what they say of themselves.
-        done: True once the job is over.
-        began: time at which the server began, seconds of ``time.monotonic``.
-        changed: time at which a member came last, or the server began.
-    """
-
-    least: int
+    least: int  # members of a generation
     secret: bytes
-    number: int = 0
-    members: list[str] = field(default_factory=list)
+    number: int = 0  # of the last generation
+    members: list[str] = field(default_factory=list)  # of that, by rank
     unproven: set[asyncio.StreamWriter] = field(default_factory=set)
-    named: int = 0
+    named: int = 0  # strangers
     connected: dict[str, Member] = field(default_factory=dict)
-    come: dict[str, Any] = field(default_factory=dict)
+    come: dict[str, Any] = field(default_factory=dict)  # to the next one, with what they say
     done: bool = False
     began: float = field(default_factory=time.monotonic)
-    changed: float = field(default_factory=time.monotonic)
+    changed: float = field(default_factory=time.monotonic)  # a member came last, or it began
 
     async def receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a connection until it is gone, or closed for what it says."""
@@ -146,12 +118,7 @@ class Meeting:
             writer.close()
 
     async def prove(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Member:
-        """Prove both ends to each other.
-
-        Raises:
-            OSError: the other end was gone before it said anything.
-            ValueError: the other end has proved nothing.
-        """
+        """Prove both ends to each other; ``ValueError`` if the other one has proved nothing."""
         self.unproven.add(writer)
         if len(self.unproven) > UNPROVEN:
             chosen = random.choice([*self.unproven])

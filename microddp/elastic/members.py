@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Self
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -165,12 +164,7 @@ class Members:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _leave(self) -> None:

@@ -113,9 +113,7 @@ def proof(secret: bytes, *parts: str) -> str:
 class Seal:
     """The marks that one end of a connection puts before its lines, and the other end checks.
 
-    Args:
-        secret: secret of the job.
-        texts: texts that belong to this connection and direction alone.
+    The texts belong to this connection and direction alone.
     """
 
     def __init__(self, secret: bytes, *texts: str) -> None:

@@ -105,12 +105,8 @@ class OthersWait(Exception):
 class ElasticTrainer(Trainer):
     """A training run of one generation, which goes on from its members' newest state.
 
-    Args:
-        config: the same for all members.
-        generation: the ranks of this generation.
-        members: the job's members, of which this process is one.
-        state: this process's state from the generation before, if it took part in it.
-        on_step: as in :func:`~microddp.train.loop.train`.
+    Arguments are those of :func:`train_elastically`, the generation, and this process's state from
+    the one before, if it took part in it.
 
     Raises:
         OthersWait: from :meth:`run`, on every rank after the same step.
