@@ -76,24 +76,14 @@ def count(shapes: Sequence[torch.Size]) -> int:
 
 
 def gathered_bytes(sizes: Sequence[int], world_size: int) -> float:
-    """Compute the bytes that a rank sends in :func:`gather_parts`.
-
-    Args:
-        sizes: size of each part in bytes.
-        world_size: the number of ranks.
-    """
+    """Compute the bytes that a rank sends in :func:`gather_parts`, from those of each part."""
     return float(sum(map(_whole_words, sizes)) * (world_size - 1))
 
 
 def gather_parts(parts: Sequence[torch.Tensor], comms: Comms) -> list[list[torch.Tensor]]:
     """All-gather several flat tensors in one message, as bytes.
 
-    Args:
-        parts: flat tensors, of the same sizes and dtypes on every rank.
-        comms: the ranks.
-
-    Returns:
-        For each rank, in rank order, its tensors.
+    Their sizes and dtypes are the same on every rank. Returns each rank's, in rank order.
     """
     everyone = _room(parts, comms.world_size)
     _fill(everyone[comms.rank], parts)
@@ -104,14 +94,8 @@ def gather_parts(parts: Sequence[torch.Tensor], comms: Comms) -> list[list[torch
 def exchange_parts(parts: Sequence[torch.Tensor], comms: Comms) -> list[list[torch.Tensor]]:
     """Send row i of several tensors to rank i, in one message, as bytes: an all-to-all.
 
-    Not the backend's: a ``MessageCounter`` counts messages between two ranks.
-
-    Args:
-        parts: tensors with a row for each rank, of the same shapes and dtypes on every rank.
-        comms: the ranks.
-
-    Returns:
-        For each rank, in rank order, the rows that it sent here.
+    Not the backend's: a ``MessageCounter`` counts messages between two ranks. Shapes and dtypes are
+    the same on every rank. Returns the rows that each rank sent here, in rank order.
     """
     n, mine = comms.world_size, comms.rank
     rows = [[part[rank] for part in parts] for rank in range(n)]

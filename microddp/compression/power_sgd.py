@@ -40,7 +40,6 @@ class PowerSGD(Compressor):
         parameters: Sequence[torch.Tensor],
         comms: Comms,
     ) -> None:
-        """See :meth:`~microddp.compression.compressor.Compressor.average`."""
         sizes = [parameter.numel() for parameter in parameters]
         parts = list(
             zip(parameters, torch.split(gradient, sizes), torch.split(mean, sizes), strict=True)
@@ -91,7 +90,6 @@ class PowerSGD(Compressor):
         return _orthonormal(self.factors[parameter])
 
     def sent_bytes(self, shapes: Sequence[torch.Size], itemsize: int, world_size: int) -> float:
-        """See :meth:`~microddp.compression.compressor.Compressor.sent_bytes`."""
         values = 0
         for shape in shapes:
             columns = self._columns(shape)

@@ -64,7 +64,6 @@ class Blockwise(Compressor):
         parameters: Sequence[torch.Tensor],  # noqa: ARG002
         comms: Comms,
     ) -> None:
-        """See :meth:`~microddp.compression.compressor.Compressor.average`."""
         n, rank = comms.world_size, comms.rank
         length = _part(len(gradient), n)
         codes = torch.zeros(n, length // self.values_a_code, dtype=self.code, device=mean.device)
@@ -95,7 +94,6 @@ class Blockwise(Compressor):
             block.addcmul_(self.decode(code, block), scale)
 
     def sent_bytes(self, shapes: Sequence[torch.Size], itemsize: int, world_size: int) -> float:
-        """See :meth:`~microddp.compression.compressor.Compressor.sent_bytes`."""
         length = _part(count(shapes), world_size)
         codes = length // self.values_a_code * self.code.itemsize
         return 2 * gathered_bytes([_blocks(length) * itemsize, codes], world_size)
@@ -110,13 +108,11 @@ class Int8(Blockwise):
     code = torch.int8
 
     def encode(self, values: torch.Tensor, scale: torch.Tensor, code: torch.Tensor) -> None:
-        """See :meth:`Blockwise.encode`."""
         torch.amax(values.abs(), dim=1, keepdim=True, out=scale).div_(LARGEST)
         codes = torch.div(values, scale).round_().nan_to_num_(0)
         code.copy_(codes.clamp_(-LARGEST, LARGEST))  # the scale may have been rounded down
 
     def decode(self, code: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """See :meth:`Blockwise.decode`."""
         return code.to(like.dtype)
 
 
@@ -131,12 +127,10 @@ class Sign(Blockwise):
     values_a_code = 8
 
     def encode(self, values: torch.Tensor, scale: torch.Tensor, code: torch.Tensor) -> None:
-        """See :meth:`Blockwise.encode`."""
         torch.mean(values.abs(), dim=1, keepdim=True, out=scale)
         code.copy_(pack(values.view(-1)))
 
     def decode(self, code: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """See :meth:`Blockwise.decode`."""
         return unpack(code, like)
 
 
@@ -160,7 +154,6 @@ class Half(Compressor):
         parameters: Sequence[torch.Tensor],  # noqa: ARG002
         comms: Comms,
     ) -> None:
-        """See :meth:`~microddp.compression.compressor.Compressor.average`."""
         limits = torch.finfo(self.dtype)
         most = limits.max * (1 - limits.eps)  # one step less: the quotients may be rounded up
         most = min(most, torch.finfo(gradient.dtype).max)
@@ -174,7 +167,6 @@ class Half(Compressor):
         mean.copy_(wire)
 
     def sent_bytes(self, shapes: Sequence[torch.Size], itemsize: int, world_size: int) -> float:  # noqa: ARG002
-        """See :meth:`~microddp.compression.compressor.Compressor.sent_bytes`."""
         return ring_cost(world_size, count(shapes) * self.dtype.itemsize).most_sent
 
 

@@ -48,7 +48,6 @@ class TopK(Sparse):
         parameters: Sequence[torch.Tensor],  # noqa: ARG002
         comms: Comms,
     ) -> None:
-        """See :meth:`~microddp.compression.compressor.Compressor.average`."""
         indices = largest(gradient, self.sent(gradient.numel()))
         values = gradient[indices]
         gradient.index_fill_(0, indices, 0)
@@ -57,7 +56,6 @@ class TopK(Sparse):
             mean.index_add_(0, where, theirs, alpha=1 / comms.world_size)
 
     def sent_bytes(self, shapes: Sequence[torch.Size], itemsize: int, world_size: int) -> float:
-        """See :meth:`~microddp.compression.compressor.Compressor.sent_bytes`."""
         values = self.sent(count(shapes))
         return gathered_bytes([values * itemsize, values * 4], world_size)
 
@@ -82,7 +80,6 @@ class RandomK(Sparse):
         parameters: Sequence[torch.Tensor],  # noqa: ARG002
         comms: Comms,
     ) -> None:
-        """See :meth:`~microddp.compression.compressor.Compressor.average`."""
         indices = self._draw(gradient.numel()).to(gradient.device)
         values = gradient[indices]
         gradient.index_fill_(0, indices, 0)
@@ -96,7 +93,6 @@ class RandomK(Sparse):
         return begins + (shares * lengths).long()
 
     def sent_bytes(self, shapes: Sequence[torch.Size], itemsize: int, world_size: int) -> float:
-        """See :meth:`~microddp.compression.compressor.Compressor.sent_bytes`."""
         return ring_cost(world_size, self.sent(count(shapes)) * itemsize).most_sent
 
     def state_dict(self, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:  # noqa: ARG002

@@ -19,11 +19,7 @@ from microddp.step import Strategy
 
 
 def share_or_number(text: str) -> float:
-    """Read ``"0.01"`` as a fraction and ``"100"`` as a number of values.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """Read ``"0.01"`` as a fraction and ``"100"`` as a number, or raise ``ValueError``."""
     number = float(text) if "." in text else int(text)
     if number <= 0 or (isinstance(number, float) and number > 1):
         raise ValueError
@@ -31,11 +27,7 @@ def share_or_number(text: str) -> float:
 
 
 def rank(text: str) -> int:
-    """Read the number of columns of a factor.
-
-    Raises:
-        ValueError: it is no whole number, or less than 1.
-    """
+    """Read the number of columns of a factor, from 1 on, or raise ``ValueError``."""
     if (number := int(text)) < 1:
         raise ValueError
     return number
