@@ -85,14 +85,10 @@ def load_digits(device: torch.device | str = "cpu") -> Split:
     return Split(*parts)
 
 
-def load_mnist(device: torch.device | str = "cpu", folder: Path | None = None) -> Split:
-    """MNIST, through torchvision, which downloads it once.
+def load_mnist(device: torch.device | str = "cpu") -> Split:
+    """MNIST, through torchvision, which downloads it once, to ``microddp`` in torch.hub's folder.
 
     60000 images and 10000, each of 28 x 28 pixels, as those of :func:`load_digits`.
-
-    Args:
-        device: where the tensors live.
-        folder: where torchvision keeps it; by default ``microddp`` in torch.hub's folder.
 
     Raises:
         RuntimeError: torchvision is not installed, or cannot reach the data.
@@ -104,7 +100,7 @@ def load_mnist(device: torch.device | str = "cpu", folder: Path | None = None) -
         mnist = importlib.import_module("torchvision.datasets").MNIST  # no dependency of ours
     except ImportError as error:
         raise RuntimeError(f"MNIST needs torchvision (pip install torchvision){instead}") from error
-    folder = folder or Path(torch.hub.get_dir(), "microddp")
+    folder = Path(torch.hub.get_dir(), "microddp")
     parts = []
     for train in (True, False):
         try:

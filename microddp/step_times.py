@@ -153,19 +153,6 @@ def in_both(some: Iterable[Interval], others: Iterable[Interval]) -> float:
     return sum(end - start for start, end in common(union(some), union(others)))
 
 
-def exposed(spans: Sequence[Span], rank: int) -> float:
-    """Seconds in which a rank only waited for communication: its spans in the lane ``"wait"``."""
-    return covered([span for span in spans if span.rank == rank and span.lane == "wait"])
-
-
-def overlapped(spans: Sequence[Span], rank: int) -> float:
-    """Seconds in which a rank computed while communication of its was under way."""
-    mine = [span for span in spans if span.rank == rank]
-    compute = [span for span in mine if span.lane == "compute"]
-    communication = [span for span in mine if span.lane == "communication"]
-    return in_both(compute, communication)
-
-
 def tracks(spans: Sequence[Span]) -> list[int]:
     """For each span a track, from 0, on which no two spans of its rank and lane overlap."""
     numbers = [0] * len(spans)

@@ -74,13 +74,14 @@ def fake_torchvision(monkeypatch, mnist):
 
 def test_mnist_comes_in_the_form_of_the_digits(monkeypatch, tmp_path):
     def mnist(folder, *, train, download):
-        assert (folder, download) == (tmp_path, True)
+        assert (folder, download) == (tmp_path / "microddp", True)
         images = torch.zeros(5 if train else 2, 28, 28, dtype=torch.uint8)
         images[0, 1, 2] = 255
         return SimpleNamespace(data=images, targets=torch.arange(len(images)))
 
     fake_torchvision(monkeypatch, mnist)
-    digits = load_mnist(folder=tmp_path)
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    digits = load_mnist()
     for part, size in ((digits.train, 5), (digits.test, 2)):
         images, labels = part.tensors
         assert (images.shape, images.dtype) == ((size, 784), torch.float32)
@@ -89,16 +90,16 @@ def test_mnist_comes_in_the_form_of_the_digits(monkeypatch, tmp_path):
         assert labels.tolist() == list(range(size))
 
 
-def test_without_mnist_the_error_says_what_to_use_instead(monkeypatch, tmp_path):
+def test_without_mnist_the_error_says_what_to_use_instead(monkeypatch):
     def unreachable(*_, **__):
         raise OSError("no route to host")
 
     fake_torchvision(monkeypatch, unreachable)
     with pytest.raises(RuntimeError, match=r"cannot fetch .*no route to host.*--data digits"):
-        load_mnist(folder=tmp_path)
+        load_mnist()
     fake_torchvision(monkeypatch, None)
     with pytest.raises(RuntimeError, match=r"needs torchvision.*--data digits"):
-        load_mnist(folder=tmp_path)
+        load_mnist()
 
 
 # ---- shards

@@ -17,7 +17,7 @@ from microddp.model import FullMLP, ModelConfig, SimpleCNN, gradient_bytes
 from microddp.replicas import check_replicas
 from microddp.schedule import ddp_step, naive_data_parallel_step, register_ddp_hooks
 from microddp.step import take_step
-from microddp.step_times import exposed, overlapped
+from microddp.step_times import break_down
 from microddp.strategies import STRATEGIES, average_gradients
 from microddp.timing import NOT_RECORDED, Timeline
 from microddp.torch_ddp import strategy_of
@@ -122,8 +122,8 @@ def test_the_timeline_has_every_phase_in_order(comms):
     assert wait.name == "wait for gradients"
     assert spans[1].end <= wait.start <= spans[2].start, "all communication is exposed"
     assert spans[-2].end <= wait.end <= spans[-1].start
-    assert exposed(mine, comms.rank) == wait.end - wait.start
-    assert overlapped(mine, comms.rank) < 1e-9
+    assert break_down(mine).exposed == wait.end - wait.start
+    assert break_down(mine).hidden < 1e-9
 
 
 @on_ranks(2)

@@ -14,7 +14,7 @@ from ranks import on_ranks
 
 from microddp.comms import peak_memory
 from microddp.figures import save_chrome_trace
-from microddp.step_times import exposed, overlapped, tracks
+from microddp.step_times import break_down, tracks
 from microddp.timing import Instant, Span, Timeline, Timing, measure, slowest_rank
 
 SLOW, LATE = 0.05, 0.3  # seconds
@@ -285,7 +285,7 @@ def test_spans_keep_the_bytes_they_were_told_of(comms):
     assert mine == {name: size for (rank, name), size in told.items() if rank == comms.rank}
 
 
-def test_exposed_is_what_a_rank_waited_and_overlapped_what_it_computed_meanwhile():
+def test_exposed_is_what_a_rank_waited_and_hidden_what_was_sent_meanwhile():
     spans = [
         Span(0, "compute", "forward", 0.0, 1.0),
         Span(0, "compute", "backward", 1.0, 3.0),
@@ -295,9 +295,9 @@ def test_exposed_is_what_a_rank_waited_and_overlapped_what_it_computed_meanwhile
         Span(0, "wait", "wait for b", 3.25, 4.0),
         Span(1, "compute", "forward", 0.0, 2.0),
     ]
-    assert exposed(spans, 0) == 1.0
-    assert overlapped(spans, 0) == 1.5
-    assert exposed(spans, 1) == overlapped(spans, 1) == 0.0
+    times = [break_down([span for span in spans if span.rank == rank]) for rank in (0, 1)]
+    assert (times[0].exposed, times[0].hidden) == (1.0, 1.5)
+    assert times[1].exposed == times[1].hidden == 0.0
 
 
 SPANS_OF_ONE_LANE = st.lists(
