@@ -1,7 +1,6 @@
 """A cluster in a box: several hosts on one machine, each with a link of known speed.
 
-Not a simulation: what the hosts run are ordinary processes, their messages are real, and the kernel
-lets them through at the speed of the link. See ``keeper.py`` for how.
+Not a simulation: processes and messages are real. ``keeper.py`` says how links get their speed.
 """
 
 from __future__ import annotations

@@ -31,25 +31,16 @@ def address(host: int) -> str:
 
 
 def call(name: str, *arguments: object) -> None:
-    """Call a function of the C library that returns 0 if all is well.
-
-    Raises:
-        OSError: it did not return 0.
-    """
+    """Call a function of the C library that returns 0, or raise ``OSError``."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), name)
 
 
 def ask(*wish: object) -> None:
-    """Have the switch do something, from a process on a host.
+    """Have the switch do something, as ``"cut", host``, from a process on a host; see keeper.py.
 
-    Args:
-        wish: ``"set_links", links, uplinks``, ``"cut", host`` or ``"mend", host``.
-
-    Raises:
-        OSError: this process is on no host in a box.
-        RuntimeError: the kernel refused; the message says what.
+    Raises ``OSError`` if this process is on no host in a box, else as :func:`granted`.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
         line.bind("")  # a name that nobody else has, for the answer to find
@@ -68,17 +59,8 @@ def enter(keeper: int, host: int, run: Callable[[], int]) -> int:
     """Call ``run`` in a child of this process that is on a host, and stay outside.
 
     Signals are passed on. This process cannot leave again the namespaces that it has half entered.
-
-    Args:
-        keeper: number of the first process on all hosts.
-        host: number of the first process on the host.
-        run: returns an exit status.
-
-    Returns:
-        The exit status, or minus the signal that ended the child.
-
-    Raises:
-        OSError: the host is gone.
+    Takes the numbers of the first processes on all hosts and on this one; returns the exit status
+    that ``run`` returned, or minus the signal that ended the child.
     """
     folder = os.getcwd()
     flags = CLONE_NEWPID | CLONE_NEWNS | (0 if os.getuid() == 0 else CLONE_NEWUSER)
