@@ -272,12 +272,7 @@ class Program:
 
 
 def write(kind: type[Strategy], program: Program) -> None:
-    """Write down a step: as the strategy's own ``program`` does, or each gradient averaged once.
-
-    Args:
-        kind: a strategy.
-        program: to write to.
-    """
+    """Write down a step: as the strategy's own ``program`` does, or each gradient averaged once."""
     own: Callable[[Program], None] | None = getattr(kind, "program", None)
     if own is not None:
         own(program)

@@ -138,10 +138,7 @@ def form_group(
 
     Args:
         store: that nothing else is kept in.
-        rank: this process's, of ``world_size``.
-        world_size: how many there are.
-        local_rank: this process's, among those on its machine.
-        local_world_size: how many there are on its machine.
+        rank, world_size, local_rank, local_world_size: as torchrun's.
         backend: ``None``: NCCL if no two ranks share a GPU, else gloo.
         timeout: seconds to wait for the others, here and in each operation.
 

@@ -109,17 +109,10 @@ class RandomK(Sparse):
 
 
 def largest(values: torch.Tensor, number: int) -> torch.Tensor:
-    """Find the values of largest magnitude.
+    """Find the values of largest magnitude in a flat tensor: their indices, in any order.
 
     Selecting the few largest of many values takes several times as long as reading them. So a
     threshold is estimated that a few more values than wanted exceed, and only these are sorted.
-
-    Args:
-        values: flat.
-        number: how many values to find.
-
-    Returns:
-        Their indices, in any order.
     """
     threshold = threshold_of(values, number)
     if threshold is not None:
@@ -134,11 +127,7 @@ def largest(values: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def threshold_of(values: torch.Tensor, number: int) -> torch.Tensor | None:
-    """Estimate a magnitude that a few more values than ``number`` reach, from a sample.
-
-    Returns:
-        A scalar, or ``None`` if the threshold would keep most values.
-    """
+    """Estimate a magnitude that a few more values than ``number`` reach; ``None``: most do."""
     # An odd stride: rows of matrices have even lengths, and an even stride would see few columns.
     sample = values[:: len(values) // SAMPLE | 1].abs()
     expected = number / len(values) * len(sample)

@@ -254,9 +254,7 @@ class Members:
     def _messages(self, wait: float) -> list[dict[str, Any]]:
         """Return the meeting's messages within so many seconds.
 
-        Raises:
-            OSError: the connection is lost.
-            ValueError: the other end does not know this job's secret, and never did.
+        Raises ``ValueError`` if the other end does not know this job's secret, and never did.
         """
         if self._line is None:
             raise ConnectionError("there is no connection")

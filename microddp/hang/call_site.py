@@ -35,11 +35,9 @@ _codes: list[CodeType] = []  # keeps the code of these addresses alive
 def call_site(frames: Iterable[tuple[str, int]]) -> str:
     """Return the innermost of these lines that is the user's, as ``"train.py:88"``.
 
-    Without one, as in ``microddp.train`` or in a thread of autograd's, return the innermost line of
-    microddp outside of ``microddp.comms``; without that, an empty text.
-
-    Args:
-        frames: file and line of each frame, the innermost first.
+    They are files and numbers, the innermost first. Without one, as in ``microddp.train`` or in a
+    thread of autograd's, return the innermost line of microddp outside of ``microddp.comms``;
+    without that, an empty text.
     """
     fallback = ""
     for file, line in frames:

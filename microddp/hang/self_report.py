@@ -25,13 +25,11 @@ _writing = threading.Lock()
 
 
 def answer_signals() -> bool:
-    """Answer SIGUSR1 from now on with this process's stacks and last calls, if it has no handler.
+    """Answer SIGUSR1 from now on with this process's stacks and last calls.
 
-    They are printed to stderr. With ``MICRODDP_RECORD=DIR`` they are also written to
-    ``DIR/rank3.stack``, and the entries of PyTorch's own recorder to ``DIR/rank3.torch.json``.
-
-    Returns:
-        True if it will; False if the user's program has a handler.
+    Where the user's program has a handler, return False instead. They are printed to stderr. With
+    ``MICRODDP_RECORD=DIR`` they are also written to ``DIR/rank3.stack``, and the entries of
+    PyTorch's own recorder to ``DIR/rank3.torch.json``.
     """
     if signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
         return False

@@ -233,9 +233,7 @@ def relink(comms: Comms, speed: str, host: int | None = None, uplink: Sequence[i
 
     Args:
         comms: the ranks; their ``box`` becomes the new one.
-        speed: new speed, as ``"100mbit"`` or ``"2.5gbit"``.
-        host: host whose link changes; ``None``: all links do, and uplinks go.
-        uplink: hosts that get an uplink of this speed instead. Their own links stay.
+        speed, host, uplink: as for :meth:`Box.relink`.
 
     Raises:
         RuntimeError: on every rank, if one of them is on no host in a box, the kernel refuses, or

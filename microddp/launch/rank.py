@@ -45,19 +45,11 @@ class Report:
 
 @dataclass(frozen=True)
 class Order:
-    """Orders for a rank's process.
+    """Orders for a rank's process; for the last two see :func:`~microddp.launch.job.started`."""
 
-    Attributes:
-        work: the function and its arguments, pickled: what cannot be imported is a rank's failure.
-        variables: the whole environment.
-        printed: the file for what the rank prints, and for where it is if it crashes or is asked.
-        within: called with what the rank runs, if that is elsewhere, as on a host in a box.
-        values: whether a traceback shows the values of variables.
-    """
-
-    work: bytes
-    variables: Mapping[str, str]
-    printed: Path
+    work: bytes  # function and arguments, pickled: what cannot be imported is a rank's failure
+    variables: Mapping[str, str]  # the whole environment
+    printed: Path  # for what the rank prints, and for where it is if it crashes or is asked
     within: Callable[[Callable[[], int]], object] | None
     values: bool
 

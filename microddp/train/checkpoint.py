@@ -183,16 +183,7 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
 
 
 def share_state(data: bytes | None, comms: Comms, src: int = 0) -> dict[str, Any] | None:
-    """Send an encoded state from one rank to all. A collective.
-
-    Args:
-        data: bytes of :func:`encode_state` on rank ``src``, or ``None``; ignored on other ranks.
-        comms: ranks that get the state.
-        src: rank that has it.
-
-    Returns:
-        The state in main memory, or ``None``.
-    """
+    """Send what rank ``src`` has encoded, or ``None``, to all, and decode it. A collective."""
     size = comms.all_gather_data(None if data is None else len(data))[src]
     if size is None:
         return None

@@ -422,13 +422,7 @@ def _deterministic_convolutions() -> Iterator[None]:
 
 
 def mean_step(spans: Sequence[Span], steps: int, world_size: int) -> StepTimes:
-    """Return the mean time of each part of a step, over several steps and all ranks.
-
-    Args:
-        spans: spans of all ranks in those steps.
-        steps: number of steps.
-        world_size: number of ranks.
-    """
+    """Return the mean time of each part of a step over all steps and ranks, from their spans."""
     if not steps:
         return StepTimes(*[0.0] * len(fields(StepTimes)))
     ranks = [break_down([s for s in spans if s.rank == rank]) for rank in range(world_size)]
