@@ -14,7 +14,7 @@ from ranks import on_ranks
 
 from microddp.comms import peak_memory
 from microddp.figures import save_chrome_trace
-from microddp.step_times import break_down, tracks
+from microddp.step_times import break_down, covered, in_both, tracks
 from microddp.timing import Instant, Span, Timeline, Timing, measure, slowest_rank
 
 SLOW, LATE = 0.05, 0.3  # seconds
@@ -397,3 +397,18 @@ def test_a_chrome_file_appears_whole_or_not_at_all(tmp_path, monkeypatch):
         save_chrome_trace(SPANS * 2, path)
     assert path.read_text() == whole
     assert [file.name for file in tmp_path.iterdir()] == ["trace.json"], "the half is taken away"
+
+
+RANGES = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)), max_size=8)
+
+
+@given(RANGES, RANGES)
+def test_intervals_are_counted_once_and_intersected_exactly(first, second):
+    a, b = (
+        [Span(0, "compute", "forward", start, start + length) for start, length in ranges]
+        for ranges in (first, second)
+    )
+    seconds = range(26)
+    of_a, of_b = ({s for s in seconds for e in r if e.start <= s < e.end} for r in (a, b))
+    assert covered(a) == len(of_a)
+    assert in_both(a, b) == len(of_a & of_b)
