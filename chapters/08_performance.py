@@ -360,21 +360,18 @@ every rank (weak):
 
 
 # %%
-def make_steps(group, parts):
-    return step_of(compute=parts / 8, group=group), lambda: None
+def make_step(group, parts):
+    return step_of(compute=parts / 8, group=group)
 
 
-scalings = {}
+speedups = {}
 if here and 8 % n == 0:
     for kind in ("strong", "weak"):
-        scalings[kind] = measure_scaling(make_steps, comms, 8, weak=kind == "weak", repeat=3)
+        speedups[kind] = measure_scaling(make_step, comms, 8, weak=kind == "weak", repeat=3)
 
 # %% tags=["plumbing"]
-curves = {
-    kind: ([p.ranks for p in scaling.points], [scaling.speedup(p) for p in scaling.points])
-    for kind, scaling in scalings.items()
-}
-if scalings and n > 1:
+curves = {kind: (list(of), list(of.values())) for kind, of in speedups.items()}
+if speedups and n > 1:
     counts, speeds = curves["strong"]
     (*_, strong), (*_, weak), most = speeds, curves["weak"][1], max(speeds)
     at = counts[speeds.index(most)]
@@ -386,7 +383,7 @@ if scalings and n > 1:
     )
 
 # %% tags=["plumbing"]
-if scalings and n > 1:
+if speedups and n > 1:
     said = (
         f"With weak scaling {n} devices are {weak:.2f} times as fast as one, an efficiency of "
         f"{round(weak, 2) / n:.1%}. With strong scaling they are {strong:.2f} times as fast, or "

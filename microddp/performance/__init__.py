@@ -16,7 +16,7 @@ from microddp.performance.network import Network, Port, Processor
 from microddp.performance.prediction import measure_compute, predict_plan
 from microddp.performance.profiler import ProfileSummary, profile_steps, quiet_profile
 from microddp.performance.rank_times import CollectiveTimes, RankTimes
-from microddp.performance.scaling import Scaling, ScalingPoint, measure_scaling
+from microddp.performance.scaling import measure_scaling
 from microddp.performance.simulator import Simulated, Way, simulate
 from microddp.performance.stragglers import StragglerReport, find_stragglers, straggler_report
 from microddp.performance.worth import Outcome, StepBudget, step_budget

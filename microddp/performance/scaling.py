@@ -1,97 +1,27 @@
-"""Strong and weak scaling within one job: the throughput of several ranks beside that of one."""
+"""Strong and weak scaling in one job: the speed of several ranks beside that of one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from microddp.comms import Comms
-from microddp.report import table
-from microddp.timing import Timing, measure
+from microddp.timing import measure
 
 Step = Callable[[], object]
 
 
-@dataclass(frozen=True)
-class ScalingPoint:
-    """The throughput of so many ranks.
-
-    Attributes:
-        ranks: number of ranks that train together.
-        samples: number of samples of all their batches together.
-        step: time of a step on the slowest rank.
-        compute: time of a step without communication, on as many ranks at once.
-        crowded: whether ranks share a core or a GPU.
-    """
-
-    ranks: int
-    samples: int
-    step: Timing
-    compute: Timing
-    crowded: bool
-
-    @property
-    def throughput(self) -> float:
-        """Samples a second."""
-        return self.samples / self.step.median
-
-    @property
-    def ceiling(self) -> float:
-        """Samples a second if communication took no time."""
-        return self.samples / self.compute.median
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """Throughput by number of ranks, all of one run. Prints as a table.
-
-    Attributes:
-        points: a point for each number of ranks, the smallest first.
-    """
-
-    points: tuple[ScalingPoint, ...]
-
-    def speedup(self, point: ScalingPoint) -> float:
-        """Divide a point's throughput by the first one's."""
-        return point.throughput / self.points[0].throughput
-
-    def efficiency(self, point: ScalingPoint) -> float:
-        """Divide a point's speed-up by the ideal one, the ratio of the numbers of ranks."""
-        return self.speedup(point) * self.points[0].ranks / point.ranks
-
-    def allowed(self, point: ScalingPoint) -> float:
-        """Compute the speed-up that a point would have if communication took no time."""
-        return point.ceiling / self.points[0].ceiling
-
-    def __str__(self) -> str:
-        rows = [
-            (
-                f"{point.ranks}{' (sharing)' if point.crowded else ''}",
-                point.samples,
-                f"{point.throughput:,.0f}",
-                f"{self.speedup(point):.2f}",
-                f"{self.efficiency(point):.0%}",
-                f"{self.allowed(point):.2f}",
-            )
-            for point in self.points
-        ]
-        headers = ["ranks", "batch", "samples/s", "speed-up", "efficiency", "computing alone"]
-        return table(rows, headers)
-
-
 def measure_scaling(
-    make_steps: Callable[[Comms, int], tuple[Step, Step]],
+    make_step: Callable[[Comms, int], Step],
     comms: Comms,
     samples: int,
     *,
     weak: bool = False,
     repeat: int = 10,
-) -> Scaling:
+) -> dict[int, float]:
     """Time a step on sub-groups of 1, 2, 4, ... ranks, taking turns. A collective.
 
     Args:
-        make_steps: function from a group and this rank's number of samples to two calls: a
-            training step of that group, and a step without communication.
+        make_step: function from a group and this rank's number of samples to a training step.
         comms: all ranks; the ranks outside a group wait while it is timed.
         samples: number of samples of the whole batch (strong scaling), or of each rank's batch
             (weak scaling).
@@ -99,7 +29,8 @@ def measure_scaling(
         repeat: number of measurements of each step.
 
     Returns:
-        The same scaling on every rank, of the powers of two, and of all ranks.
+        How many times as many samples a second as one rank, by the number of ranks: the powers of
+        two, and all. The same on every rank.
 
     Raises:
         ValueError: on every rank, if a batch does not divide by a number of ranks.
@@ -112,29 +43,17 @@ def measure_scaling(
                 f"rank {comms.rank}: expected a batch that divides by {count} ranks, got {samples}"
             )
     groups = {count: comms.subgroup(range(count)) for count in counts}
+    # A rank outside the group waits for the others to have been timed.
     steps = {
-        count: make_steps(group, samples if weak else samples // count)
+        str(count): make_step(group, samples if weak else samples // count)
+        if group
+        else lambda: None
         for count, group in groups.items()
-        if group is not None
     }
-    calls: dict[str, Step] = {}
-    for count in counts:
-        # A rank outside the group waits for the others to have been timed.
-        step, alone = steps.get(count, (lambda: None, lambda: None))
-        calls |= {f"step of {count}": step, f"computing of {count}": alone}
-    times = measure(calls, comms, repeat=repeat)
-    points = [
-        ScalingPoint(
-            ranks=count,
-            samples=samples * count if weak else samples,
-            step=times[f"step of {count}"],
-            compute=times[f"computing of {count}"],
-            crowded=min(count, comms.ranks_here) > comms.devices,
-        )
-        for count in counts
-    ]
+    times = measure(steps, comms, repeat=repeat)
     comms.barrier()
     for group in groups.values():
         if group is not None:
             group.close()
-    return Scaling(tuple(points))
+    one = times["1"].median
+    return {k: (k if weak else 1) * one / times[str(k)].median for k in counts}
