@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from microddp.bench.rows import progress_bar, report
+from microddp.bench.rows import Column, Row, progress_bar, report
 from microddp.carrier import BACKEND
 from microddp.comms import Comms
 from microddp.fitted import bus_bandwidth
 from microddp.report import human_bytes
-from microddp.results import whole_file
 from microddp.shared import (
     ALL_REDUCES,
     SCATTER_GATHERS,
@@ -39,36 +37,19 @@ DTYPES = {
     name: getattr(torch, name)
     for name in ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
 }
-
-
-@dataclass(frozen=True)
-class Row:
-    """One algorithm at one size; times in milliseconds, bandwidths in GB/s (10^9 bytes).
-
-    Attributes:
-        algorithm: name of the algorithm.
-        nbytes: size of the tensor, bytes.
-        median_ms: median time of a call.
-        p95_ms: 95th percentile of that time.
-        algorithm_gbs: size divided by median time.
-        bus_gbs: bus bandwidth as nccl-tests defines it.
-        ratio_to_backend: median over the rounds of the time divided by the backend's.
-        ratio_to_wire: time divided by the time in which the links carry what a ring sends:
-            2 (n-1)/n of the bytes in an all-reduce, half of that in an all-gather, all of them in
-            a broadcast; ``None`` where the links' speed is unknown.
-        ratio_to_copy: time divided by that of a copy of the tensor on all ranks at once: how near
-            the memory's limit a collective is; ``None`` unless the tensor is in main memory.
-    """
-
-    algorithm: str
-    nbytes: int
-    median_ms: float
-    p95_ms: float
-    algorithm_gbs: float
-    bus_gbs: float
-    ratio_to_backend: float | None
-    ratio_to_wire: float | None = None
-    ratio_to_copy: float | None = None
+COLUMNS: dict[str, Column] = {
+    "size": lambda row: human_bytes(row["nbytes"]),
+    "algorithm": "{algorithm}",
+    "median ms": "{median_ms:.3g}",
+    "p95 ms": "{p95_ms:.3g}",
+    "algorithm GB/s": "{algorithm_gbs:.3g}",
+    "bus GB/s": "{bus_gbs:.3g}",
+    "time / backend": lambda row: row["ratio_to_backend"],
+}
+IF_KNOWN = {
+    "time / wire": ("ratio_to_wire", "{ratio_to_wire:.2f}"),
+    "time / copy": ("ratio_to_copy", "{ratio_to_copy:.3g}"),
+}
 
 
 def bench_allreduce(options: argparse.Namespace, comms: Comms) -> None:
@@ -191,10 +172,8 @@ def check_chunks(name: str, call: Call, tensor: torch.Tensor, comms: Comms) -> N
     call(tensor)
     chunks = enumerate(tensor.tensor_split(comms.world_size))
     wrong = sum(int((chunk != rank).sum()) for rank, chunk in chunks)
-    comms.fail_together(
-        f"{wrong} wrong" if wrong else "",
-        f"rank r's number r in chunk r, after {name} in {tensor.numel()} places",
-    )
+    expected = f"rank r's number r in chunk r, after {name} in {tensor.numel()} places"
+    comms.fail_together(f"{wrong} wrong" if wrong else "", expected)
 
 
 def check_sum(name: str, reduce: Call, tensor: torch.Tensor, comms: Comms) -> None:
@@ -211,10 +190,8 @@ def check_sum(name: str, reduce: Call, tensor: torch.Tensor, comms: Comms) -> No
     tensor.copy_(own + 1)
     reduce(tensor)
     wrong = int((tensor != n + 1).sum())
-    comms.fail_together(
-        f"{wrong} wrong" if wrong else "",
-        f"the exact sum of {name} in {tensor.numel()} places",
-    )
+    expected = f"the exact sum of {name} in {tensor.numel()} places"
+    comms.fail_together(f"{wrong} wrong" if wrong else "", expected)
 
 
 def _row(
@@ -226,6 +203,16 @@ def _row(
     copies: Mapping[int, Timing],
     comms: Comms,
 ) -> Row:
+    """Make the row of one algorithm at one size.
+
+    Bandwidths are in GB/s (10^9 bytes): the size divided by the median time, and that of a bus as
+    nccl-tests defines it. ``ratio_to_backend`` is the median over the rounds. ``ratio_to_wire`` is
+    the time divided by that in which the links carry what a ring sends: 2 (n-1)/n of the bytes in
+    an all-reduce, half of that in an all-gather, all of them in a broadcast. ``ratio_to_copy`` is
+    the time divided by that of a copy of the tensor on all ranks at once: how near the memory's
+    limit a collective is. ``None`` stands for what is unknown: the links' speed, or memory's where
+    the tensor is not in main memory.
+    """
     backend = timings[BACKEND][nbytes]
     bus = bus_bandwidth(nbytes, timing.median, comms.world_size)
     if collective == "broadcast":
@@ -233,29 +220,30 @@ def _row(
     elif collective == "all_gather":
         bus /= 2
     on_cpu = comms.device.type == "cpu"
-    return Row(
-        algorithm=name,
-        nbytes=nbytes,
-        median_ms=timing.median * 1e3,
-        p95_ms=timing.percentile(95) * 1e3,
-        algorithm_gbs=nbytes / timing.median / 1e9,
-        bus_gbs=bus / 1e9,
-        ratio_to_backend=None if timing is backend else timing.ratio(backend).median,
-        ratio_to_wire=1 / (bus * comms.box.seconds_per_byte) if comms.box and bus else None,
-        ratio_to_copy=timing.ratio(copies[nbytes]).median if on_cpu else None,
-    )
+    return {
+        "algorithm": name,
+        "nbytes": nbytes,
+        "median_ms": timing.median * 1e3,
+        "p95_ms": timing.percentile(95) * 1e3,
+        "algorithm_gbs": nbytes / timing.median / 1e9,
+        "bus_gbs": bus / 1e9,
+        "ratio_to_backend": None if timing is backend else timing.ratio(backend).median,
+        "ratio_to_wire": 1 / (bus * comms.box.seconds_per_byte) if comms.box and bus else None,
+        "ratio_to_copy": timing.ratio(copies[nbytes]).median if on_cpu else None,
+    }
 
 
 def conclusions(rows: Sequence[Row]) -> list[str]:
     """Compare each algorithm with the backend, in a sentence on small and on large sizes."""
     said = []
-    for name in dict.fromkeys(row.algorithm for row in rows if row.ratio_to_backend):
+    compared = [row for row in rows if row["ratio_to_backend"]]
+    for name in dict.fromkeys(row["algorithm"] for row in compared):
         parts = []
         for large in (False, True):
             ratios = {
-                row.nbytes: row.ratio_to_backend
-                for row in rows
-                if row.algorithm == name and row.ratio_to_backend and (row.nbytes >= LARGE) == large
+                row["nbytes"]: row["ratio_to_backend"]
+                for row in compared
+                if row["algorithm"] == name and (row["nbytes"] >= LARGE) == large
             }
             if ratios:
                 ends = map(human_bytes, sorted({min(ratios), max(ratios)}))
@@ -271,30 +259,13 @@ def _report(
     comms: Comms,
     timings: dict[str, dict[int, Timing]],
 ) -> None:
-    cells = [
-        {
-            "size": human_bytes(row.nbytes),
-            "algorithm": row.algorithm,
-            "median ms": f"{row.median_ms:.3g}",
-            "p95 ms": f"{row.p95_ms:.3g}",
-            "algorithm GB/s": f"{row.algorithm_gbs:.3g}",
-            "bus GB/s": f"{row.bus_gbs:.3g}",
-            "time / backend": "" if row.ratio_to_backend is None else f"{row.ratio_to_backend:.2f}",
-            **({"time / wire": f"{row.ratio_to_wire:.2f}"} if row.ratio_to_wire else {}),
-            **({"time / copy": f"{row.ratio_to_copy:.3g}"} if row.ratio_to_copy else {}),
-        }
-        for row in rows
-    ]
+    columns = COLUMNS | {name: cell for name, (key, cell) in IF_KNOWN.items() if rows[0][key]}
     exact = "sum" if options.collective == "all_reduce" else "tensor"
     checked = [f"Every result was the exact {exact}."] if options.check else []
-    report(rows, cells, [*conclusions(rows), *checked], options, comms)
+    report(rows, columns, [*conclusions(rows), *checked], options, comms)
     if options.plot:
-        # Only now: matplotlib takes a second to load.
-        import matplotlib.pyplot as plt
-
-        from microddp import figures
+        from microddp import figures  # only now: matplotlib takes a second to load
 
         what = options.collective.replace("_", "-").capitalize()
         figures.times_by_size(timings, title=f"{what}, {comms.describe()}")
-        with whole_file(options.plot) as unfinished:
-            plt.savefig(unfinished, dpi=150, facecolor="white", format=options.plot.suffix[1:])
+        figures.save(options.plot)

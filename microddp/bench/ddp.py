@@ -6,7 +6,6 @@ import argparse
 import copy
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,12 +15,19 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.profiler import ProfilerActivity
 
 from microddp import compression, torch_ddp  # noqa: F401 - the latter registers its strategy
-from microddp.bench.rows import progress_bar, quartiles, report
+from microddp.bench.rows import (
+    Column,
+    Row,
+    in_milliseconds,
+    mib,
+    progress_bar,
+    report,
+    with_quartiles,
+)
 from microddp.comms import Comms
 from microddp.ddp import DDP
 from microddp.model import FullMLP, ModelConfig, SimpleCNN
 from microddp.performance import quiet_profile
-from microddp.report import MIB
 from microddp.shared import carrier
 from microddp.step import Loss, take_step
 from microddp.strategies import STRATEGIES
@@ -35,32 +41,19 @@ COPIES = ", copies"
 REFERENCES = {OURS: THEIRS, OURS + COPIES: THEIRS + COPIES}
 
 
-@dataclass(frozen=True)
-class Row:
-    """One way to train one model.
-
-    Attributes:
-        model: name of the model.
-        bucket_cap_mb: size of a bucket, MiB.
-        strategy: how gradients are averaged.
-        time: seconds of a step.
-        ratio: this time divided by that of PyTorch's DDP in the same round, like for like.
-        exposed_ms: median time beyond the median without synchronisation, in milliseconds.
-        collectives: the backend's all-reduces of a step; gradients that are compressed, or added up
-            otherwise, travel without.
-        nbytes: bytes that these reduce.
-        sent_bytes: bytes that a rank sends, by the formula of a ring or of the compressor.
-    """
-
-    model: str
-    bucket_cap_mb: float
-    strategy: str
-    time: Timing
-    ratio: Timing
-    exposed_ms: float
-    collectives: int
-    nbytes: int
-    sent_bytes: float
+COLUMNS: dict[str, Column] = {
+    "model": "{model}",
+    "cap MiB": "{bucket_cap_mb:g}",
+    "strategy": "{strategy}",
+    "median ms": "{median_ms:.3g}",
+    "quartiles": "{low_ms:.3g} to {high_ms:.3g}",
+    "/ torch": "{ratio:.2f}",
+    "its quartiles": "{ratio_low:.2f} to {ratio_high:.2f}",
+    "exposed ms": "{exposed_ms:.3g}",
+    "all-reduces": "{collectives}",
+    "MiB": mib("nbytes", ".3g"),
+    "MiB sent": mib("sent_bytes", ".3g"),
+}
 
 
 def models(device: torch.device) -> dict[str, Callable[[], tuple[nn.Module, Loss, Batch]]]:
@@ -177,7 +170,7 @@ def bench_ddp(options: argparse.Namespace, comms: Comms) -> None:
                 sent = {name: step.args[0].sent_bytes() for name, step in steps.items()}
                 rows += compare(name, cap, timings, counted, sent)
     if comms.rank == 0:
-        _report(rows, options, comms)
+        report(rows, COLUMNS, conclusions(rows), options, comms)
 
 
 def compare(
@@ -187,63 +180,49 @@ def compare(
     counted: Mapping[str, tuple[int, int]],
     sent: Mapping[str, float],
 ) -> list[Row]:
-    """Make the rows of one model at one bucket size."""
+    """Make the rows of one model at one bucket size.
+
+    ``ratio`` is the time divided by that of PyTorch's DDP in the same round, like for like, and
+    ``exposed_ms`` what the median exceeds that without synchronisation by. ``collectives`` are the
+    backend's all-reduces of a step, and ``nbytes`` what they reduce: gradients that are compressed,
+    or added up otherwise, travel without. ``sent_bytes`` is what a rank sends, by the formula of a
+    ring or of the compressor.
+    """
     return [
-        Row(
-            model=model,
-            bucket_cap_mb=bucket_cap_mb,
-            strategy=strategy,
-            time=timing,
-            ratio=timing.ratio(timings[REFERENCES.get(strategy, THEIRS)]),
-            exposed_ms=(timing.median - timings[FREE].median) * 1e3,
-            collectives=counted[strategy][0],
-            nbytes=counted[strategy][1],
-            sent_bytes=sent[strategy],
-        )
+        {
+            "model": model,
+            "bucket_cap_mb": bucket_cap_mb,
+            "strategy": strategy,
+            **in_milliseconds(timing),
+            **with_quartiles("ratio", timing.ratio(timings[REFERENCES.get(strategy, THEIRS)])),
+            "exposed_ms": (timing.median - timings[FREE].median) * 1e3,
+            "collectives": counted[strategy][0],
+            "nbytes": counted[strategy][1],
+            "sent_bytes": sent[strategy],
+        }
         for strategy, timing in timings.items()
     ]
-
-
-def _report(rows: Sequence[Row], options: argparse.Namespace, comms: Comms) -> None:
-    """Print the table and the conclusions; write the file that was asked for."""
-    cells = [
-        {
-            "model": row.model,
-            "cap MiB": f"{row.bucket_cap_mb:g}",
-            "strategy": row.strategy,
-            "median ms": f"{row.time.median * 1e3:.3g}",
-            "quartiles": quartiles(row.time, ".3g", 1e-3),
-            "/ torch": f"{row.ratio.median:.2f}",
-            "its quartiles": quartiles(row.ratio, ".2f"),
-            "exposed ms": f"{row.exposed_ms:.3g}",
-            "all-reduces": row.collectives,
-            "MiB": f"{row.nbytes / MIB:.3g}",
-            "MiB sent": f"{row.sent_bytes / MIB:.3g}",
-        }
-        for row in rows
-    ]
-    report(rows, cells, conclusions(rows), options, comms)
 
 
 def conclusions(rows: Sequence[Row]) -> list[str]:
     """Compare each of our DDPs with PyTorch's, and with no averaging at all, in a sentence."""
     by_name: dict[str, list[Row]] = {}
     for row in rows:
-        by_name.setdefault(row.strategy, []).append(row)
+        by_name.setdefault(row["strategy"], []).append(row)
     mean = {
-        name: statistics.geometric_mean(row.ratio.median for row in cases)
+        name: statistics.geometric_mean(row["ratio"] for row in cases)
         for name, cases in by_name.items()
     }
     sentences = []
     for name, cases in by_name.items():
         if not name.startswith(OURS):
             continue
-        slowest = max(cases, key=lambda row: row.ratio.median)
+        slowest = max(cases, key=lambda row: row["ratio"])
         sentence = (
             f"{name} takes {mean[name]:.3f} times as long as {REFERENCES.get(name, THEIRS)} "
-            f"(geometric mean of {len(cases)} cases); at most {slowest.ratio.median:.2f} times "
-            f"({quartiles(slowest.ratio, '.2f')}), for {slowest.model} at "
-            f"{slowest.bucket_cap_mb:g} MiB."
+            f"(geometric mean of {len(cases)} cases); at most {slowest['ratio']:.2f} times "
+            f"({slowest['ratio_low']:.2f} to {slowest['ratio_high']:.2f}), for {slowest['model']} "
+            f"at {slowest['bucket_cap_mb']:g} MiB."
         )
         if name not in REFERENCES and mean[FREE] < 1:
             won = (1 - mean[name]) / (1 - mean[FREE])

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from tqdm import tqdm
 
 from microddp.comms import Comms
-from microddp.report import table
+from microddp.report import MIB, table
 from microddp.results import write_result
 from microddp.timing import Timing
 
+Row = Mapping[str, Any]  # numbers and texts, by their names in the file
+Column = str | Callable[[Row], object]  # the cell of a row: as for ``str.format``, or a function
+
 
 def report(
-    rows: Sequence[Any],
-    cells: Sequence[Mapping[str, object]],
+    rows: Sequence[Row],
+    columns: Mapping[str, Column],
     sentences: Sequence[str],
     options: argparse.Namespace,
     comms: Comms,
@@ -24,19 +27,28 @@ def report(
     """Print, on the rank that calls it; write the JSON file that was asked for.
 
     Args:
-        rows: dataclasses, for the file, each as :func:`numbers_of` writes it.
-        cells: texts for each row, by the columns' headers.
+        rows: rows of the table and of the file.
+        columns: what the table has of each, by the columns' headers.
         sentences: conclusions from the rows.
         options: command line, with ``json``.
         comms: ranks that took part.
     """
-    print(table([cell.values() for cell in cells], [*cells[0]]))
+    cells = [
+        [cell.format(**row) if isinstance(cell, str) else cell(row) for cell in columns.values()]
+        for row in rows
+    ]
+    print(table(cells, [*columns]))
     for sentence in sentences:
         print(sentence)
     if comms.crowded:
         print("More ranks than cores or GPUs: the ranks wait for each other's turn on one.")
     if options.json:
-        write_result(options.json, comms.describe(), rows=[numbers_of(row) for row in rows])
+        write_result(options.json, comms.describe(), rows=rows)
+
+
+def mib(name: str, form: str) -> Column:
+    """A column of bytes, in MiB."""
+    return lambda row: format(row[name] / MIB, form)
 
 
 def progress_bar(rounds: int, comms: Comms) -> tqdm[NoReturn]:
@@ -45,24 +57,13 @@ def progress_bar(rounds: int, comms: Comms) -> tqdm[NoReturn]:
     return tqdm(total=rounds, disable=hidden, unit="round", leave=False)
 
 
-def quartiles(timing: Timing, form: str, unit: float = 1.0) -> str:
-    """Write the quartiles of a timing, in units of so many seconds, or those of a ratio."""
-    return " to ".join(format(seconds / unit, form) for seconds in timing.spread)
+def in_milliseconds(timing: Timing) -> dict[str, float]:
+    """Return a row's numbers of a timing."""
+    low, high = timing.spread
+    return {"median_ms": timing.median * 1e3, "low_ms": low * 1e3, "high_ms": high * 1e3}
 
 
-def numbers_of(row: Any) -> dict[str, object]:
-    """Return a row's fields, with the median and quartiles of each timing.
-
-    Those of a field ``time`` are in milliseconds; any other timing is a ratio.
-    """
-    numbers: dict[str, object] = {}
-    for name, value in vars(row).items():
-        if not isinstance(value, Timing):
-            numbers[name] = value
-        elif name == "time":
-            low, high = value.spread
-            numbers |= {"median_ms": value.median * 1e3, "low_ms": low * 1e3, "high_ms": high * 1e3}
-        else:
-            low, high = value.spread
-            numbers |= {name: value.median, f"{name}_low": low, f"{name}_high": high}
-    return numbers
+def with_quartiles(name: str, ratio: Timing) -> dict[str, float]:
+    """Return a row's numbers of a ratio of timings."""
+    low, high = ratio.spread
+    return {name: ratio.median, f"{name}_low": low, f"{name}_high": high}

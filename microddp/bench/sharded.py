@@ -8,7 +8,6 @@ import gc
 import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,15 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from microddp.backward import tensors_in
 from microddp.bench.ddp import Batch, models
-from microddp.bench.rows import progress_bar, quartiles, report
+from microddp.bench.rows import (
+    Column,
+    Row,
+    in_milliseconds,
+    mib,
+    progress_bar,
+    report,
+    with_quartiles,
+)
 from microddp.comms import Comms
 from microddp.model import parameter_count
 from microddp.performance import bytes_alive, bytes_kept
@@ -37,34 +44,18 @@ OURS = tuple(name for name, kind in STRATEGIES.items() if kind.stage)
 DDP, THEIRS = "torch", "torch zero3"
 
 
-@dataclass(frozen=True)
-class Row:
-    """One way to train one model with AdamW.
-
-    Attributes:
-        model: name of the model.
-        way: how gradients, optimizer and parameters are shared.
-        time: seconds of a step.
-        to_ddp: this time divided by that of PyTorch's DDP, round by round.
-        to_fsdp: this time divided by that of PyTorch's ``fully_shard``, round by round.
-        kept: bytes of parameters, gradients and optimizer on rank 0 after backward.
-        predicted: the same bytes, by formula.
-        peak: most such bytes at once on rank 0, looked at when a block's forward begins, and when
-            a gradient of its parameters or of its input is ready.
-        sent: bytes that a rank sends in a step, by formula.
-    """
-
-    model: str
-    way: str
-    time: Timing
-    to_ddp: Timing
-    to_fsdp: Timing
-    kept: int
-    predicted: float
-    peak: int
-    sent: float
-
-
+COLUMNS: dict[str, Column] = {
+    "model": "{model}",
+    "way": "{way}",
+    "median ms": "{median_ms:.3g}",
+    "quartiles": "{low_ms:.3g} to {high_ms:.3g}",
+    "/ torch DDP": "{to_ddp:.2f} ({to_ddp_low:.2f} to {to_ddp_high:.2f})",
+    "/ torch zero3": "{to_fsdp:.2f} ({to_fsdp_low:.2f} to {to_fsdp_high:.2f})",
+    "kept MiB": mib("kept", ".1f"),
+    "predicted": mib("predicted", ".1f"),
+    "at most": mib("peak", ".1f"),
+    "sent MiB": lambda row: f"{row['sent'] / MIB:.1f}" if row["sent"] else "",
+}
 Step = Callable[[], object]
 
 
@@ -177,7 +168,7 @@ def bench_sharded(options: argparse.Namespace, comms: Comms) -> None:
                 for way, step in ways.items()
             ]
     if comms.rank == 0:
-        _report(rows, options, comms)
+        report(rows, COLUMNS, conclusions(rows), options, comms)
 
 
 def _row(
@@ -190,51 +181,39 @@ def _row(
     comms: Comms,
     node: int,
 ) -> Row:
-    time = timings[way]
+    """Make a row: ``to_ddp`` and ``to_fsdp`` are ratios of times to PyTorch's, round by round.
+
+    ``kept`` are the bytes of parameters, gradients and optimizer on rank 0 after backward, and
+    ``predicted`` the same by formula. ``peak`` is the most at once, looked at when a block's
+    forward begins, and when a gradient of its parameters or of its input is ready. ``sent`` is what
+    a rank sends in a step, by formula.
+    """
     stage = STAGES[way.partition(",")[0]]
     divided = node if "hsdp" in way else comms.world_size
     strategy = step.args[0]  # type: ignore[attr-defined]
-    return Row(
-        model=model,
-        way=way,
-        time=time,
-        to_ddp=time.ratio(timings[DDP]),
-        to_fsdp=time.ratio(timings[THEIRS]),
-        kept=kept[0],
-        predicted=bytes_kept(stage, count, divided).total,
-        peak=kept[1],
-        sent=strategy.sent_bytes(),
-    )
-
-
-def _report(rows: Sequence[Row], options: argparse.Namespace, comms: Comms) -> None:
-    """Print the table and the conclusions; write the file that was asked for."""
-    cells = [
-        {
-            "model": row.model,
-            "way": row.way,
-            "median ms": f"{row.time.median * 1e3:.3g}",
-            "quartiles": quartiles(row.time, ".3g", 1e-3),
-            "/ torch DDP": f"{row.to_ddp.median:.2f} ({quartiles(row.to_ddp, '.2f')})",
-            "/ torch zero3": f"{row.to_fsdp.median:.2f} ({quartiles(row.to_fsdp, '.2f')})",
-            "kept MiB": f"{row.kept / MIB:.1f}",
-            "predicted": f"{row.predicted / MIB:.1f}",
-            "at most": f"{row.peak / MIB:.1f}",
-            "sent MiB": f"{row.sent / MIB:.1f}" if row.sent else "",
-        }
-        for row in rows
-    ]
-    report(rows, cells, conclusions(rows), options, comms)
+    return {
+        "model": model,
+        "way": way,
+        **in_milliseconds(timings[way]),
+        **with_quartiles("to_ddp", timings[way].ratio(timings[DDP])),
+        **with_quartiles("to_fsdp", timings[way].ratio(timings[THEIRS])),
+        "kept": kept[0],
+        "predicted": bytes_kept(stage, count, divided).total,
+        "peak": kept[1],
+        "sent": strategy.sent_bytes(),
+    }
 
 
 def conclusions(rows: Sequence[Row]) -> list[str]:
     """Say in a sentence of each of our ways how long it takes, and how well bytes are predicted."""
     sentences = []
-    for way in dict.fromkeys(row.way for row in rows if row.way.partition(",")[0] in OURS):
-        mine = [row for row in rows if row.way == way]
-        off = max((abs(row.kept / row.predicted - 1) for row in mine), default=0.0)
-        ddp = statistics.geometric_mean(row.to_ddp.median for row in mine)
-        fsdp = statistics.geometric_mean(row.to_fsdp.median for row in mine)
+    for way in dict.fromkeys(row["way"] for row in rows):
+        if way.partition(",")[0] not in OURS:
+            continue
+        mine = [row for row in rows if row["way"] == way]
+        off = max(abs(row["kept"] / row["predicted"] - 1) for row in mine)
+        ddp = statistics.geometric_mean(row["to_ddp"] for row in mine)
+        fsdp = statistics.geometric_mean(row["to_fsdp"] for row in mine)
         sentences.append(
             f"{way} takes {ddp:.2f} times as long as PyTorch's DDP and {fsdp:.2f} times as long as "
             f"its fully_shard (geometric mean of {len(mine)} models), and keeps what was predicted "

@@ -14,6 +14,7 @@ from typing import Any
 
 # By file what it offers, loaded when it is asked for: most chapters draw one or two kinds.
 _OFFERED = {
+    "drawing": ["save"],
     "chrome_trace": ["save_chrome_trace"],
     "flow_chart": ["questions"],
     "live_buckets": ["explore_buckets"],

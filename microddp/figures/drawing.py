@@ -21,6 +21,7 @@ from matplotlib.textpath import text_to_path
 from matplotlib.ticker import FuncFormatter
 
 from microddp.figures.style import NAMES, NARROW, STYLE, WIDE
+from microddp.results import whole_file
 
 P = ParamSpec("P")
 MOST_VALUES = 128  # of a series; of more, values are left out in equal steps
@@ -137,6 +138,12 @@ def drawing(draw: Callable[P, Drawing]) -> Callable[P, None]:
     # It returns nothing, whatever `draw` does: the reference is to say so.
     on_rank_0.__annotations__ = {**draw.__annotations__, "return": None}
     return on_rank_0
+
+
+def save(path: Path) -> None:
+    """Write the figure that was drawn last, as its suffix says; the file appears whole."""
+    with whole_file(path) as unfinished:
+        plt.savefig(unfinished, dpi=150, facecolor="white", format=path.suffix[1:])
 
 
 def width() -> float:

@@ -34,7 +34,7 @@ from microddp.plan.planning import (
 )
 from microddp.plan.published import Compared, compare_published, middle, skill, summary
 from microddp.report import human_seconds, table
-from microddp.results import output_file, picture_file, positive, whole_file, write_result
+from microddp.results import output_file, picture_file, positive, write_result
 from microddp.strategies import STRATEGIES
 
 LEAST = 20  # figures that make a range
@@ -342,10 +342,7 @@ def library() -> str:
 
 
 def _draw(plans: Sequence[Plan], path: Path) -> None:
-    # Only now: matplotlib takes a second to load.
-    import matplotlib.pyplot as plt
-
-    from microddp import figures
+    from microddp import figures  # only now: matplotlib takes a second to load
 
     curves = {
         name: (
@@ -357,8 +354,7 @@ def _draw(plans: Sequence[Plan], path: Path) -> None:
     figures.lines(
         curves, title="efficiency", xlabel="devices", ylabel="efficiency", log="x", simulated=True
     )
-    with whole_file(path) as unfinished:
-        plt.savefig(unfinished, dpi=150, facecolor="white", format=path.suffix[1:])
+    figures.save(path)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 from ranks import on_ranks, run_module
 
 from microddp.bench.__main__ import main
-from microddp.bench.allreduce import Row, check_chunks, check_sum, conclusions
+from microddp.bench.allreduce import check_chunks, check_sum, conclusions
 from microddp.launch import JobFailed
 from microddp.shared import ALL_REDUCES, shared_all_gather
 
@@ -73,7 +73,7 @@ def test_sizes_that_ranks_do_not_divide_are_rounded(tmp_path):
 
 def test_conclusions_are_means_for_small_and_for_large_tensors():
     rows = [
-        Row(name, size << 10, 1, 1, 1, 1, ratio)
+        {"algorithm": name, "nbytes": size << 10, "ratio_to_backend": ratio}
         for size, ratio in ((1, 3.0), (256, 3.0), (1024, 2.0), (65536, 0.5))
         for name, ratio in (("backend", None), ("ring", ratio))
     ]
