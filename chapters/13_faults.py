@@ -572,7 +572,7 @@ with faults drawn at random:
 
 # %%
 MONTH, DRAWS, TIMES = 30 * 24 * HOUR, 40, (0.25, 0.5, 1, 2, 4)
-job = Failures.of_devices(1024, M1["Kokolis"], checkpoint=60, restart=600)
+job = Failures(M1["Kokolis"], checkpoint=60, restart=600).of(1024)
 young = job.best_interval
 lost, months = {}, {}
 for times in TIMES:

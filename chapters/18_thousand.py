@@ -38,7 +38,7 @@ from microddp.performance import (
 from microddp.plan import Training, compare_published, count_parameters, devices, links, plan
 from microddp.plan.__main__ import main as ask_plan
 from microddp.plan.library import Overheads
-from microddp.plan.planning import Losses
+from microddp.plan.planning import usual_failures
 from microddp.plan.published import (
     Compared,
     fitted_without,
@@ -699,11 +699,13 @@ restart takes ten, and checkpoints come as often as is best:
 """
 
 # %%
-usual = Losses.usual()
-rates = {"Llama 3": (usual.hours, 16384), "Kokolis": (1024 * 7.9, 1024)}  # counted on
+usual = usual_failures()
+rates = {"Llama 3": (usual.between / 3600, 16384), "Kokolis": (1024 * 7.9, 1024)}  # counted on
 left = {
-    name: [replace(usual, hours=each).useful(n) for n in (64, 1024, 16384) if n <= most]
-    for name, (each, most) in rates.items()
+    name: [
+        replace(usual, between=3600 * hours).of(n).useful() for n in (64, 1024, 16384) if n <= most
+    ]
+    for name, (hours, most) in rates.items()
 }
 
 # %% tags=["plumbing"]

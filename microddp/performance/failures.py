@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 
 @dataclass(frozen=True)
 class Failures:
-    """Failures of a job, with the costs of a checkpoint and of a restart.
+    """Failures of a job, or of one device, with the costs of a checkpoint and of a restart.
 
     Attributes:
-        between: mean seconds between two failures of the job.
+        between: mean seconds between two failures.
         checkpoint: seconds in which a checkpoint is written and nothing else goes on.
         restart: seconds from a failure until training goes on from the last checkpoint.
 
@@ -33,24 +33,15 @@ class Failures:
             if not 0 <= seconds < math.inf:
                 raise ValueError(f"expected {name} to take 0 seconds or more, got {seconds}")
 
-    @classmethod
-    def of_devices(
-        cls, devices: int, between: float, checkpoint: float, restart: float
-    ) -> Failures:
-        """Model n independent devices, which fail n times as often as one.
-
-        Args:
-            devices: number of devices n, at least 1; a failure of any interrupts the job.
-            between: mean seconds between two failures of one device.
-            checkpoint: seconds in which a checkpoint is written.
-            restart: seconds from a failure until training goes on.
+    def of(self, devices: int) -> Failures:
+        """Return those of n independent devices, of which any interrupts the job.
 
         Raises:
-            ValueError: fewer than one device, or a time as for the class.
+            ValueError: fewer than one device.
         """
         if devices < 1:
             raise ValueError(f"expected at least one device, got {devices}")
-        return cls(between / devices, checkpoint, restart)
+        return replace(self, between=self.between / devices)
 
     @property
     def best_interval(self) -> float:
@@ -61,13 +52,13 @@ class Failures:
         """
         return math.sqrt(2 * self.checkpoint * self.between)
 
-    def useful(self, interval: float) -> float:
+    def useful(self, interval: float | None = None) -> float:
         """Compute the share of the time, in the long run, that is training which is kept.
 
         Failures come at random, at any time, also during checkpoints and restarts.
 
         Args:
-            interval: seconds of training from one checkpoint to the next.
+            interval: seconds of training from one checkpoint to the next; default: the best.
 
         Raises:
             ValueError: the interval is not above 0.
@@ -76,9 +67,13 @@ class Failures:
         dumps", FGCS 2006, equation 20: the expected time of an interval is
         M exp(R/M) (exp((interval + checkpoint)/M) - 1).
         """
+        m = self.between
+        if interval is None:
+            interval = self.best_interval
+            if not 0 < interval < math.inf:
+                return math.exp(-self.restart / m)  # the limit, for checkpoints all the time
         if not 0 < interval < math.inf:
             raise ValueError(f"expected an interval above 0 seconds, got {interval}")
-        m = self.between
         if m == math.inf:
             return interval / (interval + self.checkpoint)
         exponent = (interval + self.checkpoint) / m

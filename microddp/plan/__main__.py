@@ -20,17 +20,18 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from microddp.performance.failures import Failures
 from microddp.plan.config import attention_width, count_parameters
 from microddp.plan.library import Device, Link, devices, links, named
 from microddp.plan.planning import (
     DAY,
     KEPT,
-    Losses,
     Plan,
     Training,
     calibrated,
     cheapest,
     sweep,
+    usual_failures,
 )
 from microddp.plan.published import Compared, compare_published, middle, skill, summary
 from microddp.report import human_seconds, table
@@ -51,9 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     try:
         training, device, link = _asked(options)
-        losses = Losses(options.failure_hours, options.checkpoint, options.restart)
+        failures = Failures(3600 * options.failure_hours, options.checkpoint, options.restart)
         plans = sweep(
-            training, device, link, options.devices, options.strategies, options.price, losses
+            training, device, link, options.devices, options.strategies, options.price, failures
         )
     except (ValueError, OSError) as error:
         parser.error(str(error))
@@ -133,9 +134,9 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens a second of each of N devices, measured with the first of --strategies",
     )
     speed.add_argument("--utilisation", type=positive(float), help="of the device's peak")
-    usual = Losses.usual()
+    usual = usual_failures()
     for name, value, text in (
-        ("--failure-hours", usual.hours, "of one device between failures"),
+        ("--failure-hours", usual.between / 3600, "of one device between failures"),
         ("--checkpoint", usual.checkpoint, "seconds that a checkpoint takes"),
         ("--restart", usual.restart, "seconds that a restart takes"),
     ):

@@ -10,7 +10,7 @@ from microddp.performance.failures import Failures
 from microddp.performance.memory import bytes_kept
 from microddp.performance.simulator import Way, simulate
 from microddp.plan.library import Device, Link, Overheads, named, network_of, read
-from microddp.program import Layer, Work
+from microddp.program import Work
 from microddp.step import Strategy
 from microddp.strategies import STRATEGIES
 
@@ -149,33 +149,10 @@ class Plan:
         return None if self.seconds is None else self.devices * self.seconds / 3600
 
 
-@dataclass(frozen=True)
-class Losses:
-    """Failures of devices, and the costs of a checkpoint and of a restart.
-
-    Attributes:
-        hours: mean hours between two failures of one device.
-        checkpoint: seconds in which a checkpoint is written and nothing else goes on.
-        restart: seconds from a failure until training goes on.
-    """
-
-    hours: float
-    checkpoint: float
-    restart: float
-
-    @classmethod
-    def usual(cls) -> Losses:
-        """Return those of ``library.toml``, which names their sources."""
-        found = read("library.toml")["failures"]
-        return cls(found["hours"], found["checkpoint"], found["restart"])
-
-    def useful(self, devices: int) -> float:
-        """Compute the share of the time of so many devices that is training which is kept."""
-        failures = Failures.of_devices(devices, 3600 * self.hours, self.checkpoint, self.restart)
-        interval = failures.best_interval
-        if 0 < interval < math.inf:
-            return failures.useful(interval)
-        return math.exp(-self.restart / failures.between)  # the limit for checkpoints all the time
+def usual_failures() -> Failures:
+    """Return those of one device in ``library.toml``, which names their sources."""
+    found = read("library.toml")["failures"]
+    return Failures(3600 * found["hours"], found["checkpoint"], found["restart"])
 
 
 def plan(
@@ -185,7 +162,7 @@ def plan(
     devices: int,
     strategy: str,
     price: float | None = None,
-    losses: Losses | None = None,
+    failures: Failures | None = None,
 ) -> Plan:
     """Simulate a step of a strategy on so many devices, and plan the training by it.
 
@@ -201,7 +178,7 @@ def plan(
         devices: number of devices.
         strategy: key of ``microddp.strategies.STRATEGIES``.
         price: price of a device's hour.
-        losses: failures; default: the usual ones.
+        failures: failures of one device; default: the usual ones.
 
     Raises:
         ValueError: devices that do not fill their nodes, or an unknown strategy, or one that sends
@@ -214,7 +191,16 @@ def plan(
     overheads = Overheads.usual()
     carried = replace(link, bandwidth=link.bandwidth * overheads.reached(link.transport))
     network = network_of(device, carried, devices)
-    work = work_of(training, min(device.rate * overheads.alone, device.peak))
+    # The rate counts no recomputation: those who publish it choose recomputation where memory is
+    # short, and reach as many of the operations that count. Some of these are attention's.
+    rate = min(device.rate * overheads.alone, device.peak)
+    work = Work.from_operations(
+        training.parameters,
+        training.layers,
+        training.tokens,
+        rate * 6 * training.parameters / training.operations,
+        gradient_size=training.gradient_size,
+    )
     accumulation = training.accumulation
     way = Way(strategy, "nccl", None, accumulation, training.kept, training.every, overheads.slowed)
     found = simulate(work, network, way, steps=training.every)
@@ -222,7 +208,7 @@ def plan(
     tokens = training.tokens * accumulation
     memory = _kept(training, kind, network.in_node if kind.in_nodes else devices)
     memory += training.activations
-    useful = (losses or Losses.usual()).useful(devices)
+    useful = (failures or usual_failures()).of(devices).useful()
     seconds = None
     if training.in_all is not None:
         whole = training.in_all / (tokens * devices) * step
@@ -251,18 +237,6 @@ def _kept(training: Training, kind: type[Strategy], ranks: int) -> float:
     # In stage 3 two layers are whole at a time, and the gradients of one; these in stage 2, too.
     whole = layer * {2: 1, 3: 3}.get(stage, 0) if ranks > 1 else 0.0
     return shared.total + whole + 2 * training.parameters * kind.copies
-
-
-def work_of(training: Training, rate: float) -> Work:
-    """Make the work of a micro-batch, on a device that reaches so many operations a second.
-
-    The rate counts no recomputation: those who publish it choose recomputation where memory is
-    short, and reach as many of the operations that count.
-    """
-    forward = training.operations / 3 / training.layers * training.tokens / rate
-    layer = Layer(forward, 2 * forward, (round(training.parameters / training.layers),))
-    sizes = {"gradient_size": training.gradient_size, "parameter_size": 2}
-    return Work((layer,) * training.layers, **sizes)
 
 
 def calibrated(
@@ -305,11 +279,13 @@ def sweep(
     counts: Iterable[int],
     strategies: Iterable[str],
     price: float | None = None,
-    losses: Losses | None = None,
+    failures: Failures | None = None,
 ) -> list[Plan]:
     """Plan every strategy on every number of devices, with arguments and errors of :func:`plan`."""
     names = list(strategies)
-    return [plan(training, device, link, n, name, price, losses) for n in counts for name in names]
+    return [
+        plan(training, device, link, n, name, price, failures) for n in counts for name in names
+    ]
 
 
 def cheapest(plans: Sequence[Plan], within: float | None = None) -> Plan | None:

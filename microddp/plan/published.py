@@ -10,7 +10,6 @@ prediction stands a guess, which needs no model.
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Iterator, Sequence
@@ -27,12 +26,6 @@ from microddp.plan.planning import Plan, Training, plan
 from microddp.program import Work
 
 Kind = Literal["speed kept", "speed", "memory", "all-reduce"]
-GRID = {  # what is tried for each overhead
-    "tcp": (0.3, 0.4, 0.5, 0.7, 1.0),
-    "pcie": (0.2, 0.3, 0.5, 1.0),
-    "jitter": (0.0, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08),
-}
-MOST = 0.4  # error, by the logarithm, that counts: some networks did not work as they should
 TOKENS = 8192  # of a device and micro-batch, where it is not published
 HARD = 0.95  # share of speed kept below which a row is a hard one
 
@@ -109,45 +102,6 @@ def fitted_without(publisher: str) -> Overheads:
     """Return the usual overheads, with ``tcp``, ``pcie`` and ``jitter`` from others' rows."""
     found = read("published.toml")["fitted"]
     return replace(Overheads.usual(), **found.get(publisher, {}))
-
-
-def fit() -> dict[str, Overheads]:
-    """Fit the overheads that are not published to the rows, without each publisher in turn.
-
-    Returns:
-        The overheads by the publisher who was left out; under ``""`` those that fit all rows. The
-        mean of the publishers' mean errors, by the logarithm, is the least on a grid.
-    """
-    curves = read("published.toml")["curves"]
-    known: dict[tuple[int, Overheads], float] = {}
-
-    def error_of(i: int, overheads: Overheads) -> float:
-        curve = curves[i]
-        for transport in ("tcp", "pcie"):  # makes no difference to those who have none
-            if transport not in (curve["bus"], curve["transport"]):
-                overheads = replace(overheads, **{transport: 1.0})
-        if (i, overheads) not in known:
-            pairs = kept(curve, overheads)
-            known[i, overheads] = statistics.fmean(abs(math.log(s / p)) for p, s in pairs)
-        return known[i, overheads]
-
-    tried: list[tuple[Overheads, list[tuple[str, float]]]] = []
-    for values in itertools.product(*GRID.values()):
-        overheads = replace(Overheads.usual(), **dict(zip(GRID, values, strict=True)))
-        errors = [(c["publisher"], error_of(i, overheads)) for i, c in enumerate(curves)]
-        tried.append((overheads, errors))
-
-    def best(without: str) -> Overheads:
-        def error(each: tuple[Overheads, list[tuple[str, float]]]) -> float:
-            by: dict[str, list[float]] = {}
-            for publisher, value in each[1]:
-                if publisher != without:
-                    by.setdefault(publisher, []).append(min(value, MOST))
-            return statistics.fmean(map(statistics.fmean, by.values()))
-
-        return min(tried, key=error)[0]
-
-    return {name: best(name) for name in ("", *dict.fromkeys(c["publisher"] for c in curves))}
 
 
 # ---- speed that is kept

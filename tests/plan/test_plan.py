@@ -1,12 +1,15 @@
 """Plans: what follows from a simulated step, what is searched, the command line, and its errors."""
 
+import itertools
 import json
 import math
+import statistics
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from microddp.performance.failures import Failures
 from microddp.performance.simulator import Way, simulate
 from microddp.plan import (
     Training,
@@ -22,11 +25,11 @@ from microddp.plan import (
 )
 from microddp.plan.__main__ import errors, main, on_as_many
 from microddp.plan.library import Overheads, read
-from microddp.plan.planning import Losses, calibrated
+from microddp.plan.planning import calibrated, usual_failures
 from microddp.plan.published import (
     cluster_of,
-    fit,
     fitted_without,
+    kept,
     middle,
     skill,
     summary,
@@ -205,6 +208,52 @@ def test_skill_is_nought_where_the_guess_is_as_good():
     assert (low, high) == (pytest.approx(0.9), pytest.approx(1.7))
 
 
+GRID = {  # what is tried for each overhead
+    "tcp": (0.3, 0.4, 0.5, 0.7, 1.0),
+    "pcie": (0.2, 0.3, 0.5, 1.0),
+    "jitter": (0.0, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08),
+}
+MOST = 0.4  # error, by the logarithm, that counts: some networks did not work as they should
+
+
+def fit():
+    """The overheads that are not published, by the publisher whose rows are left out.
+
+    Under ``""`` are those that fit all rows. The mean of the publishers' mean errors, by the
+    logarithm, is the least on a grid.
+    """
+    curves = read("published.toml")["curves"]
+    known = {}
+
+    def error_of(i, overheads):
+        curve = curves[i]
+        for transport in ("tcp", "pcie"):  # makes no difference to those who have none
+            if transport not in (curve["bus"], curve["transport"]):
+                overheads = replace(overheads, **{transport: 1.0})
+        if (i, overheads) not in known:
+            pairs = kept(curve, overheads)
+            known[i, overheads] = statistics.fmean(abs(math.log(s / p)) for p, s in pairs)
+        return known[i, overheads]
+
+    tried = []
+    for values in itertools.product(*GRID.values()):
+        overheads = replace(Overheads.usual(), **dict(zip(GRID, values, strict=True)))
+        errors = [(c["publisher"], error_of(i, overheads)) for i, c in enumerate(curves)]
+        tried.append((overheads, errors))
+
+    def best(without):
+        def error(each):
+            by = {}
+            for publisher, value in each[1]:
+                if publisher != without:
+                    by.setdefault(publisher, []).append(min(value, MOST))
+            return statistics.fmean(map(statistics.fmean, by.values()))
+
+        return min(tried, key=error)[0]
+
+    return {name: best(name) for name in ("", *dict.fromkeys(c["publisher"] for c in curves))}
+
+
 def test_what_is_fitted_was_fitted_without_the_publisher():
     fits = fit()
     assert fits[""] == Overheads.usual()
@@ -274,12 +323,13 @@ def test_activations_by_hand():
 def test_failures_are_what_they_are_said_to_be():
     training = Training(8e9, 32, 8192, in_all=1e12)
     usual, worst = (
-        plan(training, H100, NETWORK, 1024, "zero3", losses=Losses(hours, 60, 600))
+        plan(training, H100, NETWORK, 1024, "zero3", failures=Failures(3600 * hours, 60, 600))
         for hours in (50_700, 12_300)
     )
+    assert usual_failures() == Failures(3600 * 50_700, 60, 600)
     assert worst.useful < usual.useful == plan(training, H100, NETWORK, 1024, "zero3").useful
     assert worst.seconds == pytest.approx(usual.seconds * usual.useful / worst.useful)
-    never = plan(training, H100, NETWORK, 16384, "zero3", losses=Losses(3, 60, 600))
+    never = plan(training, H100, NETWORK, 16384, "zero3", failures=Failures(3 * 3600, 60, 600))
     assert (never.useful, never.seconds) == (0, math.inf)
     assert cheapest([replace(never, price=1.0)]) is None
 
@@ -444,11 +494,3 @@ def test_no_device_is_faster_than_its_peak():
     training = Training(1e9, 16, 1024)
     found = plan(training, flat_out, links()["10gbit"], 1, "none")
     assert found.tokens_per_second == pytest.approx(H100.peak / training.operations)
-
-
-def test_a_checkpoint_that_takes_no_time_leaves_the_restarts():
-    nothing = Losses(hours=1000, checkpoint=0, restart=60).useful(8)
-    nearly = Losses(hours=1000, checkpoint=1e-6, restart=60).useful(8)
-    assert nothing == pytest.approx(math.exp(-60 / (3600 * 1000 / 8)))
-    assert nearly == pytest.approx(nothing, abs=1e-5)
-    assert Losses(hours=math.inf, checkpoint=60, restart=60).useful(8) == 1
