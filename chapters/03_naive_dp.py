@@ -346,7 +346,7 @@ def length(spans):
 
 spans = sorted(timelines, key=length)[len(timelines) // 2]
 two = [span for span in spans if span.rank < 2]
-figures.timeline(two, title="Communication begins only when backward has ended")
+figures.timelines({"": two}, title="Communication begins only when backward has ended")
 for r in range(n):
     computed = max(s.end for s in spans if s.rank == r and s.name == "backward")
     sent = [s for s in spans if s.rank == r and s.lane == "communication"]

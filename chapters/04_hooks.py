@@ -9,9 +9,11 @@ measures how much of the communication then disappears behind backward.
 """
 
 # %% tags=["imports"]
+import copy
 import os
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +29,7 @@ from microddp.findings import Prediction, compare, find
 from microddp.hooks import AllReduceHooks, demonstrate_hook_order
 from microddp.hosts import relink
 from microddp.model import FullMLP, SimpleCNN, gradient_bytes
-from microddp.performance import compare_strategies, measure_compute, measured_work
+from microddp.performance import measure_compute, measured_work
 from microddp.replicas import check_replicas
 from microddp.report import human_bytes, human_seconds, table
 from microddp.stage import (
@@ -38,7 +40,9 @@ from microddp.stage import (
     pausing_model,
     set_stage,
 )
+from microddp.step import take_step
 from microddp.step_times import exposed, overlapped
+from microddp.strategies import STRATEGIES
 from microddp.timing import Timeline, measure
 
 # %%
@@ -502,13 +506,20 @@ def sgd(model):
 
 
 # %%
-KINDS = ("none", "naive", "hooks")
-carried = {"cores": compare_strategies(KINDS, wide, timed, batch, cross_entropy, repeat=5)}
+def measured(model, data, loss_fn):
+    steps = {}
+    for kind in ("none", "naive", "hooks"):
+        strategy = STRATEGIES[kind](copy.deepcopy(model), timed)
+        steps[kind] = partial(take_step, strategy, loss_fn, sgd(strategy), data)
+    return measure(steps, timed, repeat=5)
+
+
+# %%
+carried = {"cores": measured(wide, batch, cross_entropy)}
 compute = measure_compute(wide, cross_entropy, batch, sgd, timed, repeat=5)
 counts = {name: parameter.numel() for name, parameter in wide.named_parameters()}
 pauses = pausing_model(measured_work(compute, counts), timed.device)
-data = pausing_batch(timed.device)
-carried["devices"] = compare_strategies(KINDS, pauses, timed, data, pausing_loss, repeat=5)
+carried["devices"] = measured(pauses, pausing_batch(timed.device), pausing_loss)
 
 # %% tags=["plumbing"]
 gains = {who: compare(times["hooks"], times["naive"]) for who, times in carried.items()}

@@ -1,7 +1,6 @@
 """The reason why a job hangs, from the records of its ranks: read while it hangs or afterwards.
 
-Run the job with ``MICRODDP_RECORD=DIR`` in its environment, and ``python -m microddp.doctor DIR``
-when it hangs or has failed. Ranks that run on this machine are sent SIGUSR1, for their stacks.
+Ranks that run on this machine are sent SIGUSR1, for their stacks.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _OFFERED = {
     "speed_up_bars": ["speed_ups"],
     "plots": ["buckets", "lines", "stacked_bars", "times_by_size"],
     "ring": ["all_reduces", "ring_rounds"],
-    "gantt": ["gradient_order", "timeline", "timelines"],
+    "gantt": ["gradient_order", "timelines"],
     "who_has_what": ["contributors", "holdings", "traffic"],
 }
 _FILE_OF = {name: file for file, names in _OFFERED.items() for name in names}

@@ -29,31 +29,18 @@ Lane = tuple[int, str]  # a rank, and the name of its lane: one row
 
 
 @drawing
-def timeline(spans: Sequence[Span], *, title: str) -> Drawing:
-    """Draw the spans of each rank over time, with a row for each of its lanes.
-
-    Spans that overlap share the height of their row. A mark is a tick. The lane ``"wait"``, in
-    which nothing hides the communication, is hatched. On a phone a row's name lies above it.
-
-    Args:
-        spans: spans of all ranks, as :meth:`microddp.timing.timeline.Timeline.gather` returns them.
-        title: finding, in words.
-    """
-    return _draw({"": spans}, title)
-
-
-@drawing
 def timelines(steps: Mapping[str, Sequence[Span]], *, title: str) -> Drawing:
-    """Draw timelines above each other on one scale, each from its own beginning.
+    """Draw steps above each other on one scale, each from its own beginning.
+
+    Each rank has a row for each of its lanes. Spans that overlap share the height of their row. A
+    mark is a tick. The lane ``"wait"``, in which nothing hides the communication, is hatched. On a
+    phone a row's name lies above it.
 
     Args:
-        steps: spans as for :func:`timeline`, by the name of the step.
+        steps: spans of all ranks, as :meth:`microddp.timing.timeline.Timeline.gather` returns them,
+            by the name of the step; a step alone needs none.
         title: finding, in words.
     """
-    return _draw(steps, title)
-
-
-def _draw(steps: Mapping[str, Sequence[Span]], title: str) -> Drawing:
     shares = [_shares(spans) for spans in steps.values()]
     # Room for the panel's name, and for its rows.
     sizes = [

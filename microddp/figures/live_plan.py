@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from html import escape
 from typing import Any
 
 from microddp.figures.live import Live, html_table
@@ -21,7 +20,6 @@ def explore_plan(
     ranks: int,
     budget: Callable[..., Any],
     gradient_bytes: float = 4,
-    checked: str = "",
 ) -> Live:
     """A form to plan a step of several devices beside that of one for the same tokens.
 
@@ -37,7 +35,6 @@ def explore_plan(
         ranks: number of devices at the beginning.
         budget: :func:`~microddp.performance.worth.step_budget`, whose model the script has.
         gradient_bytes: bytes sent for each gradient at the beginning.
-        checked: error of such plans where they were checked, in words.
     """
     name, device = next(iter(devices.items()))
     rows = []
@@ -53,12 +50,11 @@ def explore_plan(
     still = (
         f"<p>Speed-up over one device ({name}) on the same tokens, {tokens:g} a device and step, "
         f"with {parameters:.3g} parameters: with nothing hidden, to all hidden that the last "
-        f"backward can hide. {escape(checked)}</p>\n{html_table(rows, ['devices', *links])}"
+        f"backward can hide.</p>\n{html_table(rows, ['devices', *links])}"
     )
     data = {
         "devices": [[name, *map(device.get, RATES)] for name, device in devices.items()],
         "links": list(links.items()),
-        "checked": checked,
         "start": {
             "parameters": parameters,
             "tokens": tokens,

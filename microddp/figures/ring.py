@@ -54,12 +54,8 @@ def all_reduces(
 
 
 def _in_rounds(name: str, by_rank: Sequence[Sequence[Message]]) -> list[list[Message]]:
-    """Group the messages that are on their way together, round by round.
-
-    A rank that sends and receives in one call sends its k-th message in round k. Through rank 0
-    they go one at a time: it receives in the order of the ranks, then it sends.
-    """
-    if name == "naive":
+    """Group the messages that are on their way together: the k-th of each rank in round k."""
+    if name == "naive":  # rank 0 receives one after the other, in the order of ranks, then it sends
         return [[message] for sent in (*by_rank[1:], by_rank[0]) for message in sent]
     return [list(together) for together in zip(*by_rank, strict=True)]
 

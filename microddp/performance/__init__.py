@@ -4,7 +4,6 @@ from microddp.performance.alive import bytes_alive
 from microddp.performance.analyzer import (
     DDPPerformanceAnalyzer,
     StepSummary,
-    compare_strategies,
     median_step,
 )
 from microddp.performance.calibration import measure_network, measured_work

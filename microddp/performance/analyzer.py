@@ -7,12 +7,10 @@ in which it is under way. Computing is the time of a phase without the waiting i
 
 from __future__ import annotations
 
-import copy
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields, replace
-from functools import partial
 
 import torch
 from torch import nn
@@ -22,8 +20,7 @@ from microddp.comms import Comms
 from microddp.report import table
 from microddp.step import Loss, Strategy, take_step
 from microddp.step_times import StepTimes, break_down
-from microddp.strategies import STRATEGIES
-from microddp.timing import Timeline, Timing, measure
+from microddp.timing import Timeline
 from microddp.torch_ddp import strategy_of
 
 PHASES = tuple(field.name for field in fields(StepTimes))
@@ -121,33 +118,6 @@ class DDPPerformanceAnalyzer:
         self.comms.fail_together("" if self.steps else "none", "timed steps")
         everyone = self.comms.all_gather_data(astuple(median_step(self.steps)))
         return StepSummary(tuple(StepTimes(*times) for times in everyone))
-
-
-def compare_strategies(
-    names: Iterable[str],
-    model: nn.Module,
-    comms: Comms,
-    batch: Sequence[torch.Tensor],
-    loss_fn: Loss,
-    *,
-    repeat: int = 15,
-) -> dict[str, Timing]:
-    """Time a step of several strategies, in turns. A collective.
-
-    Args:
-        names: keys of ``microddp.strategies.STRATEGIES``.
-        model: model to train; it is copied, and left as it is.
-        comms: ranks that share the gradients.
-        batch: inputs and targets of this rank's shard.
-        loss_fn: function from outputs and targets to a scalar.
-        repeat: number of measurements of each.
-    """
-    steps: dict[str, Callable[[], object]] = {}
-    for name in names:
-        strategy = STRATEGIES[name](copy.deepcopy(model), comms)
-        optimizer = torch.optim.SGD(strategy.parameters(), lr=1e-4)
-        steps[name] = partial(take_step, strategy, loss_fn, optimizer, batch)
-    return measure(steps, comms, repeat=repeat)
 
 
 class _QuietTimeline(Timeline):

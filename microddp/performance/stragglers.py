@@ -19,16 +19,12 @@ transfers for 4 % of the time, all being there, and messages from rank to rank, 
 show one link, and only one, at less than half the speed of the others, their median. Messages are
 what tells links apart: in an all-reduce all wait for the slowest. Both may be named, or neither.
 
-Why these numbers: 500 runs of 20 steps with each way of averaging, on 2 to 4 hosts in a box and
-over loopback, on 2 cores that other programs used as well. A rank that slept, had twice the work,
-shared its core with busy processes or ran a quarter of the time worked that much longer in 80 % of
-the steps at least (in 30 to 70 % in 3 of 240 runs, which named nobody) and held the others up for
-6 %. Of all other ranks, those that held up for 4 % did so with longer work in 70 % of the steps at
-most, and those that worked longer in three quarters held up for 2 %: ranks that share a core work
-longer than one that has its own, and wait for each other. A link at a third of the speed was
-measured at 0.33 to 0.34, one like the others at 0.7 at least. With nothing planted, a hundred
-reports of 8 steps, of which 7 count, named nobody (`tests/performance/false_alarms.py`, 4 hosts on
-the same cores).
+Why these numbers: 500 runs of 20 steps, on 2 to 4 hosts in a box and over loopback, on 2 cores that
+other programs used as well. A planted slow rank worked that much longer in 80 % of the steps at
+least (in 3 of 240 runs in fewer: nobody was named) and held the others up for 6 %; no other rank
+came near on both counts. A link at a third of the speed was measured at 0.33 to 0.34, one like the
+others at 0.7 at least. With nothing planted, a hundred reports of 8 steps named nobody
+(`tests/performance/false_alarms.py`).
 """
 
 from __future__ import annotations

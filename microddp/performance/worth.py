@@ -166,12 +166,7 @@ def step_budget(
 def _break_even(room: float, phases: Sequence[tuple[float, float]]) -> float:
     """Find the bandwidth with which phases are exposed for ``room`` seconds together.
 
-    Args:
-        room: seconds.
-        phases: seconds of each phase that may be hidden, less its start-ups; and its bytes.
-
-    Returns:
-        Bytes a second; infinite if no bandwidth is enough.
+    Of each phase come the seconds that may be hidden, less its start-ups; and its bytes.
     """
     # The exposed time is the largest sum over any of the phases. So the seconds of a byte that fill
     # the room are the least of those that fill it with any of the phases.

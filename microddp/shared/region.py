@@ -266,9 +266,8 @@ def why_not_shared(comms: Comms) -> str:
 def _map_memories(comms: Comms) -> tuple[list[Memory | None], list[list[int]], str]:
     """Let each rank map the memory of every other one, where it can. A collective.
 
-    Returns:
-        Each rank's memory, by rank, ``None`` for one on another machine; the ranks of each machine;
-        and what kept ranks from making such memory.
+    Return each rank's memory, ``None`` on another machine; the ranks of each machine; and what kept
+    ranks from making such memory.
     """
     handle: list[object] = []
     mine, problem = None, ""
@@ -290,13 +289,10 @@ def _map_memories(comms: Comms) -> tuple[list[Memory | None], list[list[int]], s
 
 
 def _machines(seen: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Group ranks into machines.
+    """Group ranks into machines, by the ranks whose memory each could open.
 
     Ranks are on one machine if each could open the memory of all others of them, and of nobody
     else, in both directions. Any other rank is a machine of its own.
-
-    Args:
-        seen: for each rank, the ranks whose memory it could open.
     """
     ranks = range(len(seen))
     near = [tuple(b for b in ranks if a == b or (b in seen[a] and a in seen[b])) for a in ranks]

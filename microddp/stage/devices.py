@@ -49,13 +49,7 @@ class _Pause(torch.autograd.Function):
 class PausingLayer(nn.Module):
     """A layer of a device of known speed: it pauses, and passes on what it is given.
 
-    Args:
-        layer: seconds of forward and of backward, and the number of values of each parameter. In
-            backward all its gradients, which are ones, are ready after the pause.
-
-    Attributes:
-        forward_seconds: pause in forward.
-        backward_seconds: pause in backward.
+    Its gradients, which are ones, are all ready after the pause in backward.
     """
 
     def __init__(self, layer: Layer) -> None:
@@ -72,12 +66,7 @@ class PausingLayer(nn.Module):
 
 
 class PausingOptimizer(torch.optim.Optimizer):
-    """An optimizer that takes a known time, and leaves the parameters as they are.
-
-    Args:
-        parameters: the parameters of a model.
-        seconds: pause of a step.
-    """
+    """An optimizer whose step pauses for some seconds, and leaves the parameters as they are."""
 
     def __init__(self, parameters: Any, seconds: float = 0.0) -> None:
         super().__init__(parameters, {"seconds": seconds})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from microddp.performance import Network
 from microddp.plan.library import Device, Link, devices, links, named, network_of
@@ -89,13 +90,10 @@ def cluster(
     :func:`published_cluster` count.
 
     Args:
-        device: device of ``library.toml``.
-        link: link between nodes, of ``library.toml``.
-        nodes: number of nodes.
-        node: number of devices in a node.
-        parameters: number of parameters.
+        device: key of ``library.toml``, as is ``link``, the one between nodes.
+        nodes: number of nodes, of ``node`` devices each.
+        parameters: number of them in all ``layers``, which are equal.
         tokens: tokens of a device and step.
-        layers: number of layers, all equal.
         value_size: bytes of a value of a gradient.
 
     Raises:
@@ -140,29 +138,16 @@ KNOWN = {
 }
 
 
-def known_clusters(*, parameters: float, tokens: float, layers: int) -> list[Side]:
+def known_clusters(**workload: Any) -> list[Side]:
     """Compute the sides of clusters that people have, for one workload, as :func:`cluster` does."""
-    sides = {
-        words: cluster(
-            device,
-            link,
-            nodes=nodes,
-            node=node,
-            parameters=parameters,
-            tokens=tokens,
-            layers=layers,
-        )
+    return [
+        replace(cluster(device, link, nodes=nodes, node=node, **workload), words=words)
         for words, (device, link, nodes, node) in KNOWN.items()
-    }
-    return [replace(side, words=words) for words, side in sides.items()]
+    ]
 
 
 def published_cluster(name: str, count: int) -> Side:
-    """Compute the side of a published training, from what the planner knows of it.
-
-    Args:
-        name: name of the publication in ``published.toml``.
-        count: number of devices, one of those that it has.
+    """Compute the side of a training in ``published.toml``, on so many devices.
 
     Raises:
         ValueError: nobody published that.
@@ -183,12 +168,8 @@ def known_all_reduces(sizes: Sequence[int]) -> dict[str, list[float]]:
 def stage_of(there: Side, words: str, layer_bytes: int, messages: float, start: float) -> Side:
     """Compute the stage that has the cluster's M/C: how long its devices have to compute.
 
-    Args:
-        there: the cluster.
-        words: name of the stage.
-        layer_bytes: bytes of a layer's gradient on the stage.
-        messages: measured seconds of an all-reduce of all gradients on the stage.
-        start: measured seconds that an all-reduce of a layer takes more than its share of M.
+    A layer's gradient has ``layer_bytes`` there; ``messages`` and ``start``, in seconds, were
+    measured there.
 
     Raises:
         ValueError: a layer would have to pause for less than a millisecond; the message says how

@@ -59,9 +59,7 @@ class Stage:
     ) -> Callable[[], object]:
         """Make a step to be timed: of a strategy, or of one by its name. A collective.
 
-        Args:
-            kind: strategy, or its name; ``"none"`` is a device alone.
-            bucket_cap_mb: size of a bucket in MiB, for a name.
+        ``"none"`` is a device alone. The size of a bucket, in MiB, is for a name.
         """
         strategy = self.strategy(kind, bucket_cap_mb) if isinstance(kind, str) else kind
         optimizer = self.make_optimizer(strategy.parameters())
@@ -76,9 +74,7 @@ class Stage:
     def speed_up(self, step: Timing, alone: Timing) -> Comparison:
         """Compare a step of all devices with one device that does all of their work.
 
-        Args:
-            step: measured step.
-            alone: step of one device with one shard; all work is as many of those as devices.
+        That is as many steps ``alone``, with one shard, as there are devices.
         """
         n = self.comms.world_size
         return compare(step, Timing(tuple(n * seconds for seconds in alone.seconds)))
@@ -100,8 +96,7 @@ def set_stage(comms: Comms, there: Side, layer_bytes: int = 1 << 19) -> Stage:
     sends nothing, and is a device that computes for a tenth of a second.
 
     Args:
-        comms: the ranks, as many as the cluster has devices.
-        there: the cluster.
+        comms: the ranks, as many as the cluster ``there`` has devices.
         layer_bytes: bytes of a layer's gradient; more where messages would be so quick that layers
             would have to be too short.
 

@@ -11,7 +11,6 @@ import os
 import threading
 import urllib.request
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -40,25 +39,8 @@ SMALL = FULL | {
 }
 SIZES = {"full": FULL, "small": SMALL}
 ROPE_THETA, MAX_POSITIONS, RMS_NORM_EPS = 100000, 8192, 1e-5
+MODEL, DATA = "HuggingFaceTB/SmolLM2-360M", ("nyu-mll/glue", "mrpc")  # names on the hub
 HUB_TIMEOUT = 3.0  # seconds; transformers itself would try for most of a minute
-
-
-@dataclass(frozen=True)
-class Source:
-    """The origin of weights, tokenizer and pairs: names on the hub, or local folders.
-
-    Attributes:
-        model: argument of ``from_pretrained``.
-        data: arguments of ``load_dataset``.
-    """
-
-    model: str = "HuggingFaceTB/SmolLM2-360M"
-    data: tuple[str, ...] = ("nyu-mll/glue", "mrpc")
-
-    @property
-    def local(self) -> bool:
-        """True if the model is on this machine's disk."""
-        return Path(self.model).is_dir()
 
 
 @dataclass(frozen=True)
@@ -95,30 +77,26 @@ class Case:
         ]
 
 
-def load_case(size: str, comms: Comms, source: Source | None = None) -> Case:
+def load_case(size: str, comms: Comms) -> Case:
     """Load the model and the pairs, real if that is possible, the same on every rank. A collective.
 
     Rank 0 tries first, and fills the cache of its machine; the others follow if it succeeded.
-    The real weights are for the full size only.
+    The real weights are for the full size only. With ``HF_HUB_OFFLINE=1`` the hub is not asked:
+    files are real that were downloaded earlier.
 
     Args:
         size: ``"full"`` or ``"small"``.
         comms: the ranks.
-        source: where to load from; default: the hub, if it can be reached. With
-            ``HF_HUB_OFFLINE=1``, files that were downloaded earlier.
 
     Raises:
         ValueError: the size is unknown.
-        RuntimeError: on every rank: a rank cannot load from a local source.
     """
     if size not in SIZES:
         raise ValueError(f"rank {comms.rank}: expected size in {list(SIZES)}, got {size!r}")
-    source = source or Source()
-    case, problem = _try(size, comms, source) if comms.rank == 0 else (None, "")
+    case, problem = _try(size, comms) if comms.rank == 0 else (None, "")
     first, *_ = comms.all_gather_data(problem)
     if comms.rank > 0 and not first:
-        case, problem = _try(size, comms, source)
-    comms.fail_together(problem if source.local else "", "a model and pairs")
+        case, problem = _try(size, comms)
     why = next(filter(None, comms.all_gather_data(problem)), "")
     return offline_case(size, comms.device, why) if why or case is None else case
 
@@ -158,15 +136,15 @@ def new_model(size: str, pad: int | None, vocabulary: int | None = None) -> nn.M
     return model
 
 
-def _try(size: str, comms: Comms, source: Source) -> tuple[Case | None, str]:
+def _try(size: str, comms: Comms) -> tuple[Case | None, str]:
     """Load the real model and pairs; if that fails, say why."""
     if importlib.util.find_spec("datasets") is None:
         return None, "the package datasets is not installed (pip install microddp[llm])"
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-    if not (source.local or offline) and (problem := _unreachable()):
+    if not offline and (problem := _unreachable()):
         return None, f"the hub cannot be reached ({problem})"
     try:
-        return _load(size, comms.device, source), ""
+        return _load(size, comms.device), ""
     except Exception as error:  # the network, the cache and the disk can fail in many ways
         why = (str(error) or repr(error)).splitlines()[0]
         return None, f"loading failed ({type(error).__name__}: {why})"
@@ -192,26 +170,26 @@ def _unreachable() -> str:
     return outcome[-1]
 
 
-def _load(size: str, device: torch.device, source: Source) -> Case:
+def _load(size: str, device: torch.device) -> Case:
     import transformers
 
     transformers.logging.set_verbosity_error()  # no warning that the head is new
     transformers.logging.disable_progress_bar()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source.model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    train, validation = load_pairs(source.data, tokenizer)
+    train, validation = load_pairs(DATA, tokenizer)
     if size == "full":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # for the weights of the head
             model = transformers.LlamaForSequenceClassification.from_pretrained(
-                source.model, num_labels=2, dtype=torch.float32
+                MODEL, num_labels=2, dtype=torch.float32
             )
         model.config.pad_token_id = tokenizer.pad_token_id
-        weights = f"the weights of {source.model}"
+        weights = f"the weights of {MODEL}"
     else:
         model = new_model(size, tokenizer.pad_token_id, len(tokenizer))
-        weights = f"random weights ({size} size) with the tokenizer of {source.model}"
-    origin = f"{weights}, and the pairs of {' '.join(source.data)}"
+        weights = f"random weights ({size} size) with the tokenizer of {MODEL}"
+    origin = f"{weights}, and the pairs of {' '.join(DATA)}"
     pad, pretrained = tokenizer.pad_token_id, size == "full"
     return Case(model.to(device), train, validation, pad, origin, pretrained)

@@ -131,8 +131,8 @@ def test_a_part_has_the_same_look_in_bars_and_timelines_and_other_parts_take_no_
     bars = {"a": dict.fromkeys(names, 1.0)}
     figures.stacked_bars(bars, title="", xlabel="")
     drawn = [(patch.get_facecolor()[:3], patch.get_hatch()) for patch in plt.gcf().axes[0].patches]
-    figures.timeline(
-        [Span(0, "compute", "forward", 0.0, 1.0), Span(0, "wait", "wait", 1.0, 2.0)], title=""
+    figures.timelines(
+        {"": [Span(0, "compute", "forward", 0.0, 1.0), Span(0, "wait", "wait", 1.0, 2.0)]}, title=""
     )
     spans = [(patch.get_facecolor()[:3], patch.get_hatch()) for patch in plt.gcf().axes[0].patches]
     assert drawn[:2] == spans

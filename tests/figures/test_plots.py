@@ -161,7 +161,7 @@ def test_a_timeline_has_a_row_for_each_rank_and_lane():
         Span(0, "communication", "all-reduce a", 2.0, 3.0),
         Span(1, "compute", "forward", 1.5, 2.5),
     ]
-    figures.timeline(spans, title="finding")
+    figures.timelines({"": spans}, title="finding")
     (axes,) = plt.gcf().axes
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels == ["rank 0 compute", "rank 0 communication", "rank 1 compute"]
@@ -179,7 +179,7 @@ def test_marks_are_ticks_waits_are_hatched_and_overlapping_spans_share_a_row():
         Span(0, "wait", "wait for b", 2.0, 3.0),
         Span(0, "compute", "something else", 2.0, 3.0),
     ]
-    figures.timeline(spans, title="")
+    figures.timelines({"": spans}, title="")
     (axes,) = plt.gcf().axes
     first, second, mark, wait, other = axes.patches
     assert first.get_y() + first.get_height() == pytest.approx(second.get_y())

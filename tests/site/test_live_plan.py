@@ -155,17 +155,6 @@ def test_sharding_changes_memory_and_messages_and_is_shared(browser, page):
         assert not visit.complaints
 
 
-def test_says_how_far_off_such_plans_were(browser, tmp_path):
-    said = "Off by 3 % in the median <where> it was checked."
-    form = figures.explore_plan(
-        DEVICES, LINKS, parameters=1e9, tokens=1024, ranks=8, budget=step_budget, checked=said
-    )
-    assert "&lt;where&gt;" in form.still
-    with Visit(browser, write_page(tmp_path, form)) as visit:
-        assert visit.page.locator(".checked").inner_text() == said
-        assert not visit.complaints
-
-
 @pytest.mark.parametrize("width", [360, 1280])
 def test_fits_the_screen(browser, page, width):
     with Visit(browser, page, viewport={"width": width, "height": 800}) as visit:

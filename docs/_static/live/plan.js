@@ -390,7 +390,6 @@
       key([["forward", COLORS.forward, ""], ["backward", COLORS.backward, ""],
         ["exposed", COLORS.exposed, "3 2"], ["messages", COLORS.sent, ""]]),
       table,
-      ...(data.checked ? [live.element("p", { class: "checked" }, data.checked)] : []),
       live.element("p", {}, "Efficiency against the number of devices:"),
       curve,
       key([...Object.keys(HOW).map((how) => [HOW[how], "currentColor", DASHES[how]]),
