@@ -184,7 +184,7 @@ def test_a_tied_transformer_has_one_matrix_for_input_and_output():
 @pytest.mark.parametrize("name", ["vocabulary", "dim", "depth", "heads", "context"])
 def test_a_transformer_without_a_size_is_refused(name):
     sizes = {"vocabulary": 11, "dim": 8, "depth": 2, "heads": 2, "context": 6, name: 0}
-    with pytest.raises(ValueError, match="expected a vocabulary and sizes of at least 1, got .*0"):
+    with pytest.raises(ValueError, match=r"expected a vocabulary and sizes of at least 1, got .*0"):
         Transformer(**sizes)
 
 

@@ -33,7 +33,8 @@ def explore_plan(
         parameters: number of the model's parameters at the beginning.
         tokens: number of tokens of a device and step at the beginning.
         ranks: number of devices at the beginning.
-        budget: :func:`~microddp.performance.worth.step_budget`, whose model the script has.
+        budget: :func:`~microddp.performance.worth.step_budget`, for the table; the script has the
+            same model, with micro-batches and sharding.
         gradient_bytes: bytes sent for each gradient at the beginning.
     """
     name, device = next(iter(devices.items()))

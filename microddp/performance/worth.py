@@ -7,12 +7,9 @@ and how much of the sending the last backward pass can hide.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 from microddp.allreduce import ring_cost
-from microddp.performance.memory import bytes_kept
 from microddp.performance.network import check_whole
 
 
@@ -22,20 +19,13 @@ class Outcome:
 
     Attributes:
         exposed: seconds of communication that nothing hides.
-        gathering: seconds of ``exposed`` in which parameters are gathered for forward.
         step: seconds of the step: computing, then exposed communication.
         speedup: time of one device for the same global batch, divided by ``step``.
-        efficiency: speed-up divided by the number of devices.
-        break_even: bandwidth of a link, bytes a second, above which the speed-up is above 1;
-            infinite where no link is fast enough.
     """
 
     exposed: float
-    gathering: float
     step: float
     speedup: float
-    efficiency: float
-    break_even: float
 
 
 @dataclass(frozen=True)
@@ -45,17 +35,12 @@ class StepBudget:
     Attributes:
         compute: seconds that each device computes in a step.
         communication: seconds of all messages, hidden or not.
-        gathering: seconds of ``communication`` in which parameters are gathered for forward.
-        memory: bytes on each device for weights, gradients and Adam's two moments, in 32 bits,
-            divided as the stage says. Activations come on top.
-        overlapped: outcome if computing hides communication all the while: the best case.
+        overlapped: outcome if backward hides communication all the while: the best case.
         unhidden: outcome if nothing is hidden.
     """
 
     compute: float
     communication: float
-    gathering: float
-    memory: float
     overlapped: Outcome
     unhidden: Outcome
 
@@ -69,34 +54,26 @@ def step_budget(
     utilisation: float,
     bandwidth: float,
     latency: float = 0.0,
-    accumulation: int = 1,
     gradient_bytes: float = 4,
-    stage: int = 0,
 ) -> StepBudget:
     """Plan a data-parallel step, and compare it with one device that trains on the same batch.
 
     A device computes 6 operations for each parameter and token, 2 in forward and 4 in backward. The
-    gradients are averaged once a step by a ring: 2(n-1) rounds, and 2(n-1)/n of the bytes over each
-    link. Only the backward of the last micro-batch can hide that. One device alone computes the
-    micro-batches of all n one after the other, at the same rate. Left out: the optimizer, loading,
-    and ranks that are late.
-
-    Sharded, half of the all-reduce gathers parameters, which the first forward can hide. In stage 3
-    they are gathered for each forward and each backward, and gradients are reduced in each
-    backward, of every micro-batch.
+    gradients are averaged by a ring: 2(n-1) rounds, and 2(n-1)/n of the bytes over each link. One
+    device alone computes the batches of all n one after the other, at the same rate. Left out: the
+    optimizer, loading, and ranks that are late. The form in chapter 08 has micro-batches and stages
+    of sharding, too.
 
     Args:
         parameters: number of parameters P of the model.
-        tokens: tokens b in a micro-batch of one device; or samples, where a parameter is used once
-            for each.
+        tokens: tokens b in a batch of one device; or samples, where a parameter is used once for
+            each.
         devices: number of devices n, at least 1.
         peak: operations a second of one device.
         utilisation: share of the peak that training reaches, above 0 and at most 1.
         bandwidth: bytes a second of each device's link, in each direction.
         latency: seconds to start each round of the all-reduce.
-        accumulation: number of micro-batches K in a step.
         gradient_bytes: bytes sent for each parameter; 2 with bf16 messages.
-        stage: stage of sharding, 0 to 3.
 
     Raises:
         ValueError: a number out of its range.
@@ -126,55 +103,13 @@ def step_budget(
         raise ValueError(f"expected a utilisation above 0 and at most 1, got {utilisation}")
     if not 0 <= latency < math.inf:
         raise ValueError(f"expected a latency of 0 seconds or more, got {latency}")
-    check_whole(devices=devices, accumulation=accumulation)
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"expected a stage from 0 to 3, got {stage}")
-    rate = peak * utilisation
-    forward = 2 * parameters * tokens / rate
-    compute = accumulation * 3 * forward
-    # Passes around the ring in forward and in backward, and how often a step has them.
-    passes, times = {0: ((0, 2), 1), 3: ((1, 2), accumulation)}.get(stage, ((1, 1), 1))
-    costs = [ring_cost(devices, parameters * gradient_bytes, count) for count in passes]
-    messages = [times * cost.seconds(latency, 1 / bandwidth) for cost in costs]
+    check_whole(devices=devices)
+    compute = 6 * parameters * tokens / (peak * utilisation)
+    messages = ring_cost(devices, parameters * gradient_bytes).seconds(latency, 1 / bandwidth)
 
-    def outcome(*hidden: float) -> Outcome:
-        exposed = [max(0.0, takes - hides) for takes, hides in zip(messages, hidden, strict=True)]
-        step = compute + sum(exposed)
-        phases = [
-            (hides - times * cost.rounds * latency, times * cost.most_sent)
-            for cost, hides in zip(costs, hidden, strict=True)
-        ]
-        return Outcome(
-            sum(exposed),
-            exposed[0],
-            step,
-            speedup=devices * compute / step,
-            efficiency=compute / step,
-            break_even=_break_even((devices - 1) * compute, phases) if devices > 1 else math.inf,
-        )
+    def outcome(hidden: float) -> Outcome:
+        exposed = max(0.0, messages - hidden)
+        step = compute + exposed
+        return Outcome(exposed, step, devices * compute / step)
 
-    return StepBudget(
-        compute,
-        sum(messages),
-        messages[0],
-        bytes_kept(stage, parameters, devices).total,
-        overlapped=outcome(times * forward, times * 2 * forward),
-        unhidden=outcome(0.0, 0.0),
-    )
-
-
-def _break_even(room: float, phases: Sequence[tuple[float, float]]) -> float:
-    """Find the bandwidth with which phases are exposed for ``room`` seconds together.
-
-    Of each phase come the seconds that may be hidden, less its start-ups; and its bytes.
-    """
-    # The exposed time is the largest sum over any of the phases. So the seconds of a byte that fill
-    # the room are the least of those that fill it with any of the phases.
-    some = [chosen for r in range(len(phases)) for chosen in combinations(phases, r + 1)]
-    least = min(
-        (room + sum(hides for hides, _ in chosen)) / nbytes
-        if (nbytes := sum(size for _, size in chosen))
-        else (math.inf if room + sum(hides for hides, _ in chosen) > 0 else 0.0)
-        for chosen in some
-    )
-    return 1 / least if least > 0 else math.inf
+    return StepBudget(compute, messages, outcome(2 / 3 * compute), outcome(0.0))

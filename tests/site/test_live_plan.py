@@ -6,10 +6,10 @@ from dataclasses import asdict
 
 import pytest
 from live_page import write_page
+from planned_step import step_budget
 from test_site import Visit
 
 from microddp import figures
-from microddp.performance import step_budget
 
 DEVICES = {
     "fast": {"peak": 1e15, "utilisation": 0.4, "latency": 3e-6},

@@ -1,6 +1,6 @@
 // A step to plan: how long it takes on several devices, and on one for the same tokens.
 //
-// `budget` is step_budget of microddp/performance/worth.py; a test holds the two to one result.
+// `budget` is step_budget of tests/planned_step.py; a test holds the two to one result.
 "use strict";
 
 {
