@@ -53,13 +53,7 @@ def _add_allreduce_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_ddp_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=bench_ddp)
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        metavar="NAME",
-        choices=list(models(torch.device("cpu"))),
-        help=f"default: {', '.join(models(torch.device('cpu')))}",
-    )
+    _add_models(parser, list(models(torch.device("cpu"))))
     parser.add_argument(
         "--bucket-cap-mb",
         nargs="+",
@@ -89,14 +83,7 @@ def _add_ddp_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_sharded_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=bench_sharded)
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        metavar="NAME",
-        choices=list(models(torch.device("cpu"))),
-        default=list(MODELS),
-        help=f"default: {', '.join(MODELS)}",
-    )
+    _add_models(parser, list(MODELS))
     parser.add_argument(
         "--ranks-per-node",
         type=positive(int),
@@ -104,6 +91,14 @@ def _add_sharded_options(parser: argparse.ArgumentParser) -> None:
         help="for hsdp (default: those of each machine)",
     )
     _add_run_options(parser)
+
+
+def _add_models(parser: argparse.ArgumentParser, default: list[str]) -> None:
+    choices = list(models(torch.device("cpu")))
+    said = f"default: {', '.join(default)}"
+    parser.add_argument(
+        "--models", nargs="+", metavar="NAME", choices=choices, default=default, help=said
+    )
 
 
 def _compressor(name: str) -> str:

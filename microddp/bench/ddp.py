@@ -147,11 +147,10 @@ def bench_ddp(options: argparse.Namespace, comms: Comms) -> None:
     """Time every strategy for every model and bucket size, taking turns within one run."""
     comms.print(comms.describe())
     available = models(comms.device)
-    chosen = options.models or list(available)
     rows: list[Row] = []
-    rounds = len(chosen) * len(options.bucket_cap_mb) * (options.warmup + options.iters)
+    rounds = len(options.models) * len(options.bucket_cap_mb) * (options.warmup + options.iters)
     with progress_bar(rounds, comms) as bar:
-        for name in chosen:
+        for name in options.models:
             torch.manual_seed(comms.rank)
             model, loss_fn, batch = available[name]()
             for cap in options.bucket_cap_mb:

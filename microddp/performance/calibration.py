@@ -67,15 +67,10 @@ def fit_network(
     cores: int,
     bandwidth: float | None = None,
 ) -> tuple[Port, Processor]:
-    """Find the port and the processor that explain ring all-reduces.
+    """Find the port and the processor that explain ring all-reduces of so many bytes each.
 
-    Args:
-        ranks: number of ranks that took part.
-        sizes: bytes of each tensor.
-        seconds: time of each all-reduce.
-        spent: seconds of processor time of each all-reduce on each rank.
-        cores: number of cores that the ranks share.
-        bandwidth: bytes a second of the port, if known.
+    Each took some ``seconds``, and ``spent`` others of processor time on each rank. The ranks share
+    the cores. The port's bandwidth, bytes a second, may be known.
 
     Raises:
         ValueError: as for :func:`~microddp.fitted.fit_alpha_beta`.

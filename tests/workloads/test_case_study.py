@@ -219,8 +219,7 @@ def same_on_all_ranks(case: Case, comms):
 def load_from_a_folder(comms):
     """Let the ranks load a tiny model and its pairs, as if they had been downloaded earlier."""
     folder = comms.all_gather_data(tempfile.mkdtemp() if comms.rank == 0 else "")[0]
-    # Before the first import of datasets, which takes a folder for a name all the same.
-    os.environ |= {"HF_HOME": f"{folder}/cache", "HF_HUB_OFFLINE": "1"}
+    os.environ["HF_HOME"] = f"{folder}/cache"  # before the first import of datasets
     if comms.rank == 0:
         save_tiny(Path(folder))
     comms.barrier()
@@ -228,7 +227,7 @@ def load_from_a_folder(comms):
     return folder
 
 
-@on_ranks(2)
+@on_ranks(2, environment={"HF_HUB_OFFLINE": "1"})
 def test_weights_tokenizer_and_pairs_load_from_a_folder(comms):
     folder = load_from_a_folder(comms)
     case = load_case("full", comms)
@@ -256,7 +255,7 @@ def test_weights_tokenizer_and_pairs_load_from_a_folder(comms):
 
     # Where one rank cannot load, all have the random weights.
     if comms.rank == 1:
-        case_study.MODEL = "nowhere"
+        case_study.MODEL = f"{folder}/nowhere"
     case = load_case("full", comms)
     assert not case.pretrained
     assert "because loading failed" in case.origin
