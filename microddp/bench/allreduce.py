@@ -80,20 +80,15 @@ def bench_allreduce(options: argparse.Namespace, comms: Comms) -> None:
     for name, why in not_here.items():
         comms.print(f"Without {name}: {why}.")
     timings: dict[str, dict[int, Timing]] = {name: {} for name in calls_of}
-    copies: dict[int, Timing] = {}
+    rows: list[Row] = []
     rounds = len(sizes) * (options.warmup + options.iters)
     with progress_bar(rounds, comms) as bar:
         for nbytes in sizes:
             bar.set_description(human_bytes(nbytes))
             measured = _measure(nbytes, calls_of, options, comms, bar.update)
-            copies[nbytes] = measured.pop("copy")
-            for name, timing in measured.items():
-                timings[name][nbytes] = timing
-    rows = [
-        _row(options.collective, name, by_size[nbytes], nbytes, timings, copies, comms)
-        for nbytes in sizes
-        for name, by_size in timings.items()
-    ]
+            for name, by_size in timings.items():
+                by_size[nbytes] = measured[name]
+                rows.append(_row(options.collective, name, nbytes, measured, comms))
     if comms.rank == 0:
         _report(rows, options, comms, timings)
 
@@ -195,13 +190,7 @@ def check_sum(name: str, reduce: Call, tensor: torch.Tensor, comms: Comms) -> No
 
 
 def _row(
-    collective: str,
-    name: str,
-    timing: Timing,
-    nbytes: int,
-    timings: Mapping[str, Mapping[int, Timing]],
-    copies: Mapping[int, Timing],
-    comms: Comms,
+    collective: str, name: str, nbytes: int, measured: Mapping[str, Timing], comms: Comms
 ) -> Row:
     """Make the row of one algorithm at one size.
 
@@ -213,7 +202,7 @@ def _row(
     limit a collective is. ``None`` stands for what is unknown: the links' speed, or memory's where
     the tensor is not in main memory.
     """
-    backend = timings[BACKEND][nbytes]
+    timing, backend = measured[name], measured[BACKEND]
     bus = bus_bandwidth(nbytes, timing.median, comms.world_size)
     if collective == "broadcast":
         bus = nbytes / timing.median
@@ -229,7 +218,7 @@ def _row(
         "bus_gbs": bus / 1e9,
         "ratio_to_backend": None if timing is backend else timing.ratio(backend).median,
         "ratio_to_wire": 1 / (bus * comms.box.seconds_per_byte) if comms.box and bus else None,
-        "ratio_to_copy": timing.ratio(copies[nbytes]).median if on_cpu else None,
+        "ratio_to_copy": timing.ratio(measured["copy"]).median if on_cpu else None,
     }
 
 
