@@ -314,7 +314,7 @@ def errors() -> list[str]:
         ("all-reduces (two set constants)", "as specified", "all-reduce"),
     ):
         rows = [each for each in found if (each.hard if kind == "hard" else each.kind == kind)]
-        median, ninety, _ = summary([row.error for row in rows])
+        median, ninety = summary([row.error for row in rows])
         guessed = summary([row.guess_error for row in rows])[0]
         sentences.append(
             f"Error against published {what}: median {median:.1%}, nine of ten within "

@@ -316,11 +316,10 @@ def _all_reduces(entry: dict[str, Any]) -> Iterator[Compared]:
         )
 
 
-def summary(errors: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median, the 90th percentile and the largest of errors without their signs."""
+def summary(errors: Sequence[float]) -> tuple[float, float]:
+    """Return the median and the 90th percentile of errors without their signs."""
     sizes = sorted(map(abs, errors))
-    ninety = sizes[min(len(sizes) - 1, round(0.9 * (len(sizes) - 1)))]
-    return statistics.median(sizes), ninety, sizes[-1]
+    return statistics.median(sizes), sizes[round(0.9 * (len(sizes) - 1))]
 
 
 def middle(rows: Sequence[Compared]) -> tuple[float, float]:

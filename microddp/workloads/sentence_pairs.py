@@ -95,29 +95,23 @@ def _words(sentence: str) -> list[str]:
 
 
 def load_pairs(data: Sequence[str], tokenizer: Any) -> tuple[TensorDataset, TensorDataset]:
-    """Load real pairs of sentences, for training and for validation, as :func:`encode_pairs` does.
+    """Load MRPC's pairs of sentences, each as one text of two lines.
 
     Args:
         data: arguments of ``datasets.load_dataset``.
         tokenizer: the model's tokenizer, one of transformers'.
+
+    Returns:
+        Training and validation data, as of :func:`documented_pairs`.
     """
     import datasets
 
     datasets.disable_progress_bars()
     found = datasets.load_dataset(*data)
-    return encode_pairs(found["train"], tokenizer), encode_pairs(found["validation"], tokenizer)
+    return _encoded(found["train"], tokenizer), _encoded(found["validation"], tokenizer)
 
 
-def encode_pairs(pairs: Any, tokenizer: Any) -> TensorDataset:
-    """Encode pairs of sentences, each pair as one text of two lines.
-
-    Args:
-        pairs: a split of MRPC, with columns ``sentence1``, ``sentence2`` and ``label``.
-        tokenizer: the model's tokenizer, one of transformers'.
-
-    Returns:
-        Tokens ``(pairs, length)``, their mask, and labels ``(pairs,)``, all int64.
-    """
+def _encoded(pairs: Any, tokenizer: Any) -> TensorDataset:
     texts = [f"{a}\n{b}" for a, b in zip(pairs["sentence1"], pairs["sentence2"], strict=True)]
     both = tokenizer(
         texts, padding=True, truncation=True, max_length=MAX_TOKENS, padding_side="right"
