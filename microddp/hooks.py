@@ -215,6 +215,7 @@ class AllReduceHooks(Switchable):
             )
         self.timeline.mark(name)
         self.comms.agree(f"all-reduce of the gradient of {name}")
+        parameter.grad = gradient = gradient.resolve_conj().resolve_neg()  # not of a copy
         gradient.div_(self.comms.world_size)
         nbytes = bytes_held(gradient)  # now: a sparse one's values are replaced as they arrive
         if not gradient.is_sparse and not gradient.is_contiguous():  # NCCL: in memory's order only
@@ -257,8 +258,7 @@ def demonstrate_hook_order(
                 f"rank {comms.rank}: expected inputs or a model with a linear layer, got "
                 f"{type(model).__name__}"
             )
-        weight = first.weight
-        inputs = torch.randn(32, first.in_features, device=weight.device, dtype=weight.dtype)
+        inputs = torch.randn(32, first.in_features).to(first.weight)
     loss_fn(model(inputs)).backward()  # type: ignore[no-untyped-call]
     model.zero_grad()
     with HookTracker(model) as tracker:

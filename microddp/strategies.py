@@ -72,7 +72,7 @@ def average_gradients(model: nn.Module, comms: Comms, timeline: Recorder = NOT_R
                         with comms.agree(f"all-reduce of the gradient of {name}"):
                             comms.group.allreduce([gradient.div_(comms.world_size)]).wait()
                     else:  # it is laid out like its parameter: channels last, say
-                        flat = gradient.contiguous()
+                        flat = gradient.contiguous().resolve_conj().resolve_neg()
                         comms.all_reduce_mean(flat)
                         gradient.copy_(flat)
 

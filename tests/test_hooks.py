@@ -19,6 +19,7 @@ from microddp.model import FullMLP, ModelConfig, SimpleCNN
 from microddp.replicas import check_replicas
 from microddp.schedule import ddp_step, naive_data_parallel_step
 from microddp.step_times import break_down
+from microddp.strategies import STRATEGIES
 from microddp.timing import Timeline
 from microddp.workloads import Transformer
 
@@ -223,6 +224,32 @@ def test_unused_parameters_are_left_out_and_outputs_left_out_do_no_harm(comms):
     averaged(pair, comms, pair(torch.full((2,), 2.0 * comms.rank)).sum())
     assert pair.a.grad.tolist() == [1, 1]
     assert pair.b.grad is None
+
+
+class Conjugated(nn.Module):
+    """The gradient's memory has other values than the gradient: a conjugation is pending."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (self.weight.conj() * x).real.sum()
+
+
+@on_ranks(3)
+def test_gradients_that_are_yet_to_be_conjugated_are_averaged(comms):
+    x = torch.randn(3, dtype=torch.complex64, generator=torch.Generator().manual_seed(comms.rank))
+    alone = Conjugated()
+    alone(x).backward()
+    assert alone.weight.grad.is_conj()
+    mean = comms.all_gather(x).mean(0)
+    for name in ("naive", "hooks", "bucketed", "ddp"):
+        model = Conjugated()
+        strategy = STRATEGIES[name](model, comms)
+        strategy.module(x).backward()
+        strategy.finish()
+        torch.testing.assert_close(model.weight.grad.resolve_conj(), mean, msg=name)
 
 
 @on_ranks(2)

@@ -28,12 +28,12 @@ def flattened(
     if error := cannot_combine(op, tensor.dtype):
         raise ValueError(f"rank {comms.rank}: {error}")
     with torch.no_grad():
-        flat = tensor.contiguous().view(-1)
+        flat = tensor.contiguous().resolve_conj().resolve_neg().view(-1)
         if op == "mean":
             # Before adding: the sum of n gradients may overflow where their mean does not.
             flat.div_(comms.world_size)
         yield flat, COMBINE[op]
-        if not tensor.is_contiguous():
+        if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view(tensor.shape))
 
 

@@ -110,6 +110,24 @@ def test_every_algorithm_equals_the_oracles_for_complex_numbers(comms):
     check_against_oracles(comms, (torch.complex64,), sizes_for(comms))
 
 
+@on_ranks(3)
+def test_every_algorithm_equals_the_fold_by_hand_where_a_sign_is_pending(comms):
+    """A conjugation or a negation of a tensor is a note on it; its memory has other values."""
+    for name, algorithm in ALL_REDUCES.items():
+        for size in (6, 1 << 18):  # through shared memory at once, and in pieces
+            generators = (torch.Generator().manual_seed(rank) for rank in range(3))
+            every = [torch.randint(9, (size, 2), generator=g).float() for g in generators]
+            numbers = [torch.view_as_complex(pair) for pair in every]
+            conjugated = numbers[comms.rank].clone().conj()
+            negated = numbers[comms.rank].clone().conj().imag
+            assert conjugated.is_conj()
+            assert negated.is_neg()
+            algorithm(conjugated, comms, "sum")
+            algorithm(negated, comms, "sum")
+            assert torch.equal(conjugated.resolve_conj(), sum(numbers).conj_physical()), name
+            assert torch.equal(negated.resolve_neg(), -sum(numbers).imag), name
+
+
 @on_ranks()
 def test_every_algorithm_equals_the_fold_by_hand_where_the_backend_cannot(comms):
     check_against_oracles(comms, BACKEND_REFUSES, sizes_for(comms))
