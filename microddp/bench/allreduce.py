@@ -144,7 +144,7 @@ def _call(collective: str, name: str, comms: Comms) -> Call:
     backend: dict[str, Call] = {
         "all_reduce": comms.all_reduce,
         "broadcast": comms.broadcast,
-        "all_gather": lambda whole: SCATTER_GATHERS[BACKEND].all_gather(whole, comms),
+        "all_gather": lambda whole: SCATTER_GATHERS[BACKEND].all_gather(whole, comms).wait(),
     }
     if name == BACKEND:
         return backend[collective]

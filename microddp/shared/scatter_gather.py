@@ -29,6 +29,7 @@ class ScatterGather:
     Attributes:
         name: ``"ring"``, ``"shared"`` or ``"backend"``.
         reduce_scatter: sums over the ranks, so that each rank has its chunk of the sum, in place.
+            The backend's is launched, and returns its work to wait for; so is its all-gather.
         all_gather: fills the tensor with every rank's chunk, in place.
         all_reduce: sums over ranks that hold the same chunk, in place; on a thread of its own.
         blocking: whether :meth:`start` returns only when all is done. Copies through shared memory
@@ -36,8 +37,8 @@ class ScatterGather:
     """
 
     name: str
-    reduce_scatter: Callable[[torch.Tensor, Comms], object]
-    all_gather: Callable[[torch.Tensor, Comms], object]
+    reduce_scatter: Callable[[torch.Tensor, Comms], Any]
+    all_gather: Callable[[torch.Tensor, Comms], Any]
     all_reduce: Callable[[torch.Tensor, Comms], object]
     blocking: bool = False
 
@@ -63,7 +64,11 @@ class ScatterGather:
         """
         call = self.all_gather if collective == "all-gather" else self.reduce_scatter
         if not self.blocking:
-            future = on_thread(lambda tensor: call(tensor, comms), flat)
+            if self.name == BACKEND:  # launched here: in one order with this thread's collectives
+                work = call(flat, comms)
+                future = on_thread(lambda _: work.wait(), flat)
+            else:
+                future = on_thread(lambda tensor: call(tensor, comms), flat)
             timeline.launched(name, future, nbytes=flat.nbytes)
             return future
         waiting = timeline.span(f"wait for {name}", "wait")
@@ -104,19 +109,16 @@ class ScatterGather:
 # PyTorch 2.13 renamed both, and warns of the names that 2.11 and 2.12 have.
 
 
-def _reduce_scatter(flat: torch.Tensor, comms: Comms) -> None:
+def _reduce_scatter(flat: torch.Tensor, comms: Comms) -> Any:
     out = flat.tensor_split(comms.world_size)[comms.rank]
     call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    call(out, flat, group=comms.group)
+    return call(out, flat, group=comms.group, async_op=True)
 
 
-def _all_gather(flat: torch.Tensor, comms: Comms) -> None:
+def _all_gather(flat: torch.Tensor, comms: Comms) -> Any:
+    own = flat.tensor_split(comms.world_size)[comms.rank]
     call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    call(flat, flat.tensor_split(comms.world_size)[comms.rank], group=comms.group)
-
-
-def _all_reduce(chunk: torch.Tensor, comms: Comms) -> None:
-    comms.all_reduce(chunk)
+    return call(flat, own, group=comms.group, async_op=True)
 
 
 SCATTER_GATHERS = {
@@ -126,7 +128,7 @@ SCATTER_GATHERS = {
         ScatterGather(
             "shared", shared_reduce_scatter, shared_all_gather, ring_all_reduce, blocking=True
         ),
-        ScatterGather(BACKEND, _reduce_scatter, _all_gather, _all_reduce),
+        ScatterGather(BACKEND, _reduce_scatter, _all_gather, lambda t, comms: comms.all_reduce(t)),
     )
 }
 

@@ -90,6 +90,37 @@ def test_an_optimizer_of_something_else_is_refused(comms):
 
 
 @on_ranks(2)
+def test_options_that_differ_or_mean_nothing_are_refused_on_every_rank(comms):
+    for name, (cap, how, error) in itertools.product(
+        ("zero1", "zero2", "owned"),
+        (
+            (1.0 + comms.rank, "auto", RuntimeError),
+            (None, ["auto", "ring"][comms.rank], RuntimeError),
+            (None, ["auto", "none"][comms.rank], RuntimeError),
+            (None, "none", ValueError),
+            (-1.0, "auto", ValueError),
+            (math.inf, "auto", ValueError),
+        ),
+    ):
+        with pytest.raises(error, match=rf"rank {comms.rank}: expected"):
+            STRATEGIES[name](nn.Linear(4, 4), comms, cap, collectives=how)
+    for name in STAGES:
+        sparse = nn.Embedding(4, 4, sparse=comms.rank == 1)
+        with pytest.raises(ValueError, match="dense gradients, got rank 1: sparse ones of weight"):
+            STRATEGIES[name](sparse, comms, **({"node": 2} if name == "hsdp" else {}))
+
+
+@on_ranks(2)
+def test_the_whole_state_is_of_one_group_of_parameters(comms):
+    model = nn.Linear(4, 4)
+    strategy = STRATEGIES["zero1"](model, comms)
+    optimizer = torch.optim.SGD([{"params": [p]} for p in strategy.parameters()], lr=0.1)
+    for call in (strategy.state, lambda *them: strategy.load(*them, {})):
+        with pytest.raises(ValueError, match=r"expected an optimizer with one group .* got 2"):
+            call(model, optimizer)
+
+
+@on_ranks(2)
 def test_an_overflow_on_one_rank_is_seen_by_all(comms):
     for name in STAGES:
         model = FullMLP(256, depth=2)
@@ -245,6 +276,55 @@ def test_ranks_without_values_scale_the_loss_as_the_others(comms):
         data = torch.full((2, 3, 1), torch.inf if comms.rank == 0 else 1.0)
         take_step(strategy, mse_loss, optimizer, data.unbind(), scaler=scaler)
         assert scaler.get_scale() == 2.0, name
+
+
+@on_ranks(3)
+def test_a_rank_with_values_of_frozen_parameters_only_scales_the_loss_as_the_others(comms):
+    for name in STAGES:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).requires_grad_(False)
+        model[1].bias.requires_grad_(True)  # one value
+        strategy = STRATEGIES[name](model, comms)
+        optimizer = torch.optim.SGD(strategy.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        data = torch.ones(4, 8), torch.full((4, 1), torch.inf if comms.rank == 0 else 1.0)
+        take_step(strategy, mse_loss, optimizer, data, scaler=scaler)
+        assert scaler.get_scale() == 2.0, name
+
+
+class Centred(nn.Module):
+    """Subtracts the mean over all ranks, as a batch norm of all ranks does."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(300, 300)
+
+    def forward(self, x):
+        x = self.inner(x)
+        mean = x.detach().mean(0)
+        dist.all_reduce(mean)
+        return x - mean / dist.get_world_size()
+
+
+@on_ranks(3, environment={"MICRODDP_TIMEOUT": "10"})
+def test_a_model_with_collectives_of_its_own_beside_those_of_the_backend(comms):
+    ends = {}
+    for name in ("ddp", "zero1", "zero3"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Centred() for _ in range(6)))
+        how = {} if name == "ddp" else {"collectives": "backend"}
+        strategy = STRATEGIES[name](model, comms, 0.1, **how)
+        optimizer = torch.optim.SGD(strategy.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(comms.rank)
+        for _ in range(8):
+            take_step(
+                strategy, mse_loss, optimizer, torch.randn(2, 4, 300, generator=generator).unbind()
+            )
+        strategy.meet()
+        strategy.remove()
+        ends[name] = flat(model)
+    for name in ("zero1", "zero3"):
+        torch.testing.assert_close(ends[name], ends["ddp"], msg=name)
 
 
 @on_ranks(2)
