@@ -12,11 +12,8 @@ from microddp.comms import Comms, Exchange
 from microddp.comms.checks import check_contiguous
 
 # A chunk of the ring travels in pieces of this size, LANES of them at a time, so that the link is
-# busy while a piece is added. Measured with gloo on two cores (AMD EPYC, November 2026), 16 and 64
-# MiB, in the backend's time on links of 1 and 4 Gbit/s: 0.98 to 1.00 so; 1.00 to 1.03 with pieces
-# of 1.5 MiB, and 1.04 to 1.09 with such pieces one at a time. Larger ones leave the cache; smaller
-# ones wake up a thread on both sides more often. Over loopback, where the cores are busy all the
-# time, the differences drown in the noise.
+# busy while a piece is added: as fast as the backend on links of 1 and 4 Gbit/s (gloo, two cores,
+# AMD EPYC, November 2026). Larger ones leave the cache; smaller ones wake up threads more often.
 PIECE_BYTES = 3 << 18
 LANES = 2
 

@@ -57,23 +57,13 @@ def fastest(comms: Comms) -> dict[int, str]:
     chosen: dict[int, str] = {}
     for nbytes in SIZES if len(names) > 1 else SIZES[:1]:
         tensor = torch.zeros(nbytes // 4, device=comms.device)
-        calls = {name: partial(_by_name(name), tensor, comms, "sum") for name in names}
+        calls: dict[str, Callable[[], object]] = {BACKEND: partial(comms.all_reduce, tensor)}
+        calls |= {name: partial(ALL_REDUCES[name], tensor, comms, "sum") for name in names[1:]}
         timings = measure(calls, comms, warmup=1, repeat=ROUNDS)
         chosen[nbytes] = min(names, key=lambda name: timings[name].median)
         if max(timing.median for timing in timings.values()) * SIZES[1] / SIZES[0] > PATIENCE:
             break
     return chosen
-
-
-def _by_name(name: str) -> AllReduce:
-    return _backend_all_reduce if name == BACKEND else ALL_REDUCES[name]
-
-
-def _backend_all_reduce(tensor: torch.Tensor, comms: Comms, op: str) -> None:
-    if op == "mean":
-        comms.all_reduce_mean(tensor)
-    else:
-        comms.all_reduce(tensor, op)
 
 
 def carrier(name: str, comms: Comms) -> Carrier:

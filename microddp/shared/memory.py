@@ -55,13 +55,16 @@ class Memory:
         if sys.platform != "linux":
             raise OSError(f"memory without a name is Linux's, this is {sys.platform}")
         name = f"microddp-{secrets.token_hex(16)}"
-        file, living = os.memfd_create(name), os.memfd_create(name)
-        os.ftruncate(file, first)
-        # This lock is held while the process lives, whatever ends it, and not by its children.
-        # Closing any other descriptor of the same file would release it, as unmapping does: hence
-        # a second file.
-        fcntl.lockf(living, fcntl.LOCK_EX, 1)
-        return cls(file, living, [os.getpid(), file, living, name], first)
+        with contextlib.ExitStack() as opened:  # closed again if anything raises
+            file, living = (_until(opened, os.memfd_create(name)) for _ in range(2))
+            os.ftruncate(file, first)
+            # This lock is held while the process lives, whatever ends it, and not by its children.
+            # Closing any other descriptor of the same file would release it, as unmapping does:
+            # hence a second file.
+            fcntl.lockf(living, fcntl.LOCK_EX, 1)
+            memory = cls(file, living, [os.getpid(), file, living, name], first)
+            opened.pop_all()
+        return memory
 
     @classmethod
     def alone(cls, first: int) -> Self:
@@ -75,11 +78,14 @@ class Memory:
         """Map another process's memory; ``None`` if that is on another machine, or has ended."""
         process, *numbers, name = handle
         paths = [f"/proc/{process}/fd/{number}" for number in numbers]
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
             # The name first: in another namespace the numbers may be of something else.
             if all(os.readlink(path) == f"/memfd:{name} (deleted)" for path in paths):
-                file, living = (os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in paths)
-                return cls(file, living, handle, first)
+                flags = os.O_RDWR | os.O_CLOEXEC
+                file, living = (_until(opened, os.open(path, flags)) for path in paths)
+                memory = cls(file, living, handle, first)
+                opened.pop_all()
+                return memory
         return None
 
     def owner_lives(self) -> bool:
@@ -132,6 +138,12 @@ def memory_refused() -> str:
     except OSError as error:
         return f"processes cannot share memory here: {error}"
     return ""
+
+
+def _until(end: contextlib.ExitStack, file: int) -> int:
+    """Have a file closed at the end of a block."""
+    end.callback(os.close, file)
+    return file
 
 
 def _close(*files: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise
 
 import torch
@@ -13,13 +13,11 @@ from microddp.comms import Comms, Exchange
 
 # The tensor travels in columns, with a piece of every rank's part in each. A column's sum can leave
 # only when all of it is there, so the more columns, the less the last ones cost; but a message
-# costs the cores as much as tens of KiB on the wire. Measured with gloo, 4 hosts on two cores (AMD
-# EPYC, November 2026), one link a tenth of the others, in units of `weighted_time`. 8 MiB at 0.1
-# Gbit/s in columns of 512, 256, 128 and 64 KiB: 1.21, 1.14, 1.08, 1.08. 4 MiB at 0.4 Gbit/s in
-# columns of 256, 128, 64 and 32 KiB: 1.25, 1.25, 1.57, 2.18.
+# costs the cores as much as tens of KiB on the wire. Of 32 to 512 KiB, 128 was best or as good on
+# links of 0.1 and 0.4 Gbit/s (gloo, 4 hosts on two cores, AMD EPYC, November 2026).
 COLUMN_BYTES = 1 << 17
 COLUMNS = 64  # at most: the last ones then cost 3 to 5 %
-# Columns on their way while one is added. With 1, 16 MiB at 0.4 Gbit/s took 1.25 instead of 1.09.
+# Columns on their way while one is added; with 1, 16 MiB took a seventh longer.
 AHEAD = 2
 
 
@@ -103,8 +101,10 @@ def weighted_all_reduce(
         ValueError: also if there is not one positive speed for each rank.
     """
     rank, n = comms.rank, comms.world_size
-    if len(speeds) != n:
-        raise ValueError(f"rank {rank}: expected {n} speeds, one for each rank, got {list(speeds)}")
+    if len(speeds) != n or not all(0 < speed < math.inf for speed in speeds):
+        raise ValueError(
+            f"rank {rank}: expected {n} positive speeds, one for each rank, got {list(speeds)}"
+        )
     counts = parts_by_speed(tensor.numel(), speeds)
     with flattened(tensor, comms, op) as (flat, combine):
         if n == 1 or flat.numel() == 0:
@@ -132,19 +132,13 @@ def weighted_all_reduce(
             if 0 <= (k := j - AHEAD) < len(columns):
                 for exchange in asked[k]:
                     exchange.received()
-                _add_up(terms(k), rank, combine)
-                own = columns[k][rank]
+                (total, *others), own = terms(k), columns[k][rank]
+                for peer, term in enumerate(others, start=1):  # in rank order
+                    # This rank's own place is free from its turn on.
+                    total = combine(total, term, out=own if peer >= rank else total)
                 told.append([send(own, columns[k][src]) for send, _, src in exchangers])
             if (k := j - 2 * AHEAD) >= 0:
                 for exchange in told[k]:
                     exchange.received()
         for exchange in chain(*asked, *told):
             exchange.wait()
-
-
-def _add_up(terms: Sequence[torch.Tensor], rank: int, combine: Callable[..., torch.Tensor]) -> None:
-    """Combine all ranks' values in rank order, and leave the result where this rank's were."""
-    total = terms[0]
-    for peer, term in enumerate(terms[1:], start=1):
-        # This rank's own place is free from its turn on.
-        total = combine(total, term, out=terms[rank] if peer >= rank else total)

@@ -235,6 +235,21 @@ def test_only_a_file_with_the_name_that_was_told_is_opened():
     assert not [entry for entry in os.listdir("/dev/shm") if "microddp" in entry]
 
 
+def test_memory_that_cannot_be_had_leaves_no_file_open(monkeypatch):
+    memory = Memory.create(mmap.PAGESIZE)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ValueError, match="greater than file size"):
+        Memory.open(memory.handle, 2 * mmap.PAGESIZE)
+
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "ftruncate", full)
+    with pytest.raises(OSError, match="no space left"):
+        Memory.create(mmap.PAGESIZE)
+    assert os.listdir("/proc/self/fd") == before
+
+
 @on_ranks(3)
 def test_ranks_of_other_machines_are_refused_alike(comms):
     if comms.rank == 1:  # as one in another container
