@@ -167,9 +167,22 @@ def load_parts(
         optimizer: an optimizer of the shards, whose state is replaced.
 
     Raises:
-        ValueError: on every rank: a parameter has another shape, or some of its values are in none
-            of the states.
+        ValueError: on every rank: a parameter has another shape, some of its values are in none of
+            the states, or reading these raised on one.
     """
+    try:
+        wrong = _load_own(shards, saved, optimizer)
+    except Exception as error:
+        wrong = f"{type(error).__name__}: {error}"
+    comms.fail_together(wrong, "all values of each parameter", ValueError)
+    if optimizer is not None:
+        _move_steps(optimizer)
+
+
+def _load_own(
+    shards: Sequence[ParamShard], saved: Iterable[Parts], optimizer: torch.optim.Optimizer | None
+) -> str:
+    """Load what the states have of this rank's shards; return what does not fit, in words."""
     found = {s.name: torch.zeros(len(s.sharded_data), dtype=torch.bool) for s in shards}
     wrong = ""
     if optimizer is not None:
@@ -187,9 +200,7 @@ def load_parts(
             found[shard.name][_take(shard, entry, keys, kept)] = True
     if not wrong and (missing := [name for name, here in found.items() if not here.all()]):
         wrong = f"none, or only some, of {', '.join(missing)}"
-    comms.fail_together(wrong, "all values of each parameter", ValueError)
-    if optimizer is not None:
-        _move_steps(optimizer)
+    return wrong
 
 
 def _move_steps(optimizer: torch.optim.Optimizer) -> None:

@@ -1,11 +1,14 @@
-"""What can be sharded: elements that compute one after the other, and dense gradients."""
+"""What can be sharded: elements that compute one after the other, dense gradients, equal ranks."""
 
 from __future__ import annotations
+
+from math import inf
 
 from torch import nn
 
 from microddp.buckets import gradients_are_sparse
 from microddp.comms import Comms
+from microddp.replicas import check_structure
 
 
 def elements(module: nn.Module) -> list[nn.Module]:
@@ -17,14 +20,35 @@ def elements(module: nn.Module) -> list[nn.Module]:
 
 
 def check_dense(model: nn.Module, comms: Comms) -> None:
-    """Refuse sparse gradients, which have no fixed place in a flat tensor.
+    """Refuse sparse gradients, which have no fixed place in a flat tensor. A collective.
 
     Raises:
-        ValueError: a trained parameter would get one.
+        ValueError: on every rank: a trained parameter of any would get one.
     """
     sparse = gradients_are_sparse(model)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
-    if found := [name for name, is_sparse in zip(names, sparse, strict=True) if is_sparse]:
+    found = [name for name, is_sparse in zip(names, sparse, strict=True) if is_sparse]
+    problem = f"sparse ones of {', '.join(found)}" if found else ""
+    comms.fail_together(problem, "dense gradients", ValueError)
+
+
+def check_alike(
+    model: nn.Module, comms: Comms, bucket_cap_mb: float | None, **options: object
+) -> None:
+    """Refuse ranks with different models or options, and a cap that none is. A collective.
+
+    Args:
+        model: whose parameters and buffers are compared.
+        comms: the ranks.
+        bucket_cap_mb: size of a bucket in MiB, or ``None``.
+        options: what else is compared, by name.
+
+    Raises:
+        RuntimeError: on every rank: the ranks differ.
+        ValueError: on every rank: the cap is not positive, or not finite.
+    """
+    check_structure(model, comms, {"bucket_cap_mb": bucket_cap_mb, **options})
+    if bucket_cap_mb is not None and not 0 < bucket_cap_mb < inf:
         raise ValueError(
-            f"rank {comms.rank}: expected dense gradients, got sparse ones of {', '.join(found)}"
+            f"rank {comms.rank}: expected a finite bucket_cap_mb above 0, got {bucket_cap_mb}"
         )

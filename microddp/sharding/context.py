@@ -44,6 +44,7 @@ class ShardingContext(ShardedReducer):
         self._callback_queued = False  # the one at the end of backward
         # Groups whose backward has begun and is not over, in that order.
         self._in_backward: dict[FlatParamGroup, None] = {}
+        self._entered: set[int] = set()  # forwards, by the event of their end, in this backward
 
     def pre_forward(self, module: ShardedModule) -> ShardedModule | None:
         """Record that a module's forward begins.
@@ -92,21 +93,28 @@ class ShardingContext(ShardedReducer):
         self.event_count += 1
         return before
 
-    def pre_backward(self, groups: Sequence[FlatParamGroup], exited_at: int) -> None:
+    def pre_backward(self, groups: Sequence[FlatParamGroup], exited_at: int) -> bool:
         """Record that backward enters a module, and finish the groups that it has passed.
 
         Args:
             groups: groups of the module.
             exited_at: number of the event at which its forward ended. A group that forward first
                 needed later has its backward behind it.
+
+        Returns:
+            Whether this backward has come to this forward for the first time.
         """
         if not self._callback_queued:  # of this backward, or of a nested one
             self._callback_queued = True
+            self._entered.clear()
             torch.autograd.Variable._execution_engine.queue_callback(
                 self._post_backward_final_callback
             )
         self._post_backward([g for g in self._in_backward if g.first_use > exited_at])
         self._in_backward |= dict.fromkeys(groups)
+        first_time = exited_at not in self._entered
+        self._entered.add(exited_at)
+        return first_time
 
     def _post_backward(self, groups: Sequence[FlatParamGroup]) -> None:
         for group in groups:

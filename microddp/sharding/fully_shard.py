@@ -1,9 +1,8 @@
 """ZeRO 3: parameters that are whole only while they are used.
 
-A step, seen from one sharded module: it is unsharded before its forward and resharded after it, and
-unsharded again before its backward. When backward comes to a module that forward needed earlier,
-the backward of this one is over: it is resharded, and its gradients are reduce-scattered. Each
-rank's shard of the mean becomes the gradient of its shard of the parameters.
+A sharded module is unsharded before its forward and resharded after it, and unsharded again before
+its backward. When backward comes to a module that forward needed earlier, the backward of this one
+is over: it is resharded, and its gradients are reduce-scattered.
 
 :mod:`~microddp.sharding.sharded_module` has the hooks that do so,
 :mod:`~microddp.sharding.context` the order of a model's modules, and
@@ -12,6 +11,8 @@ rank's shard of the mean becomes the gradient of its shard of the parameters.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from microddp.deferred import Initialise, materialise, own_tensors
 from microddp.replicas import broadcast_tensors, check_structure, in_words
 from microddp.sharding.blocks import check_dense, elements
 from microddp.sharding.param_group import flat_param_groups, group_of
-from microddp.sharding.sharded_module import ShardedModule, sharded_module_of
+from microddp.sharding.sharded_module import ShardedModule, is_inside, sharded_module_of
 from microddp.shared import AUTO, scatter_gather
 
 
@@ -44,7 +45,8 @@ def fully_shard(
     their gradients after ``backward()``, which are means over the ranks. So an optimizer of
     ``model.parameters()`` updates the shards, and its state is of the shards only. It may be any
     optimizer that treats each value by itself. Forward and backward are collectives, in evaluation
-    too: every rank must run the same blocks in the same order.
+    too: every rank must run the same blocks in the same order, and if one rank's output of a block
+    needs a gradient, so must the others'.
 
     While a block computes, the next one is unsharded already: in forward by the order of the step
     before, in backward by forward's. Bytes that a rank sends in a step: (n-1)/n S of gradients,
@@ -65,8 +67,8 @@ def fully_shard(
     may come before their backwards, but none between two of these.
 
     Args:
-        module: its parameters and buffers become those of rank 0. What is on the ``meta`` device
-            is allocated on this rank's device, and initialised.
+        module: its parameters and buffers become those of rank 0, and its gradients are forgotten.
+            What is on the ``meta`` device is allocated on this rank's device, and initialised.
         comms: the ranks among which the parameters are divided.
         reshard_after_forward: whether the parameters are freed between forward and backward. Those
             that backward needs first may as well stay: PyTorch keeps the outermost module's.
@@ -84,10 +86,11 @@ def fully_shard(
         and ``remove()``; that of the outermost module is for the whole model.
 
     Raises:
-        ValueError: the module is sharded already, a gradient would be sparse, or a module on the
-            ``meta`` device cannot initialise itself.
-        RuntimeError: on every rank: the ranks' parameters differ in number, shape, dtype or whether
-            they are trained, or their options differ.
+        ValueError: the module is sharded already, itself or as a part of another one. On every
+            rank: a gradient would be sparse, or a module on the ``meta`` device cannot initialise
+            itself; in other nodes this is a RuntimeError.
+        RuntimeError: on every rank, of all nodes: the ranks' parameters differ in number, shape,
+            dtype or whether they are trained, or their options differ.
 
     Example:
         >>> for block in model.blocks:
@@ -98,12 +101,14 @@ def fully_shard(
     Source: Rajbhandari et al., "ZeRO", SC 2020, section 5.3; Zhao et al., "PyTorch FSDP", VLDB
     2023, section 3.
     """
-    if sharded_module_of(module):
-        raise ValueError(f"rank {comms.rank}: expected a module that is not sharded, got one twice")
-    check_dense(module, comms)
+    if is_inside(module):
+        got = "one twice" if sharded_module_of(module) else "a part of one: shard blocks first"
+        raise ValueError(f"rank {comms.rank}: expected a module that is not sharded, got {got}")
     blocks = {m for m in module.modules() if sharded_module_of(m)}
     mine = [m for _, m in module.named_modules(memo=blocks)]  # no block, and nothing inside one
-    calls = materialise(mine, comms, initialise)
+    with _in_all_nodes(replicas):
+        check_dense(module, comms)
+        calls = materialise(mine, comms, initialise)
     # Groups of blocks that have a parameter in common with this module. An initialisation here
     # does not change their shards.
     shared = {group: None for m in mine for p in m.parameters(False) if (group := group_of(p))}
@@ -122,8 +127,11 @@ def fully_shard(
         "collectives": collectives,
         **{names[t]: in_words(t) for t in tensors},
     }
+    with _in_all_nodes(replicas):
+        check_structure(nn.Module(), comms, options)
+    if replicas:
+        check_structure(nn.Module(), replicas, options)
     for ranks in filter(None, (comms, replicas)):
-        check_structure(nn.Module(), ranks, options)
         broadcast_tensors(tensors, ranks)
     groups = flat_param_groups(
         {names[t]: t for t in tensors if isinstance(t, nn.Parameter)},
@@ -134,10 +142,27 @@ def fully_shard(
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
     )
-    sharded = ShardedModule(module, [*groups, *shared], reshard_after_forward, param_dtype)
+    sharded = ShardedModule(module, comms, [*groups, *shared], reshard_after_forward, param_dtype)
     for param in sharded.context.params:
         param.name = names.get(param.parameter, param.name)
     return sharded
+
+
+@contextmanager
+def _in_all_nodes(replicas: Comms | None) -> Iterator[None]:
+    """Let what raises on the ranks of one node raise on those of the others, too. A collective."""
+    raised: Exception | None = None
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raised = error
+    said = replicas.all_gather_data(str(raised or "")) if replicas else []
+    if raised:
+        raise raised
+    if replicas and (problem := next(filter(None, said), "")):
+        raise RuntimeError(
+            f"rank {replicas.rank} of the replicas: expected no error in other nodes, got {problem}"
+        )
 
 
 def shard_blocks(

@@ -12,8 +12,8 @@ from torch import nn
 
 from microddp.buckets import bucket_caps, plan_buckets
 from microddp.comms import Comms
-from microddp.replicas import broadcast_parameters, check_structure
-from microddp.sharding.blocks import check_dense, elements
+from microddp.replicas import broadcast_parameters
+from microddp.sharding.blocks import check_alike, check_dense, elements
 from microddp.sharding.param_group import FlatParamGroup, ShardedParam
 from microddp.sharding.reducer import ShardedReducer
 from microddp.shared import AUTO, scatter_gather
@@ -46,8 +46,10 @@ class ShardedGradients(ShardedReducer):
         groups: in the order in which they are reduced, that of backward.
 
     Raises:
-        ValueError: a gradient would be sparse.
-        RuntimeError: on every rank: the ranks' parameters differ in number, shape or dtype.
+        ValueError: on every rank: a gradient would be sparse, the cap is not positive or not
+            finite, or ``collectives`` is unknown.
+        RuntimeError: on every rank: the ranks' parameters differ in number, shape or dtype, or
+            their options differ.
 
     Source: Rajbhandari et al., "ZeRO", SC 2020, section 5.
     """
@@ -62,7 +64,8 @@ class ShardedGradients(ShardedReducer):
         collectives: str = AUTO,
     ) -> None:
         check_dense(module, comms)
-        check_structure(module, comms)
+        options = {"keep_gradients": keep_gradients, "collectives": collectives}
+        check_alike(module, comms, bucket_cap_mb, **options)
         broadcast_parameters(module, comms)
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad][::-1]
         plan = plan_buckets([p for _, p in named], bucket_caps(bucket_cap_mb))

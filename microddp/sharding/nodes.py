@@ -17,13 +17,20 @@ def nodes_of(comms: Comms, node: int | None = None) -> tuple[Comms, Comms]:
         The ranks of this rank's node, and those with its number in every node.
 
     Raises:
-        ValueError: the nodes would have different numbers of ranks.
+        ValueError: on every rank: the nodes would have different numbers of ranks, or none, or
+            ``node`` differs between ranks.
     """
     return _divide(comms, node)
 
 
 @cached_per_comms
 def _divide(comms: Comms, node: int | None) -> tuple[Comms, Comms]:
+    said = comms.all_gather_data(node)
+    if len(set(said)) > 1 or (node is not None and node < 1):
+        raise ValueError(
+            f"rank {comms.rank}: expected one number of ranks in a node, from 1 on, got {said} on "
+            f"ranks 0 to {comms.world_size - 1}"
+        )
     every = [*range(comms.world_size)]
     nodes = machines_of(comms) if node is None else [every[i : i + node] for i in every[::node]]
     if len({len(ranks) for ranks in nodes}) > 1:

@@ -16,7 +16,8 @@ from torch import nn
 from microddp.buckets import bucket_caps
 from microddp.comms import Comms
 from microddp.parts import ParamShard
-from microddp.replicas import broadcast_tensors
+from microddp.replicas import broadcast_tensors, in_words
+from microddp.sharding.blocks import check_alike
 from microddp.shared import AUTO, Future, ScatterGather, scatter_gather
 from microddp.timing import NOT_RECORDED, Recorder
 
@@ -99,7 +100,8 @@ class OwnedGroup:
             values.copy_(p.detach())
             p.data = values
             if owner[i] == comms.rank:
-                mine = nn.Parameter(values, p.requires_grad)
+                # A single number in one dimension, as its moments then have: they are no counts.
+                mine = nn.Parameter(values if p.dim() else values.view(1), p.requires_grad)
                 all_of_it = slice(0, p.numel())
                 self.owned[i] = ParamShard(name, p.shape, all_of_it, values.view(-1), mine)
 
@@ -124,7 +126,7 @@ class OwnedGroup:
             flat = reduced.wait()
         for i, param in self.owned.items():
             if self.parameters[i].requires_grad:  # it may have been frozen meanwhile
-                param.add_gradient(self._view(flat, i))
+                param.add_gradient(self._view(flat, i).view_as(param.sharded_param))
 
     def gather(self) -> Future:
         """Start to all-gather the parameters from their owners. A collective."""
@@ -172,7 +174,7 @@ class OwnedOptimizer:
 
     Args:
         optimizer_class: any optimizer, as ``torch.optim.Muon``.
-        parameters: they become those of rank 0, and views of flat tensors.
+        parameters: the same on every rank; they become those of rank 0, and views of flat tensors.
         comms: the ranks.
         bucket_cap_mb: least size of a group in MiB; ``None``: 25.
         collectives: a key of ``microddp.shared.SCATTER_GATHERS``, or ``"auto"``.
@@ -180,6 +182,11 @@ class OwnedOptimizer:
 
     Attributes:
         groups: what is reduced and gathered together.
+
+    Raises:
+        ValueError: on every rank: the cap is not positive or not finite, or ``collectives`` is
+            unknown; or as the optimizer.
+        RuntimeError: on every rank: the ranks' parameters or these options differ.
 
     Example:
         >>> muon = OwnedOptimizer(torch.optim.Muon, matrices, comms, lr=0.02)
@@ -200,6 +207,8 @@ class OwnedOptimizer:
     ) -> None:
         named = {str(i): p for i, p in enumerate(dict.fromkeys(parameters))}  # each once
         optimizer_class(named.values(), **options)  # what it refuses, it refuses on every rank
+        alike = {name: in_words(p) for name, p in named.items()}
+        check_alike(nn.Module(), comms, bucket_cap_mb, collectives=collectives, **alike)
         broadcast_tensors([p.data for p in named.values()], comms)
         self.groups = owned_groups(named, comms, bucket_cap_mb, collectives)
         mine = [[param.sharded_param for param in group.owned.values()] for group in self.groups]

@@ -124,9 +124,10 @@ class FlatParamGroup:
                     unsharded_data=self.unsharded[flat_range].view(p.shape),
                 )
             )
-            p.data, begin = self.params[-1].unsharded_data, end
             if shard_params:
+                p.grad = None  # of another shape, and maybe dtype, than it will have
                 p.__dict__["_microddp_group"] = self
+            p.data, begin = self.params[-1].unsharded_data, end
         self.local_params = [p for p in self.params if len(p.sharded_data) or not p.shape.numel()]
         self.is_sharded = self.is_kept = False
         self.first_use = inf
@@ -149,18 +150,14 @@ class FlatParamGroup:
 
     # ---- parameters: unsharded for a while, then sharded again
 
-    @property
-    def is_unsharding(self) -> bool:
-        """True if an all-gather was started and not waited for."""
-        return self._all_gather is not None
-
     @torch.no_grad()
     def unshard(self) -> None:
         """Start the all-gather of the parameters, unless they are whole or it has started already.
 
         A collective. :meth:`wait_for_unshard` completes it.
         """
-        if self.is_unsharding or self.is_kept or (self.shard_params and not self.is_sharded):
+        started = self._all_gather is not None
+        if started or self.is_kept or (self.shard_params and not self.is_sharded):
             return
         if self.shard_params:
             self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
@@ -237,7 +234,7 @@ class FlatParamGroup:
 
     def _start_all_reduce(self, reduce_scatter: Future, replicas: Comms) -> None:
         mean = self.shard.new_empty(self.shard_numel, dtype=self.reduce_dtype)
-        partial, self._partial_mean = self._partial_mean, None
+        partial = self._partial_mean  # a GPU adds it later: kept until wait_for_mean
 
         def copy(scattered: Future) -> torch.Tensor:  # so that the flat tensor can go
             mean.copy_(self.shard_of(scattered.value()))
@@ -267,7 +264,7 @@ class FlatParamGroup:
         self.wait_for_reduce_scatter()
         if self._all_reduce is not None:
             mean = self._wait(self._all_reduce, "gradients of ")
-            self._all_reduce = None
+            self._all_reduce = self._partial_mean = None
             self._add_to_gradients(mean)
 
     def forget_mean(self) -> None:

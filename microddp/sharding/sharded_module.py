@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from microddp.backward import tensors_in
+from microddp.comms import Comms
 from microddp.parts import whole_state
 from microddp.sharding.context import ShardingContext
 from microddp.sharding.param_group import FlatParamGroup
@@ -25,6 +26,7 @@ class ShardedModule:
 
     Args:
         module: its forward and backward need the groups.
+        comms: the ranks among which parameters are divided.
         groups: flat groups of its own parameters, and those of other sharded modules whose
             parameters it uses.
         reshard_after_forward: whether parameters are resharded between forward and backward.
@@ -38,11 +40,12 @@ class ShardedModule:
     def __init__(
         self,
         module: nn.Module,
+        comms: Comms,
         groups: Sequence[FlatParamGroup],
         reshard_after_forward: bool,
         param_dtype: torch.dtype | None,
     ) -> None:
-        self.module, self.groups = module, groups
+        self.module, self.comms, self.groups = module, comms, groups
         self.reshard_after_forward, self.param_dtype = reshard_after_forward, param_dtype
         self.exited_at = 0
         inner = [sharded for m in module.modules() if (sharded := sharded_module_of(m))]
@@ -51,9 +54,11 @@ class ShardedModule:
             sharded.context = self.context
         self._handles: list[Any] = [
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True),
-            module.register_forward_hook(self._post_forward),
+            module.register_forward_hook(self._post_forward, always_call=True),  # if it raises, too
         ]
         module.__dict__["_microddp_sharded"] = self
+        for m in module.modules():
+            m.__dict__["_microddp_inside"] = self
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let each backward inside add to this rank's own gradients, and reduce none of them.
@@ -88,9 +93,9 @@ class ShardedModule:
             On rank 0 whole tensors in main memory, in the dtype of the shards. On other ranks an
             empty dictionary, so that only rank 0 needs memory for all of the model.
         """
-        comms = self.context.groups[0].comms
-        state, _ = whole_state(self.context.local_params, comms, self.context.modules[-1].module)
-        return state if comms.rank == 0 else {}
+        module = self.context.modules[-1].module
+        state, _ = whole_state(self.context.local_params, self.comms, module)
+        return state if self.comms.rank == 0 else {}
 
     def remove(self) -> None:
         """Make all parameters whole for good, in the dtype of the shards. A collective."""
@@ -98,6 +103,8 @@ class ShardedModule:
             for handle in sharded._handles:
                 handle.remove()
             del sharded.module.__dict__["_microddp_sharded"]
+            for m in sharded.module.modules():
+                m.__dict__.pop("_microddp_inside", None)
         for group in self.context.groups:
             group.reshard()
             flat = group.comms.all_gather(group.shard).flatten()  # may be of higher precision
@@ -138,9 +145,14 @@ class ShardedModule:
         trained = [t for t in tensors_in(output) if t.requires_grad and not t.is_leaf]
         context.backward_pending |= bool(trained)
         for tensor in trained:
-            tensor.register_hook(  # type: ignore[no-untyped-call]
-                partial(self._pre_backward, self.exited_at, prefetch)
-            )
+            enter = partial(self._pre_backward, self.exited_at, prefetch)
+            # A tensor that modules pass on has one hook, by which backward enters the last of them
+            # first, as it does where each has an output of its own.
+            node: Any = tensor.grad_fn
+            entries = node.metadata.setdefault(("microddp", tensor.output_nr), [])
+            if not entries:
+                tensor.register_hook(partial(_call_each, entries))  # type: ignore[no-untyped-call]
+            entries.insert(0, enter)
         if recomputed:
             return
         keep = bool(trained) and not self.reshard_after_forward
@@ -150,16 +162,25 @@ class ShardedModule:
 
     # ---- backward: unshard; the context reshards and reduces what backward has passed
 
-    def _pre_backward(
-        self, exited_at: int, prefetch: ShardedModule | None, _: torch.Tensor
-    ) -> None:
-        self.context.pre_backward(self.groups, exited_at)
-        self._unshard(prefetch)
+    def _pre_backward(self, exited_at: int, prefetch: ShardedModule | None) -> None:
+        # By a second output backward may enter when it has passed what was prefetched at the first.
+        first_time = self.context.pre_backward(self.groups, exited_at)
+        self._unshard(prefetch if first_time else None)
 
 
 def sharded_module_of(module: nn.Module) -> ShardedModule | None:
     """Find what shards this very module; ``None`` if it is not sharded itself."""
     return cast(ShardedModule | None, module.__dict__.get("_microddp_sharded"))
+
+
+def is_inside(module: nn.Module) -> bool:
+    """Tell if a module is sharded, itself or as a part of another one."""
+    return "_microddp_inside" in module.__dict__
+
+
+def _call_each(calls: Sequence[Callable[[], None]], _: torch.Tensor) -> None:
+    for call in calls:
+        call()
 
 
 def _in_backward() -> bool:

@@ -14,8 +14,8 @@ from microddp.buckets import bucket_caps
 from microddp.comms import Comms
 from microddp.parts import ParamShard, from_torch, load_parts, whole_state
 from microddp.program import Program
-from microddp.replicas import broadcast_parameters, check_structure
-from microddp.sharding.blocks import check_dense
+from microddp.replicas import broadcast_parameters
+from microddp.sharding.blocks import check_alike, check_dense
 from microddp.sharding.fully_shard import shard_blocks
 from microddp.sharding.gradients import ShardedGradients
 from microddp.sharding.nodes import nodes_of
@@ -84,9 +84,16 @@ class Sharded(Strategy):
                 "which are this rank's shards, got one of other tensors"
             )
 
+    def _check_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        if (count := len(optimizer.param_groups)) != 1:
+            raise ValueError(
+                f"rank {self.comms.rank}: expected an optimizer with one group of parameters, to "
+                f"save or load its whole state, got {count}"
+            )
+
     def parameters(self) -> list[nn.Parameter]:
         own = self.shards()
-        return own if any(p.numel() for p in own) else [*own, self._none]
+        return own if any(p.numel() for p in own if p.requires_grad) else [*own, self._none]
 
     def shards(self) -> list[nn.Parameter]:
         """This rank's shards; some may have no values."""
@@ -108,11 +115,13 @@ class Sharded(Strategy):
     def state(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[dict[str, Any], dict[str, Any]]:
+        self._check_groups(optimizer)
         return whole_state(self.local_params, self.inside, model, optimizer)
 
     def load(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
+        self._check_groups(optimizer)
         (group,), (saved,) = optimizer.param_groups, state["optimizer"]["param_groups"]
         group.update({key: value for key, value in saved.items() if key != "params"})
         parts = from_torch(model, state["model"], state["optimizer"])
@@ -302,7 +311,7 @@ class Owned(Sharded):
     ) -> None:
         super().__init__(model, comms)
         check_dense(model, comms)
-        check_structure(model, comms)
+        check_alike(model, comms, bucket_cap_mb, collectives=collectives)
         broadcast_parameters(model, comms)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.groups = owned_groups(trained, comms, bucket_cap_mb, collectives)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import warnings
 from dataclasses import dataclass
 
@@ -493,6 +494,82 @@ def test_a_forward_between_backward_and_step_hides_no_gradient(comms):
     assert not any(map(torch.equal, before, shards))
 
 
+class Skipped(nn.Module):
+    """Returns its input, the very tensor, where it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.skips = nn.Linear(6, 6), False
+
+    def forward(self, x):
+        return x if self.skips else x + self.inner(x)
+
+
+@on_ranks(2)
+def test_blocks_that_return_their_input_on_one_rank_only(comms):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), *(Skipped() for _ in range(3)))
+    model[2].skips = comms.rank == 0
+    x = torch.full((2, 6), comms.rank + 1.0)
+    for collectives in ("ring", "shared", "backend"):
+        model(x).square().sum().backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        right = []
+        for p in model.parameters():
+            right.append(torch.zeros_like(p) if p.grad is None else p.grad)
+            comms.all_reduce_mean(right[-1])
+        model.zero_grad()
+        for block in model:
+            fully_shard(block, comms, collectives=collectives)
+        sharded = fully_shard(model, comms, collectives=collectives)
+        model(x).square().sum().backward()
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        sharded.remove()
+        for p, old, gradient in zip(model.parameters(), before, right, strict=True):
+            torch.testing.assert_close(p.detach(), old - gradient)
+            p.data = old
+
+
+@on_ranks(2)
+def test_outputs_of_every_block_gather_none_once_more(comms):
+    class Every(nn.Sequential):
+        def forward(self, x):
+            return list(
+                itertools.accumulate(self, lambda x, layer: torch.tanh(layer(x)), initial=x)
+            )
+
+    model = Every(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    for block in model:
+        fully_shard(block, comms, collectives="ring")
+    fully_shard(model, comms, collectives="ring")
+    for _ in range(2):
+        with MessageCounter(comms) as counter:
+            sum(x.sum() for x in model(torch.ones(2, 8))).backward()
+        assert sum(m.nbytes for m in counter.messages) == 3 * (4 * 8 * 8 * 4) / 2
+
+
+@on_ranks(1)
+def test_after_a_forward_that_raised_where_the_model_itself_is_never_called(comms):
+    model = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    for block in model:
+        fully_shard(block, comms)
+    sharded = fully_shard(model, comms)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model[0](torch.ones(2, 5))
+    assert not sharded.context.forward_stack
+    assert all(group.is_sharded for group in sharded.context.groups)
+
+
+@on_ranks(2)
+def test_a_module_without_parameters_and_one_with_gradients(comms):
+    assert not fully_shard(nn.ReLU(), comms).whole_state_dict()
+    model = nn.Linear(4, 4)
+    model(torch.ones(2, 4)).sum().backward()
+    fully_shard(model, comms, param_dtype=torch.bfloat16)
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(p.grad.shape == p.shape and p.grad.eq(2).all() for p in model.parameters())
+
+
 @on_ranks(2)
 def test_what_is_unfrozen_later_is_trained(comms):
     torch.manual_seed(0)
@@ -530,8 +607,14 @@ def test_refused(comms):
     fully_shard(model, comms)
     with pytest.raises(ValueError, match=r"rank \d: expected a module that is not sharded"):
         fully_shard(model, comms)
-    with pytest.raises(ValueError, match="dense gradients, got sparse ones of weight"):
-        fully_shard(nn.Embedding(3, 3, sparse=True), comms)
+    with pytest.raises(ValueError, match="dense gradients, got rank 1: sparse ones of weight"):
+        fully_shard(nn.Embedding(3, 3, sparse=comms.rank == 1), comms)
+    outer = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    sharded = fully_shard(outer, comms)
+    with pytest.raises(ValueError, match="got a part of one: shard blocks first"):
+        fully_shard(outer[0], comms)
+    sharded.remove()
+    fully_shard(outer[0], comms)
     with pytest.raises(RuntimeError, match=r"expected the same parameters.*weight"):
         fully_shard(nn.Linear(3 + comms.rank, 3), comms)
     with pytest.raises(ValueError, match="expected one of auto, ring, shared, backend, got 'x'"):

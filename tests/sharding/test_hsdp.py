@@ -181,3 +181,16 @@ def test_equal_nodes_have_the_same_groups_each_time(comms):
 def test_nodes_of_different_sizes_are_refused(comms):
     with pytest.raises(ValueError, match=r"rank \d: expected nodes of equal size, got \[2, 1\]"):
         nodes_of(comms, 2)
+    for node in (0, -1, 1 + comms.rank):
+        with pytest.raises(ValueError, match=rf"rank {comms.rank}: expected one number of ranks"):
+            nodes_of(comms, node)
+
+
+@on_ranks(4)
+def test_what_differs_inside_one_node_is_refused_in_all(comms):
+    inside, across = nodes_of(comms, 2)
+    with pytest.raises(RuntimeError, match=r"the same parameters.*got weight=.*on rank 0"):
+        fully_shard(nn.Linear(4 + (comms.rank == 1), 4), inside, replicas=across)
+    sparse = nn.Embedding(3, 3, sparse=comms.rank == 3)
+    with pytest.raises((ValueError, RuntimeError), match="dense gradients, got rank 1: sparse"):
+        fully_shard(sparse, inside, replicas=across)

@@ -10,6 +10,7 @@ from microddp.message_counter import MessageCounter
 from microddp.replicas import check_replicas
 from microddp.sharding import OwnedOptimizer
 from microddp.sharding.owned import owners, together
+from microddp.strategies import STRATEGIES
 
 SHAPES = [(48, 32), (32, 32), (32, 64), (64, 32), (8, 32)]
 
@@ -134,6 +135,32 @@ def test_what_an_optimizer_refuses_is_refused_on_every_rank(comms):
     vectors = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))]
     with pytest.raises(ValueError, match="Muon only supports 2D"):
         OwnedOptimizer(torch.optim.Muon, vectors, comms)
+
+
+@on_ranks(2)
+def test_ranks_with_other_parameters_or_options_are_refused(comms):
+    for shape, cap in ((4 + comms.rank, None), (4, 1.0 + comms.rank)):
+        one = [nn.Parameter(torch.ones(shape))]
+        with pytest.raises(RuntimeError, match=r"expected the same parameters.*0=float32|=1.0"):
+            OwnedOptimizer(torch.optim.SGD, one, comms, cap)
+
+
+@on_ranks(2)
+def test_single_numbers_of_any_kind_keep_what_an_optimizer_knows_of_them(comms):
+    torch.manual_seed(0)
+    for number in (1.1 + 0j, torch.tensor(1.1, dtype=torch.float64)):
+        single = nn.Module()
+        single.number = nn.Parameter(torch.as_tensor(number))
+        strategy = STRATEGIES["owned"](single, comms)
+        optimizer = torch.optim.Adam(strategy.parameters())
+        single.number.abs().backward()
+        strategy.finish()
+        optimizer.step()
+        _, moments = strategy.state(single, optimizer)
+        if comms.rank == 0:
+            kept = moments["state"][0]["exp_avg"]
+            assert (kept.dtype, kept.shape) == (single.number.dtype, ())
+            torch.testing.assert_close(kept, torch.full_like(kept, 0.1), rtol=1e-12, atol=0)
 
 
 @on_ranks(2)

@@ -69,7 +69,7 @@ def test_gathered_in_forward_each_layer_waits_for_its_own(comms):
         for layer in model.layers if later else ():
             layer.register_forward_pre_hook(
                 lambda *_, groups=sharded.groups: coming.append(
-                    sum(group.is_unsharding for group in groups)
+                    sum(group._all_gather is not None for group in groups)
                 )
             )
         for step in range(4):
@@ -105,7 +105,7 @@ def test_gathered_in_forward_what_is_used_outside_of_its_block_is_waited_for(com
     mine, coming = [*model.early.parameters()], []
     groups = [g for g in sharded.groups if any(p.parameter is q for p in g.params for q in mine)]
     model.early.register_forward_pre_hook(
-        lambda *_: coming.extend(group.is_unsharding for group in groups)
+        lambda *_: coming.extend(group._all_gather is not None for group in groups)
     )
     for _ in range(2):
         model(torch.ones(2, 7)).sum().backward()

@@ -181,6 +181,14 @@ def test_parts_that_do_not_fit_are_refused(comms):
     with pytest.raises(ValueError, match=rf"expected all values .*{first} of shape \(1, 2\)"):
         load_parts(run.local_params, comms, [wrong])
 
+    def read():
+        if comms.rank == 1:
+            raise OSError("no such file")
+        yield parts
+
+    with pytest.raises(ValueError, match="got rank 1: OSError: no such file"):
+        load_parts(run.local_params, comms, read())
+
 
 class Scaled(nn.Module):
     """Has a parameter without dimensions, whose moments look like a count of steps."""
