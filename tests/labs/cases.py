@@ -31,7 +31,11 @@ class Case:
 
 
 def cases(lab: str) -> list[Case]:
-    """Return all scripts for a lab."""
+    """Return all scripts for a lab.
+
+    Its ``WRONG`` has, by what is wrong: what is replaced in the solution, and what the check must
+    say of it.
+    """
     path = LABS[lab].solution
     solution = path.read_text()
     given = skeleton(solution, LABS[lab].functions)

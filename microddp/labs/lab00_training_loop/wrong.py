@@ -8,7 +8,6 @@ STEP = "        optimizer.step()\n"
 LOOP = "    for i, (x, y) in enumerate(batches):\n"
 TOTAL = "        total += loss.item() * len(x)\n"
 
-# What is wrong: what is replaced in the solution, and what the check must say of it.
 WRONG = {
     "gradients are never zeroed": ({ZERO: ""}, "Gradients add up"),
     "gradients are zeroed after the step only": (

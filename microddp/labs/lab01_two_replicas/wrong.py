@@ -7,7 +7,6 @@ WHOLE = "            whole = torch.stack(gradients).sum(0)\n"
 EACH = "                p.grad = whole.clone()\n"
 STEPS = "    for optimizer in optimizers:\n        optimizer.step()\n"
 
-# What is wrong: what is replaced in the solution, and what the check must say of it.
 WRONG = {
     "every replica sees the whole batch": (
         {SHARDS: "    shards = [(x, y)] * n\n", SCALED: " / n\n"},

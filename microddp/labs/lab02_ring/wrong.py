@@ -5,7 +5,6 @@ LAST_LINE = (
     "        comms.sendrecv(chunks[(rank + 1 - i) % n], right, chunks[(rank - i) % n], left)\n"
 )
 
-# What is wrong: what is replaced in the solution, and what the check must say of it.
 WRONG = {
     "whole tensors go round": (
         {

@@ -12,7 +12,6 @@ AVERAGE = """    for parameter in model.parameters():
 SHARE = "            parameter.grad *= len(x) / samples.item()\n"
 REDUCE = "            comms.all_reduce(parameter.grad)\n"
 
-# What is wrong: what is replaced in the solution, and what the check must say of it.
 WRONG = {
     "no buffers": (
         {"[*model.parameters(), *model.buffers()]": "model.parameters()"},

@@ -7,7 +7,6 @@ LOOP = "        for parameter in model.parameters():\n"
 WAIT = "        for work in self.works:\n            work.wait()\n"
 CLEAR = "        self.works.clear()\n"
 
-# What is wrong: what is replaced in the solution, and what the check must say of it.
 WRONG = {
     "the hook waits": (
         {START: "        self.comms.all_reduce(parameter.grad)\n"},

@@ -17,7 +17,6 @@ GRADIENTS = "[p.grad.flatten() for p in bucket if p.grad is not None]"
 COUNT = "        self.missing[self.index[parameter]] -= 1\n"
 BEGIN = "        self.sent: list"
 
-# What is wrong: what is replaced in the solution, and what the check must say of it.
 WRONG = {
     "the cap is asked before a tensor is added": (
         {

@@ -26,7 +26,6 @@ REGISTER = "        for parameter in parameters:\n            parameter.register
 DIVIDE = "                flat /= comms.world_size\n"
 RESTORE = "        try:\n            yield\n        finally:\n            self.syncs = before\n"
 
-# What is wrong: what is replaced in the solution, and what the check must say of it.
 WRONG = {
     "no broadcast at construction": ({BROADCAST: ""}, "has to broadcast every parameter"),
     "a finish() that forward calls": (

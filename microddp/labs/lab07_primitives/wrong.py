@@ -24,7 +24,6 @@ BROADCAST = """    what = samples is not None and [list(samples.shape), str(samp
     comms.broadcast(whole)
 """
 
-# What is wrong: what is replaced in the solution, and what the check must say of it.
 WRONG = {
     "the same seed everywhere": (
         {

@@ -10,7 +10,6 @@ SLOW = """    work = [sum(times[part] for part in WORK) for times in ranks]
 MEDIAN = "statistics.median(times[1:]) for part"
 STARTS = 'return "many messages" if len(job.sizes) * start > transfer / 2 else "slow network"'
 
-# What is wrong: what is replaced in the solution, and what the check must say of it.
 WRONG = {
     "nothing is measured": (
         {"    seconds: dict[str, list[float]] = {}\n": '    return "loading"\n    seconds = {}\n'},

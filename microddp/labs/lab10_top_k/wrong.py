@@ -8,7 +8,6 @@ ADDED = (
     "            gradient.index_add_(0, place, value, alpha=1 / self.comms.world_size)\n"
 )
 
-# What is wrong: what is replaced in the solution, and what the check must say of it.
 WRONG = {
     "the largest with their signs": (
         {"rest.abs().topk": "rest.topk"},

@@ -8,7 +8,6 @@ RESET = "        vector_to_parameters(shared.clone(), parameters)\n"
 INNER = "        inner_step(model, inner, batch)\n"
 MEETING = "            outer_step(parameters, shared, velocity, lr, momentum, comms)\n"
 
-# What is wrong: what is replaced in the solution, and what the check must say of it.
 WRONG = {
     "the sign": (
         {"shared - parameters_to_vector(parameters)": "parameters_to_vector(parameters) - shared"},

@@ -4,7 +4,6 @@ WORK = "step.launched[-1] - step.begin + step.end - step.backward for"
 GATHERED = "comms.all_gather_data(statistics.median(work))"
 DECIDE = "if seconds > 1.5 * statistics.median(others):"
 
-# What is wrong: what is replaced in the solution, and what the check must say of it.
 WRONG = {
     "nothing is measured": (
         {"    steps = [job": "    return 0\n    steps = [job"},

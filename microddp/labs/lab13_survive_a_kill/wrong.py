@@ -14,7 +14,6 @@ SAVED = """            if comms.rank == 0:
                 save(folder, step, state)
 """
 
-# What is wrong: what is replaced in the solution, and what the check must say of it.
 WRONG = {
     "written in place": (
         {

@@ -13,7 +13,6 @@ REDUCED = "            comms.all_reduce(micro)\n"
 BACKWARD = "            torch.autograd.backward(loss)\n"
 SYNCED = "nullcontext() if i == len(micro_batches) else model.no_sync()"
 
-# What is wrong: what is replaced in the solution, and what the check must say of it.
 WRONG = {
     "a mean of means": (
         {COUNTED: "", LOSS: f"{MEAN} / len(micro_batches)"},

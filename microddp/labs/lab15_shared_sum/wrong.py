@@ -14,7 +14,6 @@ ADD_UP = """    first, *others = (block[:size].tensor_split(n)[rank] for block i
 # Which of the sums it spoils depends on who comes first.
 RACE = "is late.*A barrier is missing"
 
-# What is wrong: what is replaced in the solution, and what the check must say of it.
 WRONG = {
     "no first barrier": ({WRITE + BARRIER: WRITE}, RACE),
     "no second barrier": ({BARRIER + COPY: COPY}, RACE),

@@ -6,7 +6,6 @@ SCATTER = '    sharded.shard.grad = ring_reduce_scatter(gradients, comms, "mean"
 MAKE = "make_optimizer([own])"
 FORGET = "    for parameter in parameters:\n        parameter.grad = None\n"
 
-# What is wrong: what is replaced in the solution, and what the check must say of it.
 WRONG = {
     "an optimizer that is not sharded": (
         {

@@ -4,7 +4,6 @@ SCATTER = '    part = ring_reduce_scatter(flat, grid.inside, "mean")\n'
 REDUCE = '    ring_all_reduce(part, grid.across, "mean")\n'
 CUT = "    part = flat.tensor_split(grid.inside.world_size)[grid.inside.rank]\n"
 
-# What is wrong: what is replaced in the solution, and what the check must say of it.
 WRONG = {
     "a reduce-scatter over all ranks, as in stage 3": (
         {SCATTER + REDUCE: SCATTER.replace("inside", "everyone")},
