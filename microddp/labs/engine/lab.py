@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,6 +53,7 @@ class Stage:
         return f"{ranks} with links of {self.link}" if self.link else ranks
 
 
+@dataclass(eq=False)
 class Lab:
     """A step of the course for the reader to build. Its checks are added by :meth:`check`.
 
@@ -67,26 +68,15 @@ class Lab:
         hindrance: called with a stage; why this machine cannot run it, or an empty text.
     """
 
-    def __init__(
-        self,
-        name: str,
-        title: str,
-        chapter: str,
-        functions: Sequence[str],
-        hints: Sequence[str],
-        ranks: Sequence[int] = WORLD_SIZES,
-        patience: float = 5.0,
-        hindrance: Callable[[Stage], str] = lambda _: "",
-    ) -> None:
-        self.name = name
-        self.title = title
-        self.chapter = chapter
-        self.functions = functions
-        self.hints = hints
-        self.ranks = ranks
-        self.patience = patience
-        self.hindrance = hindrance
-        self.checks: list[Check] = []
+    name: str
+    title: str
+    chapter: str
+    functions: Sequence[str]
+    hints: Sequence[str]
+    ranks: Sequence[int] = WORLD_SIZES
+    patience: float = 5.0
+    hindrance: Callable[[Stage], str] = lambda _: ""
+    checks: list[Check] = field(default_factory=list, init=False)
 
     @property
     def number(self) -> str:
