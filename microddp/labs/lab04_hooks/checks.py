@@ -112,7 +112,7 @@ def one_late(bench: Bench) -> None:
 
 @LAB.check("finish() waits for every all-reduce", read=CHAPTER, ranks=SEVERAL)
 def all_through(bench: Bench) -> None:
-    overlap.expect_waits_for_all(bench, hooks(bench))
+    overlap.expect_waits_for_all(bench, chain(), hooks(bench))
 
 
 @LAB.check("every gradient is the mean over all ranks", read=CHAPTER)

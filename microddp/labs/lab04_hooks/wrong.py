@@ -43,6 +43,10 @@ WRONG = {
         "A tensor hook is called with what",
     ),
     "finish forgets to wait": ({WAIT: ""}, "finish\\(\\) must call wait\\(\\)"),
+    "finish waits for the last": (
+        {WAIT: "        self.works[-1].wait()\n"},
+        "Wait for every all-reduce, not for the last",
+    ),
     "the works are never thrown away": ({CLEAR: ""}, "empty it in finish"),
     "the sum": ({DIVIDE: ""}, "That is the sum: divide"),
     "a copy that nobody reads": (

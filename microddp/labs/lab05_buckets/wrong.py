@@ -81,6 +81,21 @@ WRONG = {
         },
         "taken before wait\\(\\) returned",
     ),
+    "finish waits for the last": (
+        {
+            WAIT: "",
+            "        for bucket, (flat, work) in": "        self.sent[-1][1].wait()\n"
+            "        for bucket, (flat, work) in",
+        },
+        "Wait for every all-reduce, not for the last",
+    ),
+    "all in float32": (
+        {
+            "torch.cat(gradients) /": "torch.cat(gradients).float() /",
+            "part.view_as(parameter)": "part.view_as(parameter).to(parameter.dtype)",
+        },
+        "in its own dtype",
+    ),
     "never emptied": (
         {
             BEGIN: "        self.came = [[] for _ in self.buckets]\n" + BEGIN,
