@@ -24,7 +24,7 @@ WRONG = {
     ),
     "what is half written looks like a checkpoint": (
         {'f"checkpoint-{step}.part"': 'f"checkpoint-{step}-new.pt"'},
-        "what the kill left: .*checkpoint-6-new.pt.*checkpoint-NUMBER.pt",
+        " in load .*what the kill left: .*checkpoint-6-new.pt.*checkpoint-NUMBER.pt",
     ),
     "one file only": (
         {
@@ -40,13 +40,24 @@ WRONG = {
         },
         "when the next is there, not before",
     ),
+    "the oldest by their texts are removed": (
+        {
+            'folder / f"checkpoint-{step}.pt")\n': 'folder / f"checkpoint-{step}.pt")\n'
+            '    for old in sorted(folder.glob("checkpoint-*.pt"))[:-2]:\n        old.unlink()\n',
+        },
+        "checkpoint-10.pt when save returns got checkpoint-8.pt, checkpoint-9.pt As texts",
+    ),
     "the newest by its text": (
         {"sorted(files, reverse=True)": "sorted(files, key=str, reverse=True)"},
         "compare numbers",
     ),
     "a broken one ends it": (
         {READ: "            newest = [torch.load(files[step])]\n            break\n"},
-        "go back to the one before",
+        "newest file is cut off: .* in load .*go back to the one before",
+    ),
+    "one kind of broken file": (
+        {"except Exception as error": "except RuntimeError as error"},
+        "newest file is (zeros|empty): .* in load .*go back to the one before",
     ),
     "each rank reads its own disk": (
         {"    if comms.rank == 0:\n        files": "    if True:\n        files"}
