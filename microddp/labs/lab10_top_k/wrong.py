@@ -84,7 +84,7 @@ WRONG = {
     ),
     "k values of fewer": (
         {"min(self.k, len(rest))": "self.k"},
-        r"send min\(k, size\) values",
+        r"in average .*That was with 5 values and k=7: send min\(k, size\)",
     ),
     "an all-reduce of the masked gradient": (
         {
@@ -96,6 +96,10 @@ WRONG = {
         "The whole tensor travels, with its zeros",
     ),
     "places in int64": ({"places.int()": "places"}, "send them as int32"),
+    "places in one byte": (
+        {"places.int()": "places.byte()", "(0, place, value": "(0, place.int(), value"},
+        "Send places as int32",
+    ),
     "its own values first": (
         {
             ADDED: "        n = self.comms.world_size\n"
