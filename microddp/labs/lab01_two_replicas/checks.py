@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from functools import partial
 
@@ -288,11 +289,12 @@ def bits(bench: Bench) -> None:
             "Sums in another order are rounded in another way: compute the average once, "
             "and hand it out.",
         )
-        places = {gradient.data_ptr() for gradient in group.held[0]}
+    places = [{gradient.data_ptr() for gradient in held} for held in group.held]
+    for first, second in itertools.combinations(range(4), 2):
         bench.expect(
-            places.isdisjoint(gradient.data_ptr() for gradient in group.held[k]),
+            places[first].isdisjoint(places[second]),
             "gradients in tensors of each replica's own",
-            f"one tensor that replicas 0 and {k} share",
+            f"one tensor that replicas {first} and {second} share",
             "What changes a gradient in place, as clipping does, would change both: copy into each "
             "replica's own, or clone.",
         )

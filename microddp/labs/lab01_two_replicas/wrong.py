@@ -63,6 +63,13 @@ WRONG = {
         {EACH: "                p.grad = whole\n"},
         "What changes a gradient in place",
     ),
+    "one tensor for all but replica 0": (
+        {
+            "            for p in copies:\n" + EACH: "            for k, p in enumerate(copies):\n"
+            "                p.grad = whole if k else whole.clone()\n"
+        },
+        "What changes a gradient in place",
+    ),
     "each replica adds its own first": (
         {
             WHOLE: "",
