@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from microddp.comms import Comms
+from microddp.labs.engine.answers import answers, expect_all
 from microddp.labs.engine.bench import Bench
 from microddp.labs.engine.lab import Lab
 
@@ -36,10 +37,6 @@ CAUSES = ("nothing", "loading", "slow rank", "slow network", "many messages")
 SECONDS = {"load": 2e-3, "forward": 5e-3, "backward": 10e-3, "update": 1e-3}
 TROUBLE = 60e-3  # seconds in each step
 DISTURBANCE = 2.0  # seconds in one step
-ALONE = (
-    "The ranks decided by different numbers. Gather the times of all, and let every rank decide by "
-    "the same."
-)
 WAITS = (
     "Who averages longest came first, and waits for the others. Compare what the ranks work, not "
     "how long they wait."
@@ -109,7 +106,7 @@ class Job:
         self._send([nbytes])
 
     def _work(self, part: str) -> None:
-        self._pass(self._seconds[part] * self._chance.uniform(0.9, 1.1) + self._disturbance(part))
+        self._pass(self._seconds[part] * self._chance.uniform(0.97, 1.03) + self._disturbance(part))
 
     def _disturbance(self, part: str) -> float:
         self._calls[part] += 1
@@ -176,40 +173,25 @@ def plant(comms: Comms, cause: str, seed: int, disturbed: str = "") -> tuple[str
 def expect_named(bench: Bench, jobs: Iterable[tuple[str, Job]], why: str = "") -> None:
     """Expect that each job's cause is named on every rank; ``why`` is the mistake, if known."""
     for cause, job in jobs:
-        answers = _answers(bench, job)
-        for answer in answers:
+        given = answers(bench, bench.work.name_cause, job)
+        for answer in given:
             bench.expect(
                 answer in ("nothing", "loading", "slow network", "many messages")
                 or answer in [f"slow rank {rank}" for rank in range(bench.n)],
                 "one of the causes, as a text: 'slow rank 0', say",
                 answer,
             )
-        alike = len(set(answers)) == 1
-        mistake = (why or _mistake(cause, answers[0])) if alike else ALONE
+        mistake = why or _mistake(cause, given[0])
+        if not job.asked:
+            mistake = "job.clock() was never read, and time passes on no other clock here."
         if not job._calls:
             mistake = "No step of the job was taken: measure."
-        elif not job.asked:
-            mistake = "job.clock() was never read, and time passes on no other clock here."
-        each = "; ".join(f"{answer!r} on rank {rank}" for rank, answer in enumerate(answers))
-        got = repr(answers[0]) if alike else each
-        bench.expect(answers == [cause] * bench.n, f"{cause!r} on every rank", got, mistake)
+        expect_all(bench, given, cause, mistake)
 
 
-def _answers(bench: Bench, job: Job) -> list[str]:
-    """Return each rank's answer."""
-    bench.comms.debug = True  # a rank that decides otherwise makes other calls: compare them
-    try:
-        answer = str(bench.work.name_cause(job, bench.comms))
-        bench.comms.barrier()
-    except RuntimeError as error:
-        _, disagree, calls = str(error).partition("the ranks disagree: ")
-        otherwise = "The ranks called something else, perhaps because they decided by different "
-        otherwise += "numbers. Gather the times of all, and let every rank decide by the same."
-        bench.expect(not disagree, "the same calls on every rank", calls, otherwise)
-        raise
-    finally:
-        bench.comms.debug = False
-    return bench.comms.all_gather_data(answer)
+def longer(bench: Bench, times: float) -> dict[str, float]:
+    """Return this rank's seconds of each part, if the last rank works so many times as long."""
+    return {part: SECONDS[part] * (times if bench.rank == bench.n - 1 else 1.0) for part in SECONDS}
 
 
 def _mistake(cause: str, got: str) -> str:
@@ -227,13 +209,15 @@ def _mistake(cause: str, got: str) -> str:
         return f"No rank works much longer than the others. {WAITS}"
     if cause == "slow network" and got == "many messages":
         return (
-            "There are many messages, but to start them takes little. Time a message of 4 bytes "
-            "by job.all_reduce, and multiply."
+            "There are many messages, but to start them takes less than half of the time. Time a "
+            "message of 4 bytes by job.all_reduce, and multiply."
         )
     if cause == "many messages" and got == "slow network":
         return "Few bytes take as long as many here. Time a message of 4 bytes by job.all_reduce."
     if cause == "nothing":
         return "Nothing was planted. Name a cause only if it takes more than half of the step."
+    if got == "nothing" and not cause.startswith("slow rank"):
+        return "What takes more than half of the step is a cause: name it."
     return ""
 
 
@@ -241,14 +225,16 @@ def _mistake(cause: str, got: str) -> str:
 def loading(bench: Bench) -> None:
     kinds = [(cause, seed) for seed in range(3) for cause in ("loading", "nothing")]
     expect_named(bench, (plant(bench.comms, *kind) for kind in kinds))
+    for cause, load in (("nothing", 13e-3), ("loading", 20e-3)):  # 45 and 55 % of the step
+        expect_named(bench, [(cause, Job(bench.comms, {**SECONDS, "load": load}, (1000,)))])
     # In these jobs the last rank works longer than the others, but less than twice as long.
     last = bench.rank == bench.n - 1
-    work = {part: SECONDS[part] * (1.75 if last else 1.0) for part in SECONDS}
     expect_named(
         bench,
-        [("nothing", Job(bench.comms, work, (1000,), start=6e-3))],
-        "A rank averages for more than half of its step, but only because it waits. What the "
-        "network takes is what the rank takes that waits for nobody.",
+        [("nothing", Job(bench.comms, longer(bench, 1.9), (1000,), start=6e-3))],
+        "The last rank works 1.9 times as long as the others, not twice. They average for more "
+        "than half of their step, but only because they wait. What the network takes is what the "
+        "rank takes that waits for nobody.",
     )
     loads = {"load": 12e-3, "forward": 4e-3, "backward": 4e-3, "update": 1e-3}
     expect_named(
@@ -261,12 +247,23 @@ def loading(bench: Bench) -> None:
 @LAB.check("a slow rank", read=SLOW)
 def slow_rank(bench: Bench) -> None:
     expect_named(bench, (plant(bench.comms, "slow rank", seed) for seed in range(8)))
+    why = "The last rank works 2.1 times as long as the others. Name it from twice as long on."
+    slow = Job(bench.comms, longer(bench, 2.1), (1000,))
+    expect_named(bench, [(f"slow rank {bench.n - 1}", slow)], why)
 
 
 @LAB.check("a slow network, or many messages", read="What to change first")
 def network(bench: Bench) -> None:
     kinds = [(cause, seed) for seed in range(4) for cause in ("slow network", "many messages")]
     expect_named(bench, (plant(bench.comms, *kind) for kind in kinds))
+    count, size = 100, 1000
+    for cause, seconds, starts in (  # 45 and 55 % of the step, and which part of that is start-ups
+        ("nothing", 15e-3, 0.6),
+        ("slow network", 22e-3, 0.4),
+        ("many messages", 22e-3, 0.6),
+    ):
+        start, a_byte = starts * seconds / count, (1 - starts) * seconds / count / size
+        expect_named(bench, [(cause, Job(bench.comms, SECONDS, (size,) * count, start, a_byte))])
 
 
 @LAB.check("the first step does not count", read="What to take along")

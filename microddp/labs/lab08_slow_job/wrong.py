@@ -21,15 +21,15 @@ WRONG = {
     ),
     "rank 0's times only": (
         {GATHERED: GATHERED + "    ranks = ranks[:1]\n", SLOW: ""},
-        "because ranks wait in it for another one",
+        "only because they wait",
     ),
     "a slow rank taken for a slow network": (
         {SLOW: "", 'min(times["average"]': 'max(times["average"]'},
-        "because ranks wait in it for another one",
+        "only because they wait",
     ),
     "each rank by its own times": (
         {GATHERED: "    ranks = [mine]\n", SLOW: ""},
-        "The ranks decided by different numbers. Gather the times of all",
+        "decided by different numbers. Gather the times of all",
     ),
     "one rank loads slowly": (
         {SLOW: "", 'min(times["load"]': 'max(times["load"]'},
@@ -41,7 +41,7 @@ WRONG = {
     ),
     "the longest wait is the network's": (
         {'min(times["average"]': 'max(times["average"]'},
-        "but only because it waits",
+        "but only because they wait",
     ),
     "another clock": (
         {"job.clock()": "time.perf_counter()", "import statistics\n": "import statistics, time\n"},
@@ -50,6 +50,26 @@ WRONG = {
     "a cause of its own": (
         {'return "nothing"': 'return "network"'},
         "one of the causes, as a text",
+    ),
+    "three times as long": ({"> 2 * max": "> 3 * max"}, "works 2.1 times as long"),
+    "not quite twice as long": ({"> 2 * max": "> 1.8 * max"}, "works 1.9 times as long"),
+    "loading for two fifths of the step": ({"> step / 2": "> 0.4 * step"}, "Nothing was planted"),
+    "loading for two thirds of the step": ({"> step / 2": "> 0.65 * step"}, "is a cause: name it"),
+    "a network for a quarter of the step": (
+        {"transfer < step / 2": "transfer < step / 4"},
+        "Nothing was planted",
+    ),
+    "a network for two thirds of the step": (
+        {"transfer < step / 2": "transfer < 0.65 * step"},
+        "is a cause: name it",
+    ),
+    "many messages for a quarter of averaging": (
+        {"start > transfer / 2": "start > transfer / 4"},
+        "to start them takes less than half",
+    ),
+    "many messages for most of averaging": (
+        {"start > transfer / 2": "start > 0.8 * transfer"},
+        "Few bytes take as long as many",
     ),
     "the first step counts": (
         {MEDIAN: "statistics.mean(times) for part"},
@@ -65,7 +85,7 @@ WRONG = {
     ),
     "messages are counted": (
         {STARTS: 'return "many messages" if len(job.sizes) > 10 else "slow network"'},
-        "to start them takes little",
+        "to start them takes less than half",
     ),
     "always the network": (
         {STARTS: 'return "slow network"'},

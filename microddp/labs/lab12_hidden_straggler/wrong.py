@@ -53,9 +53,11 @@ WRONG = {
         "Nothing was planted. One rank always works longest",
     ),
     "a little longer": (
-        {"1.5 * ": "1.15 * "},
-        "works 1.25 times as long as the others",
+        {"1.5 * ": "1.3 * "},
+        "works 1.4 times as long as the others",
     ),
+    "twice as long": ({"1.5 * ": "2 * "}, "works 1.6 times as long"),
+    "two steps": ({"steps[1:]": "steps[1:3]"}, "another rank lost two seconds|clocks of two"),
     "beside the mean of all": (
         {"statistics.median(others)": "statistics.mean(others)"},
         "with their mean",
