@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -227,6 +228,17 @@ ITEM_BYTES |= {"Float": 4, "Int": 4, "ComplexFloat": 8, "Double": 8, "Long": 8, 
 def _nbytes(sizes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> int:
     numels = [torch.Size(size).numel() for size in sizes]
     return sum(n * ITEM_BYTES[dtype] for n, dtype in zip(numels, dtypes, strict=True))
+
+
+def digits(value: float, n: int, expected: str) -> list[int]:
+    """Return what each of ``n`` ranks has in a sum in which rank r's unit is 100 to the power r.
+
+    Raises:
+        Wrong: with ``expected``: the sum is no number.
+    """
+    if not math.isfinite(value):
+        raise Wrong(expected, str(value))
+    return [int(value // 100.0**rank % 100) for rank in range(n)]
 
 
 def _few(values: torch.Tensor) -> str:

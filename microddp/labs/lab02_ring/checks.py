@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from microddp.labs.engine.bench import Bench
+from microddp.labs.engine.bench import Bench, digits
 from microddp.labs.engine.lab import SEVERAL, Lab
 
 LAB = Lab(
@@ -36,27 +36,28 @@ OPS: dict[str, Callable[..., torch.Tensor]] = {
 
 @LAB.check("every rank ends with the sum", read="Ring: a chunk at a time")
 def sums(bench: Bench) -> None:
-    # Digits that tell how often each rank's value is in a sum: two for each rank.
-    digits = [100.0**rank for rank in range(bench.n)]
+    # Two digits for each rank tell how often its value is in a sum.
+    own, right = 100.0**bench.rank, sum(100.0**rank for rank in range(bench.n))
+    expected = "each rank's value once in each sum"
     for size in SIZES:
-        tensor = torch.full((size,), digits[bench.rank], dtype=torch.float64)
+        tensor = torch.full((size,), own, dtype=torch.float64)
         bench.doing = f"with {size} values"
         with bench.seen() as seen:
             bench.work.ring_all_reduce(tensor, bench.comms)
         for i, value in enumerate(tensor.tolist()):
-            times = [int(value // digit % 100) for digit in digits]
-            if value == sum(digits):
+            if value == right:
                 continue
+            times = digits(value, bench.n, expected)
             mistake = missing(len(seen.messages), i, size, bench.n)
             if max(times) > 1:
                 mistake = "What comes in the second half is a sum: overwrite with it, do not add."
-            if tensor.eq(digits[bench.rank]).all():
+            if tensor.eq(own).all():
                 mistake = "Only this rank's own: the sum was not written back into the tensor."
-            if value == sum(digits) / bench.n:
+            if value == right / bench.n:
                 mistake = "That is the mean: an all-reduce does not divide."
             parts = ", ".join(f"{count} times rank {rank}'s" for rank, count in enumerate(times))
             got = f"{parts}, in value {i} of {size}"
-            bench.expect(False, "each rank's value once in each sum", got, mistake)
+            bench.expect(False, expected, got, mistake)
 
 
 def missing(messages: int, place: int, size: int, n: int) -> str:

@@ -35,6 +35,10 @@ WRONG = {
         {LAST_LINE: LAST_LINE + "    tensor /= n\n"},
         "an all-reduce does not divide",
     ),
+    "it divides by the rank": (
+        {LAST_LINE: LAST_LINE + "    tensor /= rank\n"},
+        "each rank's value once in each sum got inf",
+    ),
     "the op is forgotten": ({"COMBINE[op]": 'COMBINE["sum"]'}, "That is the sum, where max"),
     "sizes that n does not divide": (
         {"tensor.tensor_split(n)": "tensor.split(len(tensor) // n)"},

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from microddp.labs.engine.bench import Bench, Wrong
+from microddp.labs.engine.bench import Bench, Wrong, digits
 from microddp.labs.engine.lab import SEVERAL, Lab
 from microddp.shared import memory_refused, region_of
 
@@ -33,7 +33,7 @@ MOST = 1000  # values
 NAP = 0.02  # seconds that a late rank is late
 PATIENCE = 2.0  # seconds for the others to do their part meanwhile
 CALLS = (1, 3, 9)  # each rank's values in one call after another: a digit tells which call
-BASE = 100.0
+BASE = 100.0  # as digits() reads them
 
 
 class Memory:
@@ -92,17 +92,17 @@ def three_calls(bench: Bench, size: int, late: int, place: int) -> None:
 
 def expect_sums(bench: Bench, tensor: torch.Tensor, call: int, when: str) -> None:
     """Expect each rank's value of this call, once, in every sum."""
-    digits = [BASE**rank for rank in range(bench.n)]
-    right = CALLS[call]
+    right, ones = CALLS[call], sum(BASE**rank for rank in range(bench.n))
+    expected = f"{right} from each rank in call {call + 1}"
     own = "Only this rank's own: the sum was not written into the tensor."
-    untouched = bench.n > 1 and bool(tensor.eq(right * digits[bench.rank]).all())
+    untouched = bench.n > 1 and bool(tensor.eq(right * BASE**bench.rank).all())
     for i, value in enumerate(tensor.tolist()):
-        if value == right * sum(digits):
+        if value == right * ones:
             continue
-        got = [int(value // digit % BASE) for digit in digits]
+        got = digits(value, bench.n, expected)
         parts = ", ".join(f"{digit} from rank {rank}" for rank, digit in enumerate(got))
         raise Wrong(
-            f"{right} from each rank in call {call + 1}",
+            expected,
             f"{parts}, in value {i}, with {when}",
             own if untouched else mistake_of(bench, got, call, value),
         )

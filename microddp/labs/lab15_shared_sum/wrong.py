@@ -51,6 +51,10 @@ WRONG = {
         "any number of values.*nobody does this part",
     ),
     "it divides": ({COPY: COPY + "    tensor /= n\n"}, "a sum is not divided"),
+    "it divides by the rank": (
+        {COPY: COPY + "    tensor /= rank\n"},
+        "1 from each rank in call 1 got inf",
+    ),
     "not into the tensor": ({COPY: "    tensor = total[:size]\n"}, "not written into the tensor"),
     "the backend's": (
         {WRITE: "    return torch.distributed.all_reduce(tensor)\n"},
