@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from microddp.labs.engine import training
-from microddp.labs.engine.bench import Bench, Wrong
+from microddp.labs.engine.bench import Bench
 from microddp.labs.engine.lab import SEVERAL, Lab
 
 LAB = Lab(
@@ -147,11 +147,10 @@ def alone(bench: Bench) -> None:
     try:
         stepped(bench, model, 2, weight_decay=0.1)
     except Exception as error:
-        raise Wrong(
-            "a step of a model of which one parameter is not used",
-            f"{type(error).__name__}: {error}",
-            "The grad of such a parameter is None, on every rank: leave it out.",
-        ) from error
+        error.add_note(
+            "One parameter is not used here. Its grad is None, on every rank: leave it out."
+        )
+        raise
     mistakes = {
         "A gradient of zeros is not none: weight decay and momentum move the parameter. Leave its "
         "grad at None.": 0.9 * ones

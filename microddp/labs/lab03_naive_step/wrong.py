@@ -70,7 +70,7 @@ WRONG = {
                 "            ", "        "
             )
         },
-        "The grad of such a parameter is None",
+        " in naive_step .*Its grad is None, on every rank",
     ),
     "zeros for none": (
         {
