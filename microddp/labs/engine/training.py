@@ -72,8 +72,12 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def used_model(seed: int, steps: int = 1) -> nn.Module:
-    """Return a model of 15 tensors in two dtypes, as if trained or loaded; it has buffers."""
+    """Return a model of 15 tensors in two dtypes, as if trained or loaded.
+
+    It has buffers, and its first layer is frozen.
+    """
     model = network(seed, torch.float32).insert(1, nn.BatchNorm1d(64))
+    model[0].requires_grad_(False)
     model.append(nn.BatchNorm1d(16))
     model[1].register_buffer("not_saved", torch.zeros(4), persistent=False)
     for tensor in tensors_of(model).values():

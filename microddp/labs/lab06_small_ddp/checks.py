@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from microddp.labs.engine.bench import Bench, Seen
 from microddp.labs.engine.lab import SEVERAL, Lab
-from microddp.labs.engine.training import drawn, flat, tensors_of
+from microddp.labs.engine.training import drawn, expect_equal_models, flat
 
 LAB = Lab(
     "lab06_small_ddp",
@@ -44,16 +44,15 @@ Gradients = Mapping[str, torch.Tensor]
 class Net(nn.Module):
     """A model with a shared weight, a frozen layer, buffers, and heads: a forward pass uses one."""
 
-    def __init__(self, seed: int = 0, heads: int = 1) -> None:
+    def __init__(self, heads: int = 1) -> None:
         super().__init__()
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         self.first = nn.Linear(5, 6)
         self.frozen = nn.Linear(6, 6).requires_grad_(False)
         self.norm = nn.BatchNorm1d(6)
         self.shared, self.again = nn.Linear(6, 6), nn.Linear(6, 6)
         self.again.weight = self.shared.weight
         self.heads = nn.ModuleList(nn.Linear(6, 1) for _ in range(heads))
-        self.register_buffer("not_saved", torch.full((2,), float(seed)), persistent=False)
         self.double()
 
     def forward(self, x: torch.Tensor, head: int = 0) -> Any:
@@ -147,14 +146,7 @@ def once(bench: Bench, seen: Seen, net: Net, mistake: str) -> None:
 
 @LAB.check("replicas start as rank 0's", read="From hooks to a wrapper")
 def start(bench: Bench) -> None:
-    net, first = Net(bench.rank), tensors_of(Net())
-    net.get_buffer("norm.num_batches_tracked").add_(bench.rank)
-    own = tensors_of(copy.deepcopy(net))
-    bench.work.SmallDDP(net, bench.comms, BUCKET_BYTES)
-    for name, tensor in tensors_of(net).items():
-        kind = "buffer" if name in dict(net.named_buffers()) else "parameter"
-        mistake = f"This rank's own: the constructor has to broadcast every {kind} from rank 0."
-        bench.near(tensor, first[name], f"the {kind} {name}", {mistake: own[name]})
+    expect_equal_models(bench, lambda net, comms: bench.work.SmallDDP(net, comms, BUCKET_BYTES))
 
 
 @LAB.check("the mean is in .grad when backward returns", read="From hooks to a wrapper")
@@ -269,6 +261,16 @@ def decides(bench: Bench) -> None:
     silent(
         bench, seen, "a forward and backward inside no_sync(), after a forward alone,", forgotten
     )
+    net, model = wrapped(bench)
+    _, other = wrapped(bench)
+    with other.no_sync():
+        output = loss(model, bench.rank)
+        loss(other, bench.rank)
+    seen = backward(bench, output)
+    mistake = (
+        "Another wrapper was in no_sync(). What is announced is one wrapper's: keep it in self."
+    )
+    once(bench, seen, net, mistake)
 
 
 @LAB.check(

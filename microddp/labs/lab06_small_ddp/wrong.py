@@ -27,7 +27,14 @@ DIVIDE = "                flat /= comms.world_size\n"
 RESTORE = "        try:\n            yield\n        finally:\n            self.syncs = before\n"
 
 WRONG = {
-    "no broadcast at construction": ({BROADCAST: ""}, "has to broadcast every parameter"),
+    "no broadcast at construction": (
+        {BROADCAST: ""},
+        "rank 0's parameter 0.weight.*Broadcast every parameter",
+    ),
+    "no broadcast of frozen parameters": (
+        {BROADCAST: BROADCAST.replace("*module.parameters()", f"*{TRAINED}")},
+        "rank 0's parameter 0.weight.*Broadcast every parameter",
+    ),
     "a finish() that forward calls": (
         {
             HOOK: "            pass\n",
@@ -50,7 +57,7 @@ WRONG = {
                 "(*module.parameters(), *module.buffers())", "module.state_dict().values()"
             )
         },
-        "the buffer not_saved.*broadcast every buffer",
+        "buffer .*not_saved.*Broadcast every buffer",
     ),
     "the division is forgotten": ({DIVIDE: ""}, "That is the sum: divide"),
     "a shared weight is divided twice": (
@@ -154,6 +161,14 @@ WRONG = {
             ),
         },
         "Another rank used it, and steps with the mean",
+    ),
+    "one announcement for all wrappers": (
+        {
+            "self.announced": "SmallDDP.announced",
+            "        SmallDDP.announced = False  #": "        #",
+            "    def __init__": "    announced = False\n\n    def __init__",
+        },
+        "What is announced is one wrapper's",
     ),
     "an announcement that holds": (
         {
