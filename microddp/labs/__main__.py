@@ -33,9 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = options.command(options)
         return status
-    except (FileExistsError, FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         print(f"microddp.labs: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # of a script that hangs
+        return 128 + signal.SIGINT
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

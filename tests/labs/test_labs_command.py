@@ -63,6 +63,22 @@ def test_work_is_not_overwritten_without_being_told(run, tmp_path):
     assert script.read_text() == skeleton(LAB.solution.read_text(), LAB.functions)
 
 
+def test_a_folder_in_the_place_of_the_script_is_told(run, tmp_path):
+    (tmp_path / "my_work/lab02_ring.py").mkdir(parents=True)
+    status, printed = run("check", "02")
+    assert status == 2
+    assert "Is a directory: 'my_work/lab02_ring.py'" in printed
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"lab02_ring": 3}', '{"lab02_ring": {"passed": 1}}'])
+def test_damaged_results_are_told(text, run, tmp_path):
+    run("start", "02")
+    (tmp_path / "my_work/progress.json").write_text(text)
+    status, printed = run("list")
+    assert status == 2
+    assert "my_work/progress.json is damaged, delete it: " in printed
+
+
 def test_the_table_says_on_how_many_ranks_what_held(run, tmp_path):
     """A ring that comes no further than the neighbour."""
     run("start", "02")

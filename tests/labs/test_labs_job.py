@@ -165,8 +165,11 @@ def test_what_a_script_prints_is_shown_with_its_rank(tmp_path):
     assert "Printed meanwhile: [rank 1] here 2 [rank 1] there" in text
 
 
-def test_a_script_that_prints_without_end_is_stopped(tmp_path):
-    title, text = said(begins_with("while True: print('x' * 1000000)"), tmp_path)
+@pytest.mark.parametrize(
+    "line", ["while True: print('x' * 1000000)", "raise ValueError('x' * 50000000)"]
+)
+def test_a_script_that_says_without_end_is_stopped(line, tmp_path):
+    title, text = said(begins_with(line), tmp_path)
     assert title == FIRST
     assert len(text) < 20000
 
@@ -210,8 +213,9 @@ def test_nothing_is_left_of_a_checker_that_is_stopped(number, folders, tmp_path)
     ranks = psutil.Process(process.pid).children(recursive=True)
     assert len(ranks) >= 3, process.communicate()  # the server, and two ranks
     process.send_signal(number)
-    process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=20)
     assert process.returncode != 0
+    assert "Traceback" not in errors
     _, alive = psutil.wait_procs(ranks, timeout=10)
     assert alive == []
     if number != signal.SIGKILL:

@@ -29,6 +29,7 @@ from microddp.report import human_bytes
 
 LOADING = "the script is loaded"  # what is under way before the first check
 MEMORY = 2 << 30  # bytes that a rank may take beyond those it has when the script is loaded
+TOLD = 10_000  # characters of what it finds that are told
 PRINTED = 64 << 20  # bytes that it may print, or write to any other file
 
 
@@ -139,11 +140,11 @@ def _run(check: Check, bench: Bench, script: Path) -> Passed | Failed:
 
 def _failure(error: BaseException, script: Path, doing: str = "") -> Failed:
     if isinstance(error, Wrong):
-        return Failed(error.expected, error.got, error.mistake)
+        return Failed(error.expected, _cut(error.got), error.mistake)
     if isinstance(error, NotImplementedError) and str(error).isidentifier():  # the skeleton's
         return Failed("", f"{error} is not written yet")
     if isinstance(error, SystemExit):
-        return Failed("", f"it called exit({error.code})", "A function returns instead.")
+        return Failed("", _cut(f"it called exit({error.code})"), "A function returns instead.")
     mistake = ""
     if "init() was called before" in str(error):
         mistake = 'Only a cell tagged "try" (# %% tags=["try"]) joins the job: the check has.'
@@ -155,7 +156,12 @@ def _failure(error: BaseException, script: Path, doing: str = "") -> Failed:
     story.stack = traceback.StackSummary.from_list(story.stack[theirs[0] if theirs else ours :])
     told = "".join(story.format()).rstrip()
     told = f"{doing}:\n{told}" if doing else told
-    return Failed("", told, mistake, follows=is_echo(error))
+    return Failed("", _cut(told), mistake, follows=is_echo(error))
+
+
+def _cut(text: str) -> str:
+    half = TOLD // 2
+    return text if len(text) <= TOLD else f"{text[:half]} [...] {text[-half:]}"
 
 
 def _set_limits() -> None:

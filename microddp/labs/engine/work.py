@@ -89,6 +89,8 @@ class Work:
             return {}
         try:
             results: dict[str, dict[str, Any]] = json.loads(self._notes.read_text())
+            if not isinstance(results, dict) or not all(map(_is_result, results.values())):
+                raise ValueError("expected a result for each lab")
         except ValueError as error:
             raise ValueError(f"{self._notes} is damaged, delete it: {error}") from error
         return results
@@ -96,3 +98,7 @@ class Work:
     def digest(self, lab: Lab) -> str:
         """Return a hash of a lab's script."""
         return hashlib.blake2b(self.script(lab).read_bytes(), digest_size=8).hexdigest()
+
+
+def _is_result(value: object) -> bool:
+    return isinstance(value, dict) and value.keys() >= {"passed", "checks", "script", "date"}
