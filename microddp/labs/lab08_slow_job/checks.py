@@ -181,12 +181,11 @@ def expect_named(bench: Bench, jobs: Iterable[tuple[str, Job]], why: str = "") -
                 "one of the causes, as a text: 'slow rank 0', say",
                 answer,
             )
-        mistake = why or _mistake(cause, given[0])
-        if not job.asked:
-            mistake = "job.clock() was never read, and time passes on no other clock here."
-        if not job._calls:
-            mistake = "No step of the job was taken: measure."
-        expect_all(bench, given, cause, mistake)
+        mistake = "No step of the job was taken: measure."
+        bench.expect(bool(job._calls), "steps of the job", "none", mistake)
+        mistake = "job.clock() was never read, and time passes on no other clock here."
+        bench.expect(job.asked, "times that job.clock() tells", "none", mistake)
+        expect_all(bench, given, cause, why or _mistake(cause, given[0]))
 
 
 def longer(bench: Bench, times: float) -> dict[str, float]:
@@ -246,7 +245,8 @@ def loading(bench: Bench) -> None:
 
 @LAB.check("a slow rank", read=SLOW)
 def slow_rank(bench: Bench) -> None:
-    expect_named(bench, (plant(bench.comms, "slow rank", seed) for seed in range(8)))
+    seeds = (0, 1, 3, 5, 7)  # which leave no part of the step out
+    expect_named(bench, (plant(bench.comms, "slow rank", seed) for seed in seeds))
     why = "The last rank works 2.1 times as long as the others. Name it from twice as long on."
     slow = Job(bench.comms, longer(bench, 2.1), (1000,))
     expect_named(bench, [(f"slow rank {bench.n - 1}", slow)], why)
@@ -279,7 +279,7 @@ def first_step(bench: Bench) -> None:
 def other_step(bench: Bench) -> None:
     expect_named(
         bench,
-        (plant(bench.comms, cause, seed, "other") for seed in range(3) for cause in CAUSES),
+        (plant(bench.comms, cause, seed, "other") for seed in range(2) for cause in CAUSES),
         "One step took longer than all others together. Take several, and the median of each part.",
     )
 

@@ -185,10 +185,9 @@ def expect_named(bench: Bench, jobs: Iterable[tuple[int | None, Job]], why: str)
                 "a rank's number, or None",
                 f"{answer!r}, a {type(answer).__name__}",
             )
-        mistake = why if slow is None or given[0] is None else WAITS
-        if not job.steps:
-            mistake = "No step of the job was taken: measure."
-        expect_all(bench, given, slow, mistake)
+        mistake = "No step of the job was taken: measure."
+        bench.expect(job.steps > 0, "steps of the job", "none", mistake)
+        expect_all(bench, given, slow, why if slow is None or given[0] is None else WAITS)
 
 
 @LAB.check("a rank that is slow before its first launch", read=HIDES)
