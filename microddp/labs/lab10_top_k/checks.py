@@ -138,23 +138,6 @@ def largest(bench: Bench) -> None:
     bench.near(gradient, next(means([other], k)), what, {SHARED: mixed})
 
 
-@LAB.check("a long gradient, in another dtype", read=SENT)
-def long(bench: Bench) -> None:
-    size = 70_000
-    gradient, mean = torch.zeros(2, size, dtype=torch.bfloat16)
-    gradient[-1 - bench.rank] = 12.0  # each rank has one value
-    mean[-bench.n :] = 12.0 / bench.n
-    bench.work.TopK(1, bench.comms).average(gradient)
-    places, got = (values.nonzero().flatten().tolist() for values in (mean, gradient))
-    bench.expect(
-        got == places,
-        f"values at places {places}, of {size} in bfloat16",
-        got[: 2 * bench.n],
-        "Send places as int32: shorter integers, and short floats, do not reach so far.",
-    )
-    bench.near(gradient, mean, f"the mean of {size} values", rtol=1e-2)
-
-
 @LAB.check("what was not sent is added to the next gradient", read=KEPT)
 def feedback(bench: Bench) -> None:
     k, gradients = 3, [everyone(bench, 12, seed) for seed in range(5)]
@@ -225,6 +208,23 @@ def sent(bench: Bench) -> None:
         f"{given} bytes by {names}",
         mistake,
     )
+
+
+@LAB.check("a long gradient, in another dtype", read=SENT)
+def long(bench: Bench) -> None:
+    size = 70_000
+    gradient, mean = torch.zeros(2, size, dtype=torch.bfloat16)
+    gradient[-1 - bench.rank] = 12.0  # each rank has one value
+    mean[-bench.n :] = 12.0 / bench.n
+    bench.work.TopK(1, bench.comms).average(gradient)
+    places, got = (values.nonzero().flatten().tolist() for values in (mean, gradient))
+    bench.expect(
+        got == places,
+        f"values at places {places}, of {size} in bfloat16",
+        got[: 2 * bench.n],
+        "Send places as int32: shorter integers, and short floats, do not reach so far.",
+    )
+    bench.near(gradient, mean, f"the mean of {size} values", rtol=1e-2)
 
 
 @LAB.check("the same bits on every rank", read=SENT, ranks=SEVERAL)
