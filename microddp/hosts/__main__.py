@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Sequence
@@ -19,12 +20,13 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.context import ForkProcess
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed import run as torchrun
 
 from microddp.hosts.calibration import calibration_table
 from microddp.hosts.cluster import Cluster
 from microddp.hosts.link import Link, Uplink
-from microddp.hosts.namespaces import FORWARDED
+from microddp.hosts.namespaces import FORWARDED, address
 from microddp.results import positive
 
 PORT = 29500  # free on every host: its network is new
@@ -35,14 +37,20 @@ GRACE = 5.0  # seconds for the other agents to end by themselves, and again when
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status of the first agent that failed, or 0."""
     options = _parse(arguments)
+    status = 2
     try:
         cluster = Cluster(options.links, options.uplinks)
+        status = 1
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as logs, cluster:
+            print(calibration_table(cluster), flush=True)
+            job = [f"--log-dir={logs}", *options.job]  # torchrun's default folder would stay
+            return run(cluster, options.ranks_per_host, job) if options.job else 0
     except (RuntimeError, ValueError) as error:
         print(f"microddp.hosts: error: {error}", file=sys.stderr)
-        return 2
-    with cluster:
-        print(calibration_table(cluster), flush=True)
-        return run(cluster, options.ranks_per_host, options.job) if options.job else 0
+        return status
+    except KeyboardInterrupt:  # while hosts start, or links are measured
+        print("microddp.hosts: stopped", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -118,16 +126,20 @@ def run(cluster: Cluster, ranks_per_host: int, job: Sequence[str]) -> int:
                     os.kill(agent.pid, number)
 
     for number in FORWARDED:
-        signal.signal(number, pass_on)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, pass_on)
+    pipe = others, theirs = os.pipe()  # all agents but the first hold `theirs` until they end
     for host in range(len(cluster.links)):
         # Forked, and not started: the agents share one import of PyTorch. Signals are held back
         # meanwhile, so that a child does not handle one that was sent to this process.
-        agent = FORK.Process(target=_stand_in, args=(cluster, host, ranks_per_host, job))
+        agent = FORK.Process(target=_stand_in, args=(cluster, host, ranks_per_host, job, pipe))
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
         if not signals:
             agent.start()
             agents.append(agent)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    os.close(others)
+    os.close(theirs)
     failed: list[int] = []
     deadline, told = float("inf"), False
     while running := [agent for agent in agents if agent.exitcode is None]:
@@ -148,7 +160,12 @@ def run(cluster: Cluster, ranks_per_host: int, job: Sequence[str]) -> int:
     return status if status >= 0 else 128 - status
 
 
-def _stand_in(cluster: Cluster, host: int, ranks_per_host: int, job: Sequence[str]) -> None:
+def _stand_in(
+    cluster: Cluster, host: int, ranks_per_host: int, job: Sequence[str], pipe: tuple[int, int]
+) -> None:
+    others, theirs = pipe
+    if host == 0:
+        os.close(theirs)
     os.setsid()  # Ctrl-C comes to the parent only, to be passed on once
     arguments = [
         *(f"--nnodes={len(cluster.links)}", f"--node-rank={host}"),
@@ -158,14 +175,25 @@ def _stand_in(cluster: Cluster, host: int, ranks_per_host: int, job: Sequence[st
         *job,
     ]
     os.environ.update(cluster.environment)
-    cluster.stand_in(host, partial(_be_torchrun, arguments))
+    cluster.stand_in(host, partial(_be_torchrun, arguments, others if host == 0 else None))
 
 
-def _be_torchrun(arguments: Sequence[str]) -> int:
-    """Run ``python -m torch.distributed.run``; return its exit status."""
+def _be_torchrun(arguments: Sequence[str], others: int | None) -> int:
+    """Run ``python -m torch.distributed.run``; return its exit status.
+
+    At their end, too, agents meet in a store of the first one's process, which therefore stays
+    until the pipe that the ``others`` hold closes.
+    """
     status = 0
     try:
-        torchrun.main(arguments)
+        if others is None:
+            torchrun.main(arguments)
+        else:
+            _store = TCPStore(
+                address(0), PORT, None, True, multi_tenant=True, wait_for_workers=False
+            )
+            torchrun.main(arguments)
+            os.read(others, 1)
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:

@@ -32,10 +32,12 @@ class Measured:
 def calibrate(cluster: Cluster) -> list[Measured]:
     """Measure from host 0 to 1, ... and from the last to 0: each link once in each direction.
 
+    One host alone sends nothing over its link, so nothing is measured.
+
     Raises:
         RuntimeError: the hosts do not reach each other.
     """
-    hosts = range(len(cluster.links))
+    hosts = range(len(cluster.links)) if len(cluster.links) > 1 else range(0)
     with ExitStack() as stack:
         programs, asked = [], []
         for host in hosts:
@@ -47,6 +49,7 @@ def calibrate(cluster: Cluster) -> list[Measured]:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
+                start_new_session=True,  # Ctrl-C is for the caller, who ends them
             )
             programs.append(stack.enter_context(program))
             stack.callback(program.kill)
@@ -72,7 +75,9 @@ def _line(program: subprocess.Popen[str]) -> str:
 
 
 def calibration_table(cluster: Cluster) -> str:
-    """Return the results of :func:`calibrate` as a table of text."""
+    """Return the results of :func:`calibrate` as a table of text, or that there is one host."""
+    if len(cluster.links) == 1:
+        return "One host: nothing goes over its link."
     rows = []
     for host, link in enumerate(calibrate(cluster)):
         speeds = human_bits(link.asked), human_bits(link.bits_per_second)

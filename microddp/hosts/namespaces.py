@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn
 
 NETWORK = "10.77.0"  # seen by nobody but the hosts
@@ -69,17 +70,23 @@ def enter(keeper: int, host: int, run: Callable[[], int]) -> int:
     with open(f"/proc/{host}/ns/net") as network:
         call("setns", network.fileno(), CLONE_NEWNET)
     os.chdir(folder)
+    heard = [number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     child = os.fork()
     if child == 0:
         call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
-        for number in FORWARDED:
+        for number in heard:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         os.sched_setaffinity(0, os.sched_getaffinity(host))
         os._exit(run())
-    for number in FORWARDED:
-        signal.signal(number, lambda number, _: os.kill(child, number))
+
+    def pass_on(number: int, _frame: object) -> None:
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(child, number)
+
+    for number in heard:
+        signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 

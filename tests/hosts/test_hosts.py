@@ -419,6 +419,27 @@ time.sleep(100)
 """
 
 
+LATE = """
+import sys, time
+from torch.distributed.elastic.utils import store
+from microddp.hosts import __main__ as hosts
+sign_in, stand_in = store._barrier_nonblocking, hosts._stand_in
+
+def late(*arguments, **named):
+    key = sign_in(*arguments, **named)
+    time.sleep(0.5)
+    return key
+
+def some_are_late(cluster, host, *others):
+    if host:
+        store._barrier_nonblocking = late
+    stand_in(cluster, host, *others)
+
+hosts._stand_in = some_are_late
+sys.exit(hosts.main())
+"""
+
+
 @needs_hosts
 class TestJobs:
     """Ordinary jobs of several machines."""
@@ -490,9 +511,20 @@ class TestJobs:
     def test_the_status_is_the_jobs(self, tmp_path):
         script = tmp_path / "job.py"
         script.write_text("import os, sys; sys.exit(3 * (os.environ['RANK'] == '1'))")
-        done = hosts("--", script)
+        (tmp_path / "tmp").mkdir()
+        done = hosts("--", script, env=os.environ | {"TMPDIR": str(tmp_path / "tmp")})
         assert done.returncode == 1  # torchrun's own
         assert "exitcode  : 3" in done.stderr
+        assert list((tmp_path / "tmp").iterdir()) == []
+
+    def test_the_first_agent_waits_for_late_ones(self, tmp_path):
+        """Which have signed in at the end, but not yet asked its store whether all have."""
+        script = tmp_path / "job.py"
+        script.write_text("print('ran')")
+        command = [sys.executable, "-c", LATE, "--hosts", "3", "--", str(script)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.count("ran\n") == 3
 
 
 RELINKS = """
@@ -625,7 +657,10 @@ def find(mark, words):
 def test_nothing_is_left_whatever_is_killed(tmp_path, victim, number, status):
     script, mark = tmp_path / "job.py", uuid.uuid4().hex
     script.write_text(SITS)
-    command = [sys.executable, "-m", "microddp.hosts", "--link", "100mbit", "--", script, tmp_path]
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # the tests run in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    command = ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh"]  # as nohup has it
+    command += [sys.executable, "-m", "microddp.hosts", "--link", "100mbit", "--", script, tmp_path]
     job = subprocess.Popen(
         command,
         env={**os.environ, "MARK": mark},
@@ -646,6 +681,7 @@ def test_nothing_is_left_whatever_is_killed(tmp_path, victim, number, status):
             "job.py": [each for each in find(mark, "job.py") if "-u" in each.cmdline()],
         }[victim]
         start = time.monotonic()
+        job.send_signal(signal.SIGHUP)
         # The first of those that match: the keeper, and the stand-in of host 0 and its agent.
         found[0].send_signal(number)
         assert job.wait(40) == status
