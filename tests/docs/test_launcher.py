@@ -322,6 +322,10 @@ def test_no_rank_outlives_the_build(tmp_path: Path, number: signal.Signals) -> N
     build = book.start()
     build.wait_for("[rank1]:sitting")
     assert len(build.processes()) >= 4  # the build, torchrun and two ranks
+    if number == signal.SIGTERM:  # another build in this folder would take this one's results
+        other = book.build()
+        assert other.process.returncode != 0
+        assert "another build runs in this folder" in other.output
 
     # Like a terminal on Ctrl-C: to the build and all that share its group.
     os.killpg(build.process.pid, number)

@@ -1,5 +1,6 @@
 """The build's side: decide which examples have to run, run them as jobs, report what failed."""
 
+import fcntl
 import os
 import pickle
 import sys
@@ -7,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -173,10 +175,24 @@ def _pickle(call: Call) -> bytes:
         ) from error
 
 
+@cache  # by this process until it ends, however often it builds
+def _be_alone(log_dir: Path) -> None:
+    """Raise `ConfigError` if another build has this folder: each would take the other's results."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    lock = os.open(log_dir / "lock", os.O_CREAT | os.O_WRONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise ConfigError(f"another build runs in this folder, with logs in {log_dir}") from None
+    except OSError:  # not every network's file system has locks
+        os.close(lock)
+
+
 def install(app: Sphinx) -> None:
     """Make the gallery generate its examples through jobs.
 
-    Raises `ConfigError` if an option is unknown or wrong.
+    Raises `ConfigError` if an option is unknown or wrong, or another build runs in this folder.
     """
     try:
         options = Options(**app.config.launcher)
@@ -199,6 +215,7 @@ def install(app: Sphinx) -> None:
             raise ConfigError(f"launcher[{kind!r}]: no folder {folder}")
     if programs and not package:
         raise ConfigError("launcher['programs'] needs launcher['package']")
+    _be_alone(confdir / options.log_dir)
     launcher = Launcher(
         *(options, ranks, confdir / options.log_dir, surroundings, confdir),
         *(package, programs, server),
