@@ -116,7 +116,7 @@ def _write_flight_record(record: Record) -> None:
 
 
 def _write(record: Record, kind: str, text: str) -> None:
-    # A folder that is gone, or full, is no reason to end in another way.
-    if record.folder:
+    # A folder that is gone, or full, is no reason to end in another way, nor to make it again.
+    if record.folder and record.folder.is_dir():
         with _writing, contextlib.suppress(OSError), whole_file(record.file(kind)) as path:
             path.write_text(text, encoding="utf-8", errors="backslashreplace")

@@ -52,7 +52,8 @@ def calibrate(cluster: Cluster) -> list[Measured]:
                 start_new_session=True,  # Ctrl-C is for the caller, who ends them
             )
             programs.append(stack.enter_context(program))
-            stack.callback(program.kill)
+            # All, before any is waited for: a program says so if the next one goes.
+            stack.callback(lambda: [*map(subprocess.Popen.kill, programs)])
         for program in programs:
             _line(program)  # it listens
         results = []

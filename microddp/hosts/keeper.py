@@ -37,8 +37,8 @@ else:  # run by its path, it is in no package: these are the files beside it
 
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 HOW_TO_ALLOW = (
-    "Run as root, or allow them: sysctl -w user.max_user_namespaces=10000; on Ubuntu also "
-    "kernel.apparmor_restrict_unprivileged_userns=0; in Docker --privileged"
+    "Run as root, or allow them: `sysctl -w user.max_user_namespaces=10000`; on Ubuntu also "
+    "`kernel.apparmor_restrict_unprivileged_userns=0`; in Docker `--privileged`"
 )
 
 

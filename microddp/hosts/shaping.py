@@ -35,7 +35,7 @@ def shape(network: IPRoute, index: int, bits_per_second: float, delay: float = 0
         network.tc("replace", "tbf", index, handle=bucket, **rate)
     if delay:
         later = {"delay": round(delay * 1e6), "limit": 10**6}  # us, packets
-        with _known("netem, so links have no delay (--delay)"):
+        with _known("netem, so links have no delay (`--delay`)"):
             network.tc("add", "netem", index, handle=next(HANDLES), parent=bucket, **later)
 
 

@@ -161,7 +161,7 @@ def timeout(beginnings: tuple[float, float]) -> int:
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory, timeout: int) -> tuple[Book, Build]:
     """Build a book of all faults."""
-    book = Book(tmp_path_factory.mktemp("faulty") / "a book")
+    book = Book(tmp_path_factory.mktemp("faulty") / "ä book")
     book.configure(*LAUNCHER, launcher={"ranks": 2, "timeout": 60, "preload": PRELOAD})
     for name, (code, _) in FAULTS.items():
         book.chapter(CHAPTERS[name], JOIN + dedent(code).replace("TIMEOUT", str(timeout)))
@@ -185,6 +185,7 @@ class TestFaults:
         told = report(faulty[1], CHAPTERS[name])
         expected = [part.replace("TIMEOUT", str(timeout)) for part in FAULTS[name][1]]
         assert in_order(told, expected), told
+        assert "runpy" not in told, "the launcher's own frames"
 
     @each_fault
     def test_soon(self, faulty: tuple[Book, Build], name: str, timeout: int) -> None:

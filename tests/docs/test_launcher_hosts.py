@@ -15,9 +15,12 @@ from test_launcher import FAULTS as ON_ONE_HOST
 from test_launcher import SECONDS_AFTER_FAULT, in_order, report
 
 from builds.book_run import HostsInABox
+from launcher.job import JobFailed
 
-# The second stands for ssh: a program that starts another one, and passes no signal on.
-PREFIXES = {"MICRODDP_HOSTS": "; sh -c '\"$@\" || exit 1' sh", "MICRODDP_NPROC": "1"}
+# The second stands for ssh: a program that starts another one, passes no signal on, and leaves
+# variables here.
+SSH = "env -u MICRODDP_ROUNDS sh -c '\"$@\" || exit 1' sh"
+PREFIXES = {"MICRODDP_HOSTS": f"; {SSH}; ", "MICRODDP_NPROC": "1", "MICRODDP_ROUNDS": "1"}
 PREFIXES |= {"MASTER_ADDR": "127.0.0.1"}
 
 ON_HOSTS = "# sphinx_gallery_hosts = '2 x 1gbit'\n"
@@ -63,12 +66,27 @@ import microddp
 
 comms = microddp.init()
 comms.print("hosts", comms.world_size // comms.local_world_size, "of", comms.world_size, "ranks")
+comms.print("rounds", comms.all_gather_data(comms.most_rounds))
 timed = comms
 comms.close()
 """
+# Whoever is not on the first host is late to ask whether all agents are there, at the end.
+LATE = """
+import socket, time
+from torch.distributed.elastic.utils import store
+sign_in = store._barrier_nonblocking
+def late(*arguments, **named):
+    key = sign_in(*arguments, **named)
+    try:
+        socket.socket().bind(("10.77.0.1", 0))
+    except OSError:
+        time.sleep(0.5)
+    return key
+store._barrier_nonblocking = late
+"""
 
 
-def book(folder: Path) -> Book:
+def book(folder: Path, **options: object) -> Book:
     """A book whose chapters run where the real book's do."""
     made = Book(folder)
     launcher = {
@@ -77,6 +95,7 @@ def book(folder: Path) -> Book:
         "facts": "builds.book_run.facts",
         "below_title": "builds.book_run.measured_on",
         "preload": PRELOAD,
+        **options,
     }
     made.configure("sphinx_design", *LAUNCHER, launcher=launcher)
     return made
@@ -144,6 +163,7 @@ class TestFaults:
         machines = "2 ranks on 2 machines of" in made.page("then")
         boxed = made.root.name == "box"
         assert (box, machines) == (boxed, not boxed)
+        assert ("rounds [1, 1]" in made.page("then")) == (not boxed)
         ranks = 4 if boxed else 2
         assert f"hosts 2 of {ranks} ranks" in made.page("then_of_two")
 
@@ -177,6 +197,31 @@ def test_a_machine_that_refuses_hosts_builds_over_loopback_and_says_so(tmp_path:
     assert "hosts 1 of 2 ranks" in page
     assert "Over loopback, since there are no 2 hosts in a box with links of 1 Gbit/s" in page
     assert "this machine refuses root network namespaces" in page
+    assert re.search(r"in Docker <code.*--privileged.*</code>", page)
+
+
+@needs_hosts
+def test_the_first_agent_waits_for_late_ones(tmp_path: Path) -> None:
+    made = book(tmp_path / "book", imports=["late"])
+    made.write("late.py", LATE)
+    made.chapter("leaves", ON_HOSTS + GOOD)
+    build = made.build("-W")
+    assert build.process.returncode == 0, build.output
+    assert "hosts 2 of 2 ranks" in made.page("leaves")
+    assert "TCPStore" not in build.output
+
+
+@needs_hosts
+@pytest.mark.parametrize("error", [RuntimeError, OSError])
+def test_hosts_that_are_allowed_but_fail_are_no_reason_for_loopback(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def fail(_: object) -> str:
+        raise error("not measured")
+
+    monkeypatch.setattr("builds.book_run.calibration_table", fail)
+    with pytest.raises(JobFailed, match="which this machine allows: not measured"):
+        HostsInABox("2 x 1gbit").__enter__()
 
 
 def test_what_is_said_of_hosts_can_be_wrong(tmp_path: Path) -> None:

@@ -443,12 +443,16 @@ torch.distributed.all_reduce(torch.ones(3))
 def end():
     if "fail" in sys.argv:
         raise ValueError("planted\\ton two\\nlines")
+    if "remove" in sys.argv:
+        import os, shutil
+        shutil.rmtree(os.environ["MICRODDP_RECORD"])
 end()
 """
 
 
 @pytest.mark.parametrize(
-    ("option", "recorded"), [("fail", True), ("fail", False), ("succeed", True)]
+    ("option", "recorded"),
+    [("fail", True), ("fail", False), ("succeed", True), ("remove", True)],
 )
 def test_how_a_rank_ends_is_recorded_with_what_pytorch_has(tmp_path, option, recorded):
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -465,8 +469,8 @@ def test_how_a_rank_ends_is_recorded_with_what_pytorch_has(tmp_path, option, rec
     fails = option == "fail"
     assert (done.returncode, done.stderr) == (fails, "")
     assert ("the earlier hook: planted" in done.stdout) == fails
-    assert folder.exists() == recorded
-    if not recorded:
+    assert folder.exists() == (recorded and option != "remove")
+    if not folder.exists():
         return
     *_, left = entries = calls(folder)
     assert (left.call, left.place, left.is_end) == ("left", "", True)

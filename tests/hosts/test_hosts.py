@@ -350,7 +350,7 @@ class TestWhoMay:
         done = hosts("--link", "100mbit", *delay)
         if done.returncode:
             assert done.returncode == 2
-            assert "this kernel has no netem, so links have no delay (--delay)" in done.stderr
+            assert "this kernel has no netem, so links have no delay (`--delay`)" in done.stderr
         else:
             assert all(
                 each[4].endswith(" ms") and float(each[4][:-3]) > least

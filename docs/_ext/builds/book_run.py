@@ -16,7 +16,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from builds.other_build import both
-from launcher.job import Agent
+from launcher.job import Agent, JobFailed
 from launcher.kept import Kept
 from lists.chapter_cards import head, read_chapter
 from microddp.comms import Comms
@@ -26,6 +26,7 @@ from microddp.stage import Stage
 # Enough for a ring to be a ring. Chapters measure times on as many of the ranks as have a core or a
 # GPU of their own, and say so.
 USUAL = 4
+OF_ALL_RANKS = ("MICRODDP_DEBUG", "MICRODDP_ROUNDS")  # which no prefix hands on: all or none
 REFUSED = "MICRODDP_NO_HOSTS"  # tells rank 0 why the machine refused the chapter's hosts
 
 
@@ -56,9 +57,11 @@ class RealHosts:
 
     def __init__(self, text: str) -> None:
         own = os.environ.get("MASTER_ADDR", socket.gethostname())
-        prefixes = [shlex.split(entry) for entry in text.removesuffix(";").split(";")]
+        prefixes = [shlex.split(entry) for entry in text.strip().removesuffix(";").split(";")]
+        ranks = _wanted() or max(1, torch.cuda.device_count())
+        asked = {name: os.environ[name] for name in OF_ALL_RANKS if name in os.environ}
         self.agents = [
-            Agent(_wanted() or max(1, torch.cuda.device_count()), prefix, "" if number else own)
+            Agent(ranks, prefix, "" if number else own, asked)
             for number, prefix in enumerate(prefixes)
         ]
         named = ", ".join(" ".join(prefix) or own for prefix in prefixes)
@@ -77,7 +80,8 @@ class RealHosts:
 class HostsInABox:
     """Hosts on this machine, from a chapter's ``"4 x 1gbit"`` or ``"2 x 1gbit, 2 ranks each"``.
 
-    If the machine refuses them, the same ranks meet over loopback, and the page says so.
+    If the machine refuses any, the same ranks meet over loopback, and the page says so. Raises
+    ``JobFailed`` if it does not, but these cannot be had.
     ``MICRODDP_NPROC`` replaces the number of all ranks, ``MICRODDP_LINK`` the speed of the links.
 
     Attributes:
@@ -109,8 +113,10 @@ class HostsInABox:
         try:
             cluster = self.stack.enter_context(Cluster(self.box.links))
             print(calibration_table(cluster))
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             self.stack.close()
+            if possible():
+                raise JobFailed(f"{self.named()}, which this machine allows: {error}") from error
             return [Agent(sum(self.ranks), environment={REFUSED: f"{self.named()}: {error}"})]
         return [
             Agent(

@@ -112,8 +112,12 @@ class _Rank:
 
 
 def _be_an_agent(folder: Path, order: dict[str, Any], forks: bool, seconds_for_ranks: int) -> int:
-    """Run torchrun in this process; return 0 if every rank ended well."""
-    from torch.distributed import run
+    """Run torchrun in this process; return 0 if every rank ended well.
+
+    At their end, too, agents meet in a store of the first one's process, which therefore stays
+    until the others have ended.
+    """
+    from torch.distributed import TCPStore, run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
@@ -136,8 +140,14 @@ def _be_an_agent(folder: Path, order: dict[str, Any], forks: bool, seconds_for_r
     # Not every PyTorch has this option. Without it, torchrun gives ranks 30 seconds.
     if "--shutdown-timeout" in run.get_args_parser().format_help():
         arguments = [f"--shutdown-timeout={seconds_for_ranks}", *arguments]
+    _store, others = None, [folder / f"ended{number}" for number in order["others"]]
     try:
+        if others:
+            where = order["address"], order["port"]
+            _store = TCPStore(*where, None, True, multi_tenant=True, wait_for_workers=False)
         run.main(arguments)
+        while not all(ended.exists() for ended in others):
+            time.sleep(0.02)
     except ChildFailedError as error:
         exits = [(rank, failure.exitcode) for rank, failure in error.failures.items()]
         (folder / f"exits{order['number']}.json").write_text(json.dumps(exits))

@@ -14,8 +14,8 @@ def files_of(script: Path, package: Path, programs: Path | None = None) -> list[
 
     Imports inside functions count, and so do strings: the name of a module, as `python -m` takes
     it, a program that imports, and the name of one in the folder `programs`, which is among the
-    files then. A string that is a statement of its own is text; it does not. Beside a file that is
-    imported, all that is not Python counts: it may be data that it reads.
+    files then. A string that is a statement of its own is text; it does not. Beside a file of the
+    package, all that is not Python counts: it may be data that the file reads.
     """
     found: set[Path] = set()
     pending = [*_imported(script, package, programs)]
@@ -24,7 +24,8 @@ def files_of(script: Path, package: Path, programs: Path | None = None) -> list[
         if path not in found:
             found.add(path)
             pending += _imported(path, package, programs)
-    beside = [near for folder in {path.parent for path in found} for near in folder.iterdir()]
+    folders = {path.parent for path in found if package in path.parents}
+    beside = [near for folder in folders for near in folder.iterdir()]
     data = {near for near in beside if near.is_file() and near.suffix != ".py"}
     # Not what editors and file managers leave for themselves.
     return sorted(found | {file for file in data if file.name[0] != "." and file.name[-1] != "~"})

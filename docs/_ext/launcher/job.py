@@ -112,10 +112,10 @@ def run_job(
     programs: list[_Program] = []
     relays: list[threading.Thread] = []
     deadline = time.monotonic() + timeout
+    port = _free_port()
     try:
-        meeting = _meeting_place(agents)
         for numbers in _on_one_machine_together(agents):
-            program = _start(job, folder, {n: agents[n] for n in numbers}, meeting, server)
+            program = _start(job, folder, numbers, agents, port, server)
             programs.append(_Program(numbers, program))
             relay = threading.Thread(target=_relay, args=(program.stdout, say), daemon=True)
             relay.start()
@@ -137,16 +137,11 @@ def run_job(
     return pickle.loads(result.read_bytes())  # type: ignore[no-any-return]
 
 
-def _meeting_place(agents: Sequence[Agent]) -> list[str]:
-    """Return the arguments of torchrun by which the agents find each other."""
-    if len(agents) == 1:
-        return ["--standalone"]
+def _free_port() -> int:
     with socket.socket() as free:  # a port that is free here is likely to be free on host 0
         free.bind(("", 0))
-        port = free.getsockname()[1]
-    # Each node has a fixed number, so that rank 0 is the first agent's.
-    where = f"--master-addr={agents[0].address}", f"--master-port={port}"
-    return [f"--nnodes={len(agents)}", *where]
+        port: int = free.getsockname()[1]
+        return port
 
 
 def _on_one_machine_together(agents: Sequence[Agent]) -> list[list[int]]:
@@ -159,18 +154,28 @@ def _on_one_machine_together(agents: Sequence[Agent]) -> list[list[int]]:
 def _start(
     job: Job,
     folder: Path,
-    agents: Mapping[int, Agent],
-    meeting: Sequence[str],
+    numbers: Sequence[int],
+    agents: Sequence[Agent],
+    port: int,
     server: Server | None,
 ) -> "subprocess.Popen[str]":
-    orders = []
-    for number, agent in agents.items():
+    """Start the program that runs the agents with these numbers, of all agents of the job."""
+    meeting = ["--standalone"]
+    if len(agents) > 1:
+        # Each node has a fixed number, so that rank 0 is the first agent's.
+        where = f"--master-addr={agents[0].address}", f"--master-port={port}"
+        meeting = [f"--nnodes={len(agents)}", *where]
+    orders: list[dict[str, Any]] = []
+    for number in numbers:
+        agent = agents[number]
+        others = [] if number else [*range(1, len(agents))]  # which the first agent waits for
         arguments = [
             *(*meeting, f"--node-rank={number}", f"--nproc-per-node={agent.ranks}", "--role=rank"),
             *(f"--log-dir={folder / f'agent{number}'}", "--tee=3"),
             *(PROGRAMS, "rank", str(folder)),
         ]
-        orders.append({"number": number, "arguments": arguments, **asdict(agent)})
+        orders.append({"number": number, "arguments": arguments, "others": others, "port": port})
+        orders[-1] |= asdict(agent)
     program = {
         "cwd": str(Path(job.chapter).parent),
         "sys_path": job.sys_path,
@@ -294,7 +299,8 @@ def _explain_timeout(job: Job, folder: Path, ranks: int, timeout: float) -> str:
         stack = folder / f"rank{rank}.stack"
         frames = stack.read_text().splitlines()[1:] if stack.exists() else []
         # The frames below the chapter's own only started it.
-        inside = [i for i, frame in enumerate(frames) if f'"{job.chapter}"' in frame]
+        chapter = job.chapter.encode("ascii", "backslashreplace").decode()  # as faulthandler has it
+        inside = [i for i, frame in enumerate(frames) if f'"{chapter}"' in frame]
         shown = frames[: inside[-1] + 1] if inside else frames
         lines += ["", f"Rank {rank}, most recent call first:", *shown]
         if not frames:
