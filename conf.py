@@ -104,13 +104,14 @@ launcher = {
     "hosts": "builds.book_run.hosts",
     "timeout": 600,
     "log_dir": "gallery_logs",
-    # What makes a page and its outputs, and the hosts that a chapter may run on.
+    # What makes a chapter's outputs, and the hosts that it may run on.
     "depends": [
         *("docs/_ext/launcher/*.py", "docs/_ext/builds/book_run.py", "microddp/hosts/*.py"),
-        *(f"docs/_ext/{name}.py" for name in ("figures/scraper", "lists/chapter_cards")),
-        "docs/_ext/pages/markdown.py",
+        "docs/_ext/figures/scraper.py",
         "microddp/figures/*.py",  # which it imports by names that it makes up
     ],
+    # What makes a page of them.
+    "looks": [f"docs/_ext/{name}.py" for name in ("lists/chapter_cards", "pages/markdown")],
     # What changes results, and is not seen in a file.
     "variables": ["MICRODDP_ROUNDS", "MICRODDP_DEBUG", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"],
     "package": "microddp",

@@ -238,6 +238,8 @@ def test_what_runs_again(tmp_path: Path) -> None:
     """A chapter runs if it failed, if it changed, or if what all depend on changed."""
     book = Book(tmp_path / "book")
     options = {"ranks": 2, "depends": ["core/*.py"], "package": "parts", "preload": PRELOAD}
+    options["looks"] = ["look.py"]
+    book.write("look.py", "one = 1")
     book.configure(*LAUNCHER, launcher=options)
     for folder in ("core", "parts"):
         (book.root / folder).mkdir()
@@ -275,6 +277,18 @@ def test_what_runs_again(tmp_path: Path) -> None:
     assert book.build_in_forks().ran() == ["a_good.py", "b_fragile.py"]
     assert "rank 0 of 1" in book.page("a_good")
     assert book.build_in_forks().ran() == []
+
+    book.configure(
+        *LAUNCHER, launcher={**options, "ranks": 1}, gallery={"first_notebook_cell": "# new"}
+    )
+    build = book.build_in_forks("-W")
+    assert build.ran() == []
+    assert "# new" in (book.root / "docs/chapters/a_good.ipynb").read_text()
+    assert "rank 0 of 1" in book.page("a_good")
+    book.write("look.py", "one = 2")
+    for again in (True, False):
+        build = book.build_in_forks("-W")
+        assert (build.ran(), "a_good.py: only its page" in build.output) == ([], again)
 
 
 def test_what_an_environment_variable_changes_runs_again(tmp_path: Path) -> None:

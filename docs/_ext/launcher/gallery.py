@@ -20,7 +20,7 @@ from sphinx_gallery.gen_gallery import _expected_failing_examples
 from sphinx_gallery.gen_rst import generate_file_rst as generate_here
 from sphinx_gallery.utils import WARNING_TYPE, get_md5sum
 
-from .digests import digest_of_files, digest_of_surroundings
+from .digests import digest_of_files, digest_of_looks, digest_of_surroundings
 from .imports import files_of
 from .job import ENVIRONMENT, Agent, JobFailed, run_job
 from .kept import Kept, code_of
@@ -54,6 +54,7 @@ class Launcher:
     ranks: int
     log_dir: Path
     surroundings: str  # a digest of what all examples depend on
+    look: str  # a digest of what else all pages depend on
     confdir: Path
     package: Path | None
     programs: Path | None
@@ -83,18 +84,18 @@ class Launcher:
         kept = Kept.read(job_mark) if md5_mark.is_file() else None
         if kept and (kept.state != state or gallery_conf["run_stale_examples"]):
             kept = None
-        if kept and md5_mark.read_text() == get_md5sum(source, mode="t"):
+        if kept and kept.look == self.look and md5_mark.read_text() == get_md5sum(source, mode="t"):
             return generate_here(*call)  # type: ignore[no-any-return]
         md5_mark.unlink(missing_ok=True)
         job_mark.unlink(missing_ok=True)
         if not gen_rst.executable_script(source, gallery_conf):
             return generate_here(*call)  # type: ignore[no-any-return]
         if kept and kept.fits(blocks):
-            logger.info("%s: only its text changed", fname)
+            logger.info("%s: only its page is made again", fname)
             parts = write_below_title(self.options.below_title, kept.facts, source)
             result: Result = kept.show_again(lambda: generate_here(*call), parts)
             lines = code_of(blocks)[1]
-            replace(kept, lines=lines, below_title=parts).write(job_mark)
+            replace(kept, lines=lines, below_title=parts, look=self.look).write(job_mark)
             return result
 
         logger.info("%s: running on %s", fname, hosts or f"{ranks} ranks")
@@ -119,7 +120,7 @@ class Launcher:
             return _fail(call, str(source), message)
         for message, kind, subtype in outcome["warnings"]:
             logger.warning("%s", message, type=kind, subtype=subtype)
-        Kept(state, **outcome["kept"]).write(job_mark)
+        Kept(state, look=self.look, **outcome["kept"]).write(job_mark)
         logger.info("%s: took %.1f s", fname, time.monotonic() - start)
         return outcome["result"]  # type: ignore[no-any-return]
 
@@ -205,6 +206,7 @@ def install(app: Sphinx) -> None:
     if app.config.sphinx_gallery_conf["parallel"]:
         raise ConfigError("sphinx_gallery_conf['parallel'] is not possible with the launcher")
     surroundings = digest_of_surroundings(confdir, options.depends, options.variables)
+    look = digest_of_looks(confdir, options.looks, app.config.sphinx_gallery_conf)
     server = None if options.imports is None else Server(options.imports, ENVIRONMENT)
     package, programs = (
         confdir / name if (name := getattr(options, kind)) else None
@@ -217,7 +219,7 @@ def install(app: Sphinx) -> None:
         raise ConfigError("launcher['programs'] needs launcher['package']")
     _be_alone(confdir / options.log_dir)
     launcher = Launcher(
-        *(options, ranks, confdir / options.log_dir, surroundings, confdir),
+        *(options, ranks, confdir / options.log_dir, surroundings, look, confdir),
         *(package, programs, server),
     )
     gen_rst.generate_file_rst = launcher.generate_file_rst

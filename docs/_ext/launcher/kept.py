@@ -29,6 +29,7 @@ class Kept:
     seconds: float  # that they took
     facts: Any  # about the run, from options.facts
     below_title: list[str]  # Markdown texts, from options.below_title
+    look: str = ""  # digest of what made the page of this; records of earlier builds have none
 
     @classmethod
     def read(cls, path: Path) -> "Kept | None":
@@ -37,7 +38,9 @@ class Kept:
             told = json.loads(path.read_text(encoding="utf-8"))
         except (FileNotFoundError, json.JSONDecodeError):
             return None
-        if not isinstance(told, dict) or told.keys() != {field.name for field in fields(cls)}:
+        if not isinstance(told, dict) or told.keys() | {"look"} != {
+            field.name for field in fields(cls)
+        }:
             return None
         return cls(**told)
 

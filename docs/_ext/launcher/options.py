@@ -27,6 +27,10 @@ class Options:
     # Globs. If a file that matches one changes, all examples run again.
     depends: Sequence[str] = ()
 
+    # Globs. If a file that matches one changes, all pages are made again of what their examples
+    # gave when they last ran.
+    looks: Sequence[str] = ()
+
     # Environment variables. If the value of one changes, all examples run again.
     variables: Sequence[str] = ()
 
