@@ -46,6 +46,7 @@ extensions = [
     "pages.mathml",
     "pages.one_stylesheet",
     "pages.printed_tables",
+    "pages.read_again",
 ]
 exclude_patterns = ["_ext", "_static", "_templates", "**/README.md"]
 nitpicky = True

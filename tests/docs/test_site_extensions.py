@@ -181,3 +181,23 @@ def test_a_line_that_names_nothing_is_refused(tmp_path, monkeypatch):
     path.write_text("tensors.html torch.Tensor\n")
     with pytest.raises(ValueError, match=r"address, role and names in names.txt, got 'tensors"):
         torch_names.inventory()
+
+
+def test_pages_are_read_again_when_an_extension_or_a_list_has_changed(tmp_path):
+    book = Book(tmp_path / "book")
+    (book.root / "ours").mkdir()
+    redirect = "from pages import read_again\nread_again.EXTENSIONS = Path(__file__).parent\n"
+    module = book.write(
+        "ours/redirect.py",
+        f"from pathlib import Path\n{redirect}def setup(app): read_again.setup(app)\n",
+    )
+    names = book.write("ours/names.txt", "one")
+    book.configure("ours.redirect", "pages.markdown")
+    book.chapter("01_reads", "x = 1")
+    assert book.build("-W").process.returncode == 0
+    for changed in (None, module, names):
+        if changed:
+            changed.write_text(changed.read_text() + "\n\n")
+        build = book.build("-W")
+        assert build.process.returncode == 0, build.output
+        assert bool(re.search(r"reading sources.*\bindex", build.output)) == bool(changed)
