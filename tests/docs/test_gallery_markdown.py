@@ -96,7 +96,7 @@ Some of it is folded.
 """
 
 # %% tags=["imports"]
-# sphinx_gallery_line_numbers = True
+# sphinx_gallery_thumbnail_number = -1
 import json
 
 # %% tags=["plumbing"]
@@ -112,19 +112,6 @@ rows.clear()
 print("in", "sight")
 '''
 
-REST = '''"""
-A chapter in reStructuredText
-=============================
-
-With :py:class:`thing.Thing`.
-"""
-
-# %%
-# Text as the gallery knows it, with *emphasis*.
-
-print("rest")
-'''
-
 
 def rich_book(root: Path) -> Book:
     book = Book(root)
@@ -135,7 +122,6 @@ def rich_book(root: Path) -> Book:
     )
     book.write("chapters/rich.py", RICH)
     book.write("chapters/other.py", OTHER)
-    book.write("chapters/rest.py", REST)
     book.write("chapters/folds.py", FOLDS)
     book.write(
         "chapters/drawing.svg",
@@ -176,9 +162,10 @@ class TestSplitting:
             script = cell.script.split("\n")
             assert lines[cell.lineno - 1 :][: len(script)] == script
 
-    def test_needs_a_title(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("text", ["# %%\nx = 1\n# %% [markdown]\n# # Late\n", "x = 1\n", ""])
+    def test_needs_a_title(self, tmp_path: Path, text: str) -> None:
         script = tmp_path / "chapter.py"
-        script.write_text("# %%\nx = 1\n# %% [markdown]\n# # Late\n")
+        script.write_text(text)
         with pytest.raises(ExtensionError, match=r"chapter\.py: the first cell"):
             markdown.split_script(script)
 
@@ -236,11 +223,6 @@ class TestPage:
         assert 'tooltip="The intro has \\alpha, code and a link."' in index
         assert "Everything at once" in index
 
-    def test_rest_is_left_to_the_gallery(self, rich: tuple[Book, Build]) -> None:
-        page = rich[0].page("rest")
-        assert "Text as the gallery knows it, with <em>emphasis</em>" in page
-        assert "A chapter in reStructuredText" in page
-
 
 class TestFolding:
     """The code of tagged cells is folded away; what the cell printed is not."""
@@ -268,10 +250,9 @@ class TestFolding:
         assert "import json" not in in_sight
         assert in_sight.count("sphx-glr-script-out") == page.count("sphx-glr-script-out") > 0
 
-    def test_settings_work_in_folded_cells(self, rich: tuple[Book, Build]) -> None:
+    def test_settings_in_folded_cells_are_not_shown(self, rich: tuple[Book, Build]) -> None:
         page = rich[0].page("folds")
         assert "sphinx_gallery_" not in page
-        assert 'class="linenos">' in page
 
     def test_the_notebook_keeps_the_tags(self, rich: tuple[Book, Build]) -> None:
         text = (rich[0].root / "docs/chapters/folds.ipynb").read_text(encoding="utf-8")

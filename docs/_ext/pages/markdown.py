@@ -3,8 +3,7 @@
 A Markdown chapter is a jupytext percent script. Its text cells begin with `# %% [markdown]`, in a
 triple-quoted string or in comment lines; the first opens with the title, `# Title`. sphinx-gallery
 takes text for reStructuredText, so this extension replaces the functions by which it splits a
-script, assembles its page and saves its notebook. Scripts without a Markdown cell are left to
-the functions replaced.
+script, assembles its page and saves its notebook.
 
 - A link to another chapter names its file, `[the ring](02_all_reduce.py)`, or one with `#heading`.
   The page links to the page, the notebook to the notebook. A path with a slash, `./name.py`,
@@ -26,7 +25,6 @@ job of the launcher.
 import itertools
 import os
 import re
-from collections.abc import Iterable
 from glob import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,12 +39,8 @@ from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 from sphinx_gallery import gen_rst, py_source_parser
 from sphinx_gallery.gen_rst import codestr2rst
-from sphinx_gallery.gen_rst import extract_intro_and_title as rst_intro_and_title
-from sphinx_gallery.gen_rst import rst_blocks as blocks_to_rst
-from sphinx_gallery.gen_rst import save_notebook as save_rst_notebook
 from sphinx_gallery.gen_rst import save_rst_example as save_rst_page
 from sphinx_gallery.py_source_parser import Block
-from sphinx_gallery.py_source_parser import split_code_and_text_blocks as split_rst_script
 
 # Stands for the page's blocks, between the header and the footer that sphinx-gallery writes.
 _BODY = "\n.. gallery-markdown-body\n"
@@ -84,23 +78,17 @@ def read_cells(text: str) -> list[Cell]:
     return cells
 
 
-def _is_markdown(cells: Iterable[Cell]) -> bool:
-    return any(cell.kind == "markdown" for cell in cells)
-
-
 def split_script(source_file: str | Path, return_node: bool = False) -> tuple[Any, ...]:
     """Split a script into the gallery's blocks; text blocks hold the Markdown unchanged.
 
     Returns the script's `sphinx_gallery_*` settings, its blocks and, with `return_node`, its
     syntax tree (None where the syntax is wrong).
 
-    Raises `ExtensionError` if a script with Markdown cells does not begin with its title.
+    Raises `ExtensionError` if the script does not begin with its title.
     """
     node, text = py_source_parser.parse_source_file(source_file)
     cells = read_cells(text)
-    if not _is_markdown(cells):
-        return split_rst_script(source_file, return_node)  # type: ignore[no-any-return]
-    if cells[0].kind != "markdown" or not cells[0].source.lstrip().startswith("# "):
+    if not cells or cells[0].kind != "markdown" or not cells[0].source.lstrip().startswith("# "):
         raise ExtensionError(f"{source_file}: the first cell must be Markdown, with a '# Title'")
 
     blocks = []
@@ -111,15 +99,14 @@ def split_script(source_file: str | Path, return_node: bool = False) -> tuple[An
             blocks.append(Block("code", cell.script + "\n", cell.lineno))
     code = "".join(block.content for block in blocks if block.type == "code")
     folded = {cell.lineno: FOLDED[tag] for cell in cells for tag in cell.tags if tag in FOLDED}
-    file_conf = {"markdown": True, "folded": folded, **py_source_parser.extract_file_config(code)}
+    file_conf = {"folded": folded, **py_source_parser.extract_file_config(code)}
     return (file_conf, blocks, node) if return_node else (file_conf, blocks)
 
 
 def intro_and_title(filename: str | Path, docstring: str) -> tuple[str, str]:
     """Return a chapter's first paragraph and title as plain text, for the gallery's index."""
+    del filename
     title, *paragraphs = docstring.strip().split("\n\n")
-    if not title.startswith("# "):
-        return rst_intro_and_title(filename, docstring)  # type: ignore[no-any-return]
     title, _, rest = title.partition("\n")
     intro = rest or (paragraphs[0] if paragraphs else title)
     return _plain(intro.removeprefix("# ")), _plain(title.removeprefix("# "))
@@ -176,12 +163,7 @@ def page_blocks(
     `file_conf["preamble"]`, Markdown, is put below the title. `file_conf["folded"]` has the
     summaries of the blocks whose code is folded, by the numbers of their first lines.
     """
-    if "markdown" not in file_conf:
-        rst: str = blocks_to_rst(
-            script_blocks, output_blocks, file_conf, gallery_conf, language=language
-        )
-        return rst
-    numbered = file_conf.get("line_numbers", gallery_conf["line_numbers"])
+    del gallery_conf
     parts: list[str] = []
     place = itertools.count()
     fold_end, silent = 0, ""  # of the fold before, and its summary if nothing came out
@@ -192,7 +174,7 @@ def page_blocks(
             continue
         said = fenced(f"{{of-run}} {next(place)}", eval_rst(output))
         if block.content.strip():  # blank where it held nothing but settings
-            code = codestr2rst(block.content, language, block.lineno if numbered else None)
+            code = codestr2rst(block.content, language)
             summary = file_conf["folded"].get(block.lineno, "")
             if summary and summary == silent:
                 parts.insert(fold_end, eval_rst(code))
@@ -228,10 +210,6 @@ def save_page(
     """
     page = Path(example_file).with_suffix(".md")
     arguments = (example_file, time_elapsed, memory_used, gallery_conf)
-    if "markdown" not in file_conf:
-        page.unlink(missing_ok=True)  # in case the script was a Markdown chapter before
-        save_rst_page(example_rst, *arguments, language=language, file_conf=file_conf)
-        return
     save_rst_page(_BODY, *arguments, language=language, file_conf=file_conf)
     rst = page.with_suffix(".rst")
     header, footer = rst.read_text(encoding="utf-8").split(_BODY)
@@ -254,9 +232,6 @@ def save_chapter_notebook(work_notebook: dict[str, Any], write_file: str | Path)
     one, and else with the title; the cell is put below the title.
     """
     text = Path(write_file).with_suffix("").with_suffix(".py").read_text(encoding="utf-8")
-    if not _is_markdown(read_cells(text)):
-        save_rst_notebook(work_notebook, write_file)
-        return
     text = py_source_parser.remove_config_comments(py_source_parser.remove_ignore_blocks(text))
     notebook = jupytext.reads(text, fmt="py:percent")
     notebook.cells = [cell for cell in notebook.cells if cell.source.strip()]
