@@ -108,11 +108,8 @@
   const rect = (x, y, width, height, more) => live.shape("rect", { x, y, width, height, ...more });
   const upright = (x, y1, y2, more) => live.shape("line", { x1: x, x2: x, y1, y2, ...more });
 
-  function hatching(id) {
-    const size = { width: 7, height: 7, patternUnits: "userSpaceOnUse" };
-    return live.shape("pattern", { id, ...size, patternTransform: "rotate(45)" },
-      rect(0, 0, 7, 7, { fill: COLORS.exposed }), rect(0, 0, 2, 7, { fill: "var(--waiting-hatch)" }));
-  }
+  const hatching = (id) =>
+    live.hatching(id, 7, { width: 7, fill: COLORS.exposed }, { width: 2, fill: "var(--waiting-hatch)" });
 
   // Round times up to one, in seconds.
   function ticks(until, most) {
@@ -239,15 +236,6 @@
 
   const dot = (cx, cy) => live.shape("circle", { class: "measured", cx, cy, r: 4 });
 
-  function legend(entries) {
-    const list = live.element("ul", { class: "legend" });
-    for (const [name, ...marks] of entries) {
-      const swatch = live.shape("svg", { width: 28, height: 12, "aria-hidden": "true" }, ...marks);
-      list.append(live.element("li", {}, swatch, name));
-    }
-    return list;
-  }
-
   // What happens --------------------------------------------------------------------------------
 
   function draw(stage, given) {
@@ -288,7 +276,7 @@
     const path = (style) => live.shape("line", { class: style, x1: 0, x2: 28, y1: 6, y2: 6 });
     stage.append(
       live.element("div", { class: "controls" }, slider, toBest), told, canvas, asked,
-      legend([
+      live.legend([
         ["forward", color(COLORS.forward)],
         ["backward", color(COLORS.backward)],
         ["gradient ready", upright(14, 0, 12, { class: "ready" })],
@@ -296,7 +284,7 @@
         ["exposed", color(`url(#${hatch})`)],
       ]),
       curve,
-      legend([
+      live.legend([
         ["predicted step", path("curve")], ["predicted to be exposed", path("curve exposed")],
         ["measured step, quartiles", upright(14, 0, 12, { class: "measured" }), dot(14, 6)],
       ]),

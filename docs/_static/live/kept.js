@@ -104,14 +104,11 @@
     const told = live.told();
     const panels = live.element("div", { class: "panels" });
     const numbers = live.element("div", { class: "results", tabindex: "0", role: "region", "aria-label": "Bytes at this moment" });
-    const legend = live.element("ul", { class: "legend" });
-    const swatch = (...marks) => live.shape("svg", { width: 28, height: 12, "aria-hidden": "true" }, ...marks);
-    for (const [name, fill] of data.kinds) {
-      const mark = live.shape("rect", { x: 0, y: 0, width: 28, height: 12, fill });
-      legend.append(live.element("li", {}, swatch(mark), name));
-    }
     const dashed = live.shape("line", { class: "predicted", x1: 0, x2: 28, y1: 6, y2: 6 });
-    legend.append(live.element("li", {}, swatch(dashed), "most of all, predicted"));
+    const legend = live.legend([
+      ...data.kinds.map(([name, fill]) => [name, live.shape("rect", { width: 28, height: 12, fill })]),
+      ["most of all, predicted", dashed],
+    ]);
 
     function go(moment) {
       state.moment = moment;

@@ -118,6 +118,23 @@ const live = {
     };
   },
 
+  // What colours and lines mean: entries are [name, ...shapes], these `width` x 12 in size.
+  legend(entries, width = 28) {
+    const list = live.element("ul", { class: "legend" });
+    for (const [name, ...shapes] of entries) {
+      const swatch = live.shape("svg", { width, height: 12, "aria-hidden": "true" }, ...shapes);
+      list.append(live.element("li", {}, swatch, name));
+    }
+    return list;
+  },
+
+  // Diagonal stripes, repeated after `side` pixels, for a fill of url(#id); each a width and a fill.
+  hatching(id, side, ...stripes) {
+    const size = { width: side, height: side, patternUnits: "userSpaceOnUse" };
+    return live.shape("pattern", { id, ...size, patternTransform: "rotate(45)" },
+      ...stripes.map((stripe) => live.shape("rect", { height: side, ...stripe })));
+  },
+
   // Numbers as the book's tables write them (microddp/report.py).
   number(value, digits = 3) {
     if (!Number.isFinite(value)) return value > 0 ? "inf" : String(value);

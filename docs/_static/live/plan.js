@@ -174,12 +174,8 @@
 
   function hatching(svg) {
     const id = `plan-hatch-${++patterns}`;
-    const pattern = { id, width: 8, height: 8, patternUnits: "userSpaceOnUse" };
-    svg.append(
-      live.shape("pattern", { ...pattern, patternTransform: "rotate(45)" },
-        live.shape("rect", { width: 8, height: 8, fill: COLORS.exposed }),
-        live.shape("rect", { width: 2, height: 8, fill: "#000", "fill-opacity": 0.45 })),
-    );
+    const stripe = { width: 2, fill: "#000", "fill-opacity": 0.45 };
+    svg.append(live.hatching(id, 8, { width: 8, fill: COLORS.exposed }, stripe));
     return `url(#${id})`;
   }
 

@@ -416,24 +416,19 @@
   // Stripes of the colour of waiting.
   function hatching(id, data) {
     const [, color] = data.kinds.find(([kind]) => kind.startsWith("wait")) ?? ["", "currentColor"];
-    const size = { width: 6, height: 6, patternUnits: "userSpaceOnUse" };
-    const stripe = live.shape("rect", { width: 2.5, height: 6, fill: color });
-    return live.shape("pattern", { id, ...size, patternTransform: "rotate(45)" }, stripe);
+    return live.hatching(id, 6, { width: 2.5, fill: color });
   }
 
   function legend(data, hatch) {
-    const list = live.element("ul", { class: "legend" });
-    for (const color of new Set(data.kinds.map(([, each]) => each))) {
+    const entries = [...new Set(data.kinds.map(([, each]) => each))].map((color) => {
       const kinds = data.kinds.filter(([, each]) => each === color).map(([kind]) => kind);
       const [kind] = kinds;
       const fill = kind.startsWith("wait") ? `url(#${hatch})` : color;
       const narrow = kind === "gradient ready"; // a mark
       const box = { x: narrow ? 7 : 0, y: 0.5, width: narrow ? 2 : 16, height: 11, fill };
-      const swatch = live.shape("svg", { width: 16, height: 12, "aria-hidden": "true" });
-      swatch.append(live.shape("rect", { ...box, class: fill === color ? "bar" : "wait" }));
-      list.append(live.element("li", {}, swatch, kinds.join(", ")));
-    }
-    return list;
+      return [kinds.join(", "), live.shape("rect", { ...box, class: fill === color ? "bar" : "wait" })];
+    });
+    return live.legend(entries, 16);
   }
 
   function hint() {
