@@ -58,7 +58,7 @@ class Event:
 
     @property
     def all_reduce(self) -> bool:
-        """True if it is an all-reduce: one kernel serves many collectives, its launcher knows."""
+        """True if it is an all-reduce. One kernel serves many collectives; its launcher knows."""
         calls = [name for name in self.within if re.match("nccl:|c10d::", name)]
         named = re.search("all_?reduce", " ".join(calls) or self.name, re.I)
         return self.collective and named is not None

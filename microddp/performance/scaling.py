@@ -29,8 +29,8 @@ def measure_scaling(
         repeat: number of measurements of each step.
 
     Returns:
-        How many times as many samples a second as one rank, by the number of ranks: the powers of
-        two, and all. The same on every rank.
+        How many times as many samples a second as one rank, by the number of ranks, which are the
+        powers of two, and all. The same on every rank.
 
     Raises:
         ValueError: on every rank, if a batch does not divide by a number of ranks.
