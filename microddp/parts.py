@@ -170,11 +170,13 @@ def load_parts(
         ValueError: on every rank: a parameter has another shape, some of its values are in none of
             the states, or reading these raised on one.
     """
+    expected = "all values of each parameter"
     try:
         wrong = _load_own(shards, saved, optimizer)
     except Exception as error:
-        wrong = f"{type(error).__name__}: {error}"
-    comms.fail_together(wrong, "all values of each parameter", ValueError)
+        comms.fail_together(f"{type(error).__name__}: {error}", expected, ValueError)
+    else:
+        comms.fail_together(wrong, expected, ValueError)
     if optimizer is not None:
         _move_steps(optimizer)
 

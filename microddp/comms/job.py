@@ -188,7 +188,8 @@ def _threads(local_world_size: int) -> int:
 
 
 def _check_built(backend: str, rank: int) -> None:
-    if backend not in (known := ["gloo", "nccl"]):
+    known = ["gloo", "nccl"]
+    if backend not in known:
         raise ValueError(f"rank {rank}: expected backend in {known}, got {backend!r}")
     built = [name for name in known if dist.is_backend_available(name)]
     if backend not in built:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from microddp.comms import Comms
 from microddp.parts import whole_state
 from microddp.sharding.context import ShardingContext
 from microddp.sharding.param_group import FlatParamGroup
+
+_SHARDED: WeakSet[nn.Module] = WeakSet()
 
 
 class ShardedModule:
@@ -57,8 +60,7 @@ class ShardedModule:
             module.register_forward_hook(self._post_forward, always_call=True),  # if it raises, too
         ]
         module.__dict__["_microddp_sharded"] = self
-        for m in module.modules():
-            m.__dict__["_microddp_inside"] = self
+        _SHARDED.add(module)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let each backward inside add to this rank's own gradients, and reduce none of them.
@@ -103,8 +105,7 @@ class ShardedModule:
             for handle in sharded._handles:
                 handle.remove()
             del sharded.module.__dict__["_microddp_sharded"]
-            for m in sharded.module.modules():
-                m.__dict__.pop("_microddp_inside", None)
+            _SHARDED.discard(sharded.module)
         for group in self.context.groups:
             group.reshard()
             flat = group.comms.all_gather(group.shard).flatten()  # may be of higher precision
@@ -175,7 +176,7 @@ def sharded_module_of(module: nn.Module) -> ShardedModule | None:
 
 def is_inside(module: nn.Module) -> bool:
     """Tell if a module is sharded, itself or as a part of another one."""
-    return "_microddp_inside" in module.__dict__
+    return any(module is part for sharded in _SHARDED for part in sharded.modules())
 
 
 def _call_each(calls: Sequence[Callable[[], None]], _: torch.Tensor) -> None:

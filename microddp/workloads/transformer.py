@@ -27,8 +27,9 @@ class Transformer(nn.Module):
         self, vocabulary: int, dim: int, depth: int, heads: int, context: int, *, tied: bool = True
     ) -> None:
         super().__init__()
-        sizes = vocabulary, dim, depth, heads, context
-        if min(sizes) < 1:
+        sizes = {"vocabulary": vocabulary, "dim": dim, "depth": depth}
+        sizes |= {"heads": heads, "context": context}
+        if min(sizes.values()) < 1:
             raise ValueError(f"expected a vocabulary and sizes of at least 1, got {sizes}")
         if dim % heads:
             raise ValueError(f"expected a number of heads that divides dim {dim}, got {heads}")

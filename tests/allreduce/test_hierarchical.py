@@ -2,6 +2,7 @@
 
 import functools
 
+import pytest
 import torch
 from ranks import on_ranks
 
@@ -72,6 +73,13 @@ def test_a_machines_link_carries_each_sum_once(comms):
             assert sum(sent[rank] for rank in ranks) == 2 * (count - 1) * 4 * size // count, (
                 machines
             )
+
+
+@on_ranks(3)
+def test_a_partition_that_is_none_is_refused_on_every_rank(comms):
+    for machines in ([[0, 1]], [[0, 1], [1, 2]], [[0, 1], [2, 3]], [[0], [1], [2], []]):
+        with pytest.raises(ValueError, match=r"expected machines .* ranks 0 to 2 once, got \[\["):
+            Hierarchy(comms, machines)
 
 
 @on_ranks(4)

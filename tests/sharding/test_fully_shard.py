@@ -615,6 +615,9 @@ def test_refused(comms):
         fully_shard(outer[0], comms)
     sharded.remove()
     fully_shard(outer[0], comms)
+    act = nn.GELU()  # a part without parameters belongs to nobody, and can be copied
+    fully_shard(nn.Sequential(nn.Linear(3, 3), act), comms)
+    assert not vars(copy.deepcopy(act)).keys() - vars(nn.GELU()).keys()
     with pytest.raises(RuntimeError, match=r"expected the same parameters.*weight"):
         fully_shard(nn.Linear(3 + comms.rank, 3), comms)
     with pytest.raises(ValueError, match="expected one of auto, ring, shared, backend, got 'x'"):

@@ -140,13 +140,14 @@ def _be_an_agent(folder: Path, order: dict[str, Any], forks: bool, seconds_for_r
     # Not every PyTorch has this option. Without it, torchrun gives ranks 30 seconds.
     if "--shutdown-timeout" in run.get_args_parser().format_help():
         arguments = [f"--shutdown-timeout={seconds_for_ranks}", *arguments]
-    _store, others = None, [folder / f"ended{number}" for number in order["others"]]
+    _store, others = None, {f"ended{number}" for number in order["others"]}
     try:
         if others:
             where = order["address"], order["port"]
             _store = TCPStore(*where, None, True, multi_tenant=True, wait_for_workers=False)
         run.main(arguments)
-        while not all(ended.exists() for ended in others):
+        patience = time.monotonic() + 5  # they only have to read that all have ended
+        while not others.issubset(os.listdir(folder)) and time.monotonic() < patience:
             time.sleep(0.02)
     except ChildFailedError as error:
         exits = [(rank, failure.exitcode) for rank, failure in error.failures.items()]

@@ -180,7 +180,7 @@ def _pickle(call: Call) -> bytes:
 def _be_alone(log_dir: Path) -> None:
     """Raise `ConfigError` if another build has this folder: each would take the other's results."""
     log_dir.mkdir(parents=True, exist_ok=True)
-    lock = os.open(log_dir / "lock", os.O_CREAT | os.O_WRONLY)
+    lock = os.open(log_dir / "lock", os.O_CREAT | os.O_WRONLY, 0o666)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -112,7 +112,7 @@ def run_job(
     programs: list[_Program] = []
     relays: list[threading.Thread] = []
     deadline = time.monotonic() + timeout
-    port = _free_port()
+    port = _free_port() if len(agents) > 1 else 0
     try:
         for numbers in _on_one_machine_together(agents):
             program = _start(job, folder, numbers, agents, port, server)

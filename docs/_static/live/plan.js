@@ -1,6 +1,6 @@
 // A step to plan: how long it takes on several devices, and on one for the same tokens.
 //
-// `budget` is step_budget of tests/planned_step.py; a test holds the two to one result.
+// A test holds `budget` to the same form in Python.
 "use strict";
 
 {
