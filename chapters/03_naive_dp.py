@@ -392,8 +392,9 @@ could travel together (chapter 05). Neither makes the bytes fewer.
 :::{admonition} On GPUs
 Where starts are short, what a naive step gains follows from $n$ and $M/C$. Here is $n / (1 + M/C)$
 for the same model and tokens on clusters that people have, from `microddp/plan/library.toml`, which
-has the source of each figure. The last row is this chapter's cluster; what the stage took beyond
-$C + M$ is not in it:
+has the source of each figure. Links are as fast as they are sold; how much of it TCP and PCIe reach
+is fitted in chapter 18. The last row is this chapter's cluster; what the stage took beyond $C + M$
+is not in it:
 :::
 """
 

@@ -607,7 +607,7 @@ the calls. (While a job hangs, the field `retired` says whether a call is over; 
 ## With NCCL
 
 NCCL's calls return before anything has moved. They put a kernel on a *stream*, a queue of the GPU,
-and `wait()` makes another stream wait and not the host: Python goes on to queue more. So a hang is
+and `wait()` makes another stream wait, not Python, which goes on to queue more. So a hang is
 seen late and elsewhere. Python stops where it needs a number from the GPU, at `loss.item()` or
 `synchronize()`. There `py-spy` finds it, any number of lines behind the collective that hangs. Nor
 can that collective's line raise an error: it has returned.

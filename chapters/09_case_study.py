@@ -594,9 +594,10 @@ r"""
 **Explain.** In a node messages are short beside the computing, so by the formula no change to them
 gains much; each device pays $f$ in full, however few its pairs. In the published profile the GPU is
 used for 15.2 % of a step, and the CPU, which starts kernels, for 61.1 %. So larger micro-batches,
-`torch.compile` or CUDA graphs come first. One GPU with 32 pairs takes $f/32 + c = 3.6$ ms a pair,
-two with 8 each 3.4: fill one GPU before you add another. Between machines bytes come first, at the
-same global batch: send half. Where it may grow, more pairs a device share both $f$ and $M$.
+`torch.compile` or CUDA graphs come first. By the formula one GPU with 32 pairs takes $f/32 + c =
+3.6$ ms a pair, two with 8 each 3.4: fill one GPU before you add another. Between machines bytes
+come first, at the same global batch: send half, if two devices are worth it at all (above). Where
+the batch may grow, more pairs a device share both $f$ and $M$.
 
 The formula leaves out the Python that runs between the pauses, of one device's step, too; the
 starts of messages, of which a smaller cap needs more; and the hook, which converts on the CPU. None

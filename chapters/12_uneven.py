@@ -226,9 +226,11 @@ if known:
     slowest = by_speed[100]
     gain = compare(slowest["8 slices"], slowest["ring"])
     one = compare(slowest["one slice"], slowest["ring"])
+    pays = sum(compare(t["8 slices"], t["ring"]).faster for t in by_speed.values())
     said = (
         f"At a tenth of the speed 8 slices are {gain.than('the ring')}; in their 9 rounds of an "
-        f"eighth the bounds give 1.33. One slice is {one.than('the ring')}; in 2 rounds, 0.75."
+        f"eighth the bounds give 1.33. One slice is {one.than('the ring')}; in 2 rounds, 0.75. "
+        f"8 slices are faster than the ring at {pays} of {len(by_speed)} speeds."
     )
     find(comms, "slices", **gain.sides(said))
     curves = bounds | {
@@ -243,8 +245,9 @@ if known:
 
 # %% [markdown] index=["straggler", "slow rank"]
 r"""
-**Explain.** With equal links there is nothing to shift. Below some speed (exercise 2) the slow link
-carries the tensor once each way, and only fewer bytes or meetings (chapters 10 and 11) help.
+**Explain.** With equal links there is nothing to shift. Bounds count no starts: each slice has its
+own, so it pays only where bytes outweigh them. Below some speed (exercise 2) the slow link carries
+the tensor once each way, and only fewer bytes or meetings (chapters 10 and 11) help.
 {func}`~microddp.performance.link_speed.probe_links` measures the speeds.
 
 ## The straggler that DDP hides
@@ -734,7 +737,8 @@ gets a preference that nobody asked for. Batches counted in *tokens* are uneven:
 ## What to take along
 
 - An all-reduce takes at least as long as its busiest link. Number the ranks rack by rack.
-- A slow link has to carry the tensor once each way. Others can do the rest.
+- A slow link has to carry the tensor once each way. Others can do the rest, which pays where bytes
+  outweigh the starts.
 - DDP hides a slow rank in every rank's backward. Compare the time from the step's begin to the last
   launch: without buffers to broadcast it contains no wait, and it needs no common clock. On GPUs,
   take it on the stream.

@@ -67,7 +67,7 @@ rows = [
     (f"{count:,}", *(human_seconds(one / count) for one in M1.values()))
     for count in (1, 8, 256, 1024, 16384, 100_000)
 ]
-comms.print(table(rows, ["devices", *(f"interrupted every, by {name}" for name in M1)]))
+comms.print(table(rows, ["devices", *(f"interrupted every, from {name}'s count" for name in M1)]))
 
 # %% [markdown] index=["hang", "deadlock", "stuck", "flight recorder"]
 r"""
@@ -490,7 +490,8 @@ took = [
     for way in WAYS[:2]
 ]
 said = f"Imports are {usual:.2f} s of R. {' '.join(took)} The warm restart recovered in"
-said = f"{said} {parts_of['warm']['recover']:.2f} s, for a B of {B:.2f} s."
+said = f"{said} {parts_of['warm']['recover']:.2f} s, for a B of {B:.2f} s. Elastic took"
+said = f"{said} {cost['elastic'] - predicted['elastic']:+.2f} s beside its prediction."
 find(comms, "parts", measured=(True, said))
 
 # %% tags=["plumbing"]
@@ -527,7 +528,7 @@ assert off < 1e-3
 
 # %% tags=["plumbing"]
 said = f"After a restart, plain or warm, all {len(calm)} losses are bitwise those of `nothing`,"
-said = f"{said} begun again"
+said = f"{said} in its second life"
 find(
     comms,
     "losses",
