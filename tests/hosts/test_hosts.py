@@ -702,6 +702,7 @@ def test_nothing_is_left_when_the_shell_goes(tmp_path):
         stderr=subprocess.DEVNULL,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nohup ignores it
     ) as shell:
         while shell.stdout.readline() not in ("sitting\n", ""):
             pass
