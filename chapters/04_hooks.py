@@ -217,9 +217,10 @@ called *exposed* communication, as against that which is *hidden* behind
 computation. In the naive step all of it is exposed.
 
 The stage is that of chapter 03: devices of known speed, to the scale of machines with an A100 each
-and 25 Gbit/s between them. The timeline has up to four lanes: what the rank computes, a tick for
-every gradient that is ready, each all-reduce from start to end, and waiting. Of three steps of each
-kind, the one of median length is drawn, on rank 0:
+and 25 Gbit/s between them; the start of a message is measured anew, and varies from run to run. The
+timeline has up to four lanes: what the rank computes, a tick for every gradient that is ready, each
+all-reduce from start to end, and waiting. Of three steps of each kind, the one of median length is
+drawn, on rank 0:
 """
 
 # %%

@@ -479,12 +479,13 @@ if reports:
 # %% [markdown]
 r"""
 **Explain.** A rank that leaves one collective late arrives late at the next, so a part of a slow
-link's cost is a wait for ranks: look at both parts. Nor do transfers depend on links alone:
-processors carry them. So {func}`~microddp.performance.stragglers.straggler_report` asks for more.
-It names a *rank* that works 15 % longer than the others in three steps of four, and without which
-the median step would be shorter by 4 %. It names a *link* if ranks wait for transfers for 4 % of
-the time, and test messages over it, and over no other link, are less than half as fast as over the
-rest. `python -m microddp.train --report` prints it. Of the last scene:
+link's cost is a wait for ranks: look at both parts. (How far the other part changes, nothing here
+predicts.) Nor do transfers depend on links alone: processors carry them. So
+{func}`~microddp.performance.stragglers.straggler_report` asks for more. It names a *rank* that
+works 15 % longer than the others in three steps of four, and without which the median step would be
+shorter by 4 %. It names a *link* if ranks wait for transfers for 4 % of the time, and test messages
+over it, and over no other link, are less than half as fast as over the rest. `python -m
+microddp.train --report` prints it. Of the last scene:
 """
 
 # %%
