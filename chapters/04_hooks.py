@@ -332,6 +332,7 @@ if stage.sides and n > 1:
     said = (
         f"The limit of a step is {human_seconds(least)}; with its starts "
         f"{human_seconds(limit.predicted)} are predicted. It took {limit}."
+        f"{' For the rest the prediction has no term.' * limit.longer}"
     )
     find(comms, "hooks-limit", **limit.sides(said))
 

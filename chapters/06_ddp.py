@@ -766,7 +766,9 @@ timed.print(table(small.items(), ["many small gradients", "step, median (quartil
 python = compare(small["microddp.DDP"], small["torch"])
 each = (small["microddp.DDP"].median - small["torch"].median) / len(list(models[0].parameters()))
 said = "With many small gradients a step of microddp.DDP is " + python.than("one of PyTorch's")
-gap = "" if python.alike else f": {each * 1e6:+.1f} us a gradient"
+gap = f": {each * 1e6:+.1f} us a gradient"
+if python.alike:
+    gap = ", so that what Python costs does not show in these rounds"
 said = f"{said}{gap}."
 find(timed, "python", **python.sides(said))
 

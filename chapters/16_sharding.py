@@ -790,7 +790,10 @@ find(
     own,
     "stage-3-hides",
     held=(n > 1 and within and high >= 0.995, f"{said}; predicted was 1.00: it held."),
-    less=(n > 1 and within and high < 0.995, f"{said}; predicted was 1.00: it hid less."),
+    less=(
+        n > 1 and within and high < 0.995,
+        f"{said}; predicted was 1.00: it hid less, and why is open.",
+    ),
     open=(n > 1 and not within, f"{said}, M is not below two thirds of C: not predicted."),
     alone=(n == 1, "One rank has nothing to hide."),
 )
@@ -927,12 +930,18 @@ judged = quick is not None and 0.8 < ratio / usual_ratio < 1.25
 less = judged and quick.spread[1] < slow.spread[0]
 more = judged and quick.spread[0] > slow.spread[1]
 alike = judged and not less and not more
+
+# %% tags=["plumbing"]
 find(
     comms,
     "faster-links",
     less=(less, f"{said}. On faster links stage 3 hid less."),
     more=(more, f"{said}. On faster links stage 3 hid more."),
-    alike=(alike, f"{said}. Stage 3's quartiles overlap: the two are not told apart."),
+    alike=(
+        alike,
+        f"{said}. Stage 3's quartiles overlap: the two are not told apart, so if cores take a part "
+        "of what stage 3 cannot hide stays open.",
+    ),
     apart=(
         quick is not None and not judged,
         f"{said}. The two M/C should be alike and are not, so something else slowed the messages "

@@ -802,7 +802,7 @@ find(
 
 # %% tags=["plumbing"]
 apart, there = fast[1] - eight[1], bool(checked_quick)
-rarer = ", though not in each case" if less else ""
+rarer = ", though not in each case, and why not is not known" if less else ""
 find(
     comms,
     "faster-links",
