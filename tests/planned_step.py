@@ -8,51 +8,40 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from microddp.allreduce import ring_cost
+from microddp.performance import worth
 from microddp.performance.memory import bytes_kept
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """A planned step with some of its communication hidden.
+class Outcome(worth.Outcome):
+    """A planned step with some of its communication hidden, as the form shows it.
 
     Attributes:
-        exposed: seconds of communication that nothing hides.
         gathering: seconds of ``exposed`` in which parameters are gathered for forward.
-        step: seconds of the step: computing, then exposed communication.
-        speedup: time of one device for the same global batch, divided by ``step``.
         efficiency: speed-up divided by the number of devices.
         break_even: bandwidth of a link, bytes a second, above which the speed-up is above 1;
             infinite where no link is fast enough.
     """
 
-    exposed: float
     gathering: float
-    step: float
-    speedup: float
     efficiency: float
     break_even: float
 
 
 @dataclass(frozen=True)
-class StepBudget:
-    """A planned step.
+class StepBudget(worth.StepBudget):
+    """A planned step, as the form shows it.
 
     Attributes:
-        compute: seconds that each device computes in a step.
-        communication: seconds of all messages, hidden or not.
         gathering: seconds of ``communication`` in which parameters are gathered for forward.
         memory: bytes on each device for weights, gradients and Adam's two moments, in 32 bits,
             divided as the stage says. Activations come on top.
-        overlapped: outcome if computing hides communication all the while: the best case.
-        unhidden: outcome if nothing is hidden.
     """
 
-    compute: float
-    communication: float
-    gathering: float
-    memory: float
     overlapped: Outcome
     unhidden: Outcome
+    gathering: float
+    memory: float
 
 
 def step_budget(
@@ -93,9 +82,9 @@ def step_budget(
         ]
         return Outcome(
             sum(exposed),
-            exposed[0],
             step,
-            speedup=devices * compute / step,
+            devices * compute / step,
+            gathering=exposed[0],
             efficiency=compute / step,
             break_even=_break_even((devices - 1) * compute, phases) if devices > 1 else math.inf,
         )
@@ -103,10 +92,10 @@ def step_budget(
     return StepBudget(
         compute,
         sum(messages),
-        messages[0],
-        bytes_kept(stage, parameters, devices).total,
         overlapped=outcome(times * forward, times * 2 * forward),
         unhidden=outcome(0.0, 0.0),
+        gathering=messages[0],
+        memory=bytes_kept(stage, parameters, devices).total,
     )
 
 
