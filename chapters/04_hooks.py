@@ -341,8 +341,7 @@ r"""
 **Explain.** What is longer than backward, two thirds of $C$, cannot hide behind it. Nothing is sent
 until the first gradient is there, and the last one is ready when backward ends. Every gradient
 still travels on its own, and pays for its start; where several are under way together, their starts
-overlap, and a step may take less than predicted. Sending fewer and larger messages is the next
-chapter.
+overlap. Sending fewer and larger messages is the next chapter.
 
 :::{admonition} On GPUs
 Where starts are short, the limit follows from $n$ and $M/C$. Here are both steps for the same model
