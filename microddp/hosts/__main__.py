@@ -184,15 +184,13 @@ def _be_torchrun(arguments: Sequence[str], others: int | None) -> int:
     At their end, too, agents meet in a store of the first one's process, which therefore stays
     until the pipe that the ``others`` hold closes.
     """
-    status = 0
+    status, _store = 0, None
     try:
-        if others is None:
-            torchrun.main(arguments)
-        else:
-            _store = TCPStore(
-                address(0), PORT, None, True, multi_tenant=True, wait_for_workers=False
-            )
-            torchrun.main(arguments)
+        if others is not None:
+            where = address(0), PORT
+            _store = TCPStore(*where, None, True, multi_tenant=True, wait_for_workers=False)
+        torchrun.main(arguments)
+        if others is not None:
             os.read(others, 1)
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
