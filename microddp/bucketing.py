@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from microddp.backward import Backward, Buckets
-from microddp.buckets import bucket_caps
+from microddp.buckets import bucket_caps, check_cap
 from microddp.comms import Comms
 from microddp.hooks import Switchable
 from microddp.timing import NOT_RECORDED, Recorder
@@ -44,11 +44,9 @@ class BucketedDDPHooks(Switchable):
         self.comms = comms
         self.buckets = Buckets(model, comms, as_view=gradient_as_bucket_view)
         count = len(self.buckets.parameters)
-        if not count or not (bucket_cap_mb is None or 0 < bucket_cap_mb < float("inf")):
-            raise ValueError(
-                f"rank {comms.rank}: expected parameters that require gradients and a finite "
-                f"bucket cap above 0 MiB, got {count} parameters and {bucket_cap_mb} MiB"
-            )
+        if not count:
+            raise ValueError(f"rank {comms.rank}: expected parameters that require gradients")
+        check_cap(bucket_cap_mb, comms.rank)
         # Last parameters first, as backward comes to them.
         plan = self.buckets.plan_in_order(range(count)[::-1], bucket_caps(bucket_cap_mb))
         self.buckets.follow(plan)

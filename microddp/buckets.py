@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from math import inf
 
 import torch
 from torch import nn
@@ -29,6 +30,14 @@ def bucket_caps(bucket_cap_mb: float | None) -> list[int]:
     """
     caps = (FIRST_BUCKET_CAP_MB, BUCKET_CAP_MB) if bucket_cap_mb is None else (bucket_cap_mb,)
     return [int(cap * 2**20) for cap in caps]
+
+
+def check_cap(bucket_cap_mb: float | None, rank: int) -> None:
+    """Refuse a cap that is not positive, or not finite, by a ``ValueError``."""
+    if bucket_cap_mb is not None and not 0 < bucket_cap_mb < inf:
+        raise ValueError(
+            f"rank {rank}: expected a finite bucket_cap_mb above 0, got {bucket_cap_mb}"
+        )
 
 
 def plan_buckets(

@@ -23,6 +23,7 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.algorithms.join import Join
 
+from microddp.buckets import check_cap
 from microddp.carrier import Carrier
 from microddp.comms import Comms
 from microddp.ddp.arguments import check_devices, check_refused, which_buffers
@@ -152,8 +153,7 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
             raise RuntimeError(f"{who} initialised parameters: run a lazy module's forward first")
         if len(kinds) > 1:
             raise ValueError(f"{who} parameters on one kind of device, got {kinds}")
-        if bucket_cap_mb is not None and not 0 < bucket_cap_mb < float("inf"):
-            raise ValueError(f"{who} a finite bucket_cap_mb above 0, got {bucket_cap_mb}")
+        check_cap(bucket_cap_mb, comms.rank)
         self.module = module
         self.bucket_cap_mb = bucket_cap_mb
         self.forward_sync_buffers = before_forward

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from math import inf
-
 from torch import nn
 
-from microddp.buckets import gradients_are_sparse
+from microddp.buckets import check_cap, gradients_are_sparse
 from microddp.comms import Comms
 from microddp.replicas import check_structure
 
@@ -48,7 +46,4 @@ def check_alike(
         ValueError: on every rank: the cap is not positive, or not finite.
     """
     check_structure(model, comms, {"bucket_cap_mb": bucket_cap_mb, **options})
-    if bucket_cap_mb is not None and not 0 < bucket_cap_mb < inf:
-        raise ValueError(
-            f"rank {comms.rank}: expected a finite bucket_cap_mb above 0, got {bucket_cap_mb}"
-        )
+    check_cap(bucket_cap_mb, comms.rank)

@@ -29,9 +29,9 @@ class ScatterGather:
     Attributes:
         name: ``"ring"``, ``"shared"`` or ``"backend"``.
         reduce_scatter: sums over the ranks, so that each rank has its chunk of the sum, in place.
-            The backend's is launched, and returns its work to wait for; so is its all-gather.
         all_gather: fills the tensor with every rank's chunk, in place.
         all_reduce: sums over ranks that hold the same chunk, in place; on a thread of its own.
+        launched: whether the first two return the backend's work to wait for.
         blocking: whether :meth:`start` returns only when all is done. Copies through shared memory
             need a core, which backward has: a thread would only take turns with it.
     """
@@ -40,6 +40,7 @@ class ScatterGather:
     reduce_scatter: Callable[[torch.Tensor, Comms], Any]
     all_gather: Callable[[torch.Tensor, Comms], Any]
     all_reduce: Callable[[torch.Tensor, Comms], object]
+    launched: bool = False
     blocking: bool = False
 
     def start(
@@ -64,7 +65,7 @@ class ScatterGather:
         """
         call = self.all_gather if collective == "all-gather" else self.reduce_scatter
         if not self.blocking:
-            if self.name == BACKEND:  # launched here: in one order with this thread's collectives
+            if self.launched:  # here: in one order with this thread's collectives
                 work = call(flat, comms)
                 future = on_thread(lambda _: work.wait(), flat)
             else:
@@ -128,7 +129,13 @@ SCATTER_GATHERS = {
         ScatterGather(
             "shared", shared_reduce_scatter, shared_all_gather, ring_all_reduce, blocking=True
         ),
-        ScatterGather(BACKEND, _reduce_scatter, _all_gather, lambda t, comms: comms.all_reduce(t)),
+        ScatterGather(
+            BACKEND,
+            _reduce_scatter,
+            _all_gather,
+            lambda flat, comms: comms.all_reduce(flat),
+            launched=True,
+        ),
     )
 }
 
