@@ -328,10 +328,12 @@ figures.speed_ups(
 if stage.sides and n > 1:
     here = stage.sides[1]
     least = max(here.compute, here.compute / 3 + here.messages)
-    limit = Prediction(max(here.compute, least + here.layers * here.start), hooks)
+    starts = here.layers * here.start
+    naively = Prediction(here.compute + here.messages + starts, naive)
+    limit = Prediction(max(here.compute, least + starts), hooks)
     said = (
-        f"The limit of a step is {human_seconds(least)}; with its starts "
-        f"{human_seconds(limit.predicted)} are predicted. It took {limit}."
+        f"The naive step took {naively}. The limit of one with hooks is {human_seconds(least)}; "
+        f"with starts {human_seconds(limit.predicted)} are predicted. It took {limit}."
         f"{' For the rest the prediction has no term.' * limit.longer}"
     )
     find(comms, "hooks-limit", **limit.sides(said))
