@@ -90,6 +90,7 @@ class Buckets:
         self.send: Callable[[GradientBucket], Launched] = self.all_reduce
         self.timeline: Recorder = NOT_RECORDED
         self.places: dict[int, tuple[int, int]] = {}
+        self._place = ""  # the line of the backward that goes on
 
     def plan_in_order(self, order: Sequence[int], caps: Sequence[int]) -> list[list[int]]:
         """The plan for gradients that come in this order; ``caps``: as for ``plan_buckets``."""
@@ -110,6 +111,10 @@ class Buckets:
             )
             for index, members in enumerate(plan)
         ]
+        self._calls = [
+            f"all-reduce of gradient bucket {bucket.index()}: {len(bucket.views)}"
+            for bucket in self
+        ]
         self.places = {}
         for bucket, members in zip(self.all, plan, strict=True):
             for slot, i in enumerate(members):
@@ -123,7 +128,9 @@ class Buckets:
 
     def all_reduce(self, bucket: GradientBucket) -> Launched:
         """Begin to add a bucket up over the ranks."""
-        self.comms.agree(f"all-reduce of gradient bucket {bucket.index()}: {len(bucket.views)}")
+        if not bucket.index():  # looked up once a backward, as that takes long
+            self._place = self.comms.place()
+        self.comms.agree(self._calls[bucket.index()], self._place)
         return self.carrier.start(bucket.buffer(), bucket.is_last())
 
 
@@ -159,12 +166,11 @@ class Backward:
 
     def send_full(self) -> None:
         """Send the next buckets that are full: in order, or ranks would pair different ones."""
-        for bucket in self.buckets.all[len(self.works) :]:
-            if self.missing[bucket.index()]:
-                return
+        while not (self.complete or self.missing[index := len(self.works)]):
+            bucket = self.buckets.all[index]
             nbytes = bytes_held(bucket.buffer())  # before a hook may put something else in
             work = self.buckets.send(bucket)
-            self.buckets.timeline.launched(f"bucket {bucket.index()}", work, nbytes=nbytes)
+            self.buckets.timeline.launched(f"bucket {index}", work, nbytes)
             self.works.append(work)
 
     @property

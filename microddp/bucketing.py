@@ -45,7 +45,7 @@ class BucketedDDPHooks(Switchable):
         self.buckets = Buckets(model, comms, as_view=gradient_as_bucket_view)
         count = len(self.buckets.parameters)
         if not count:
-            raise ValueError(f"rank {comms.rank}: expected parameters that require gradients")
+            raise ValueError(f"rank {comms.rank}: expected parameters to train, got none")
         check_cap(bucket_cap_mb, comms.rank)
         # Last parameters first, as backward comes to them.
         plan = self.buckets.plan_in_order(range(count)[::-1], bucket_caps(bucket_cap_mb))

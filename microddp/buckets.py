@@ -188,6 +188,7 @@ class GradientBucket:
         nowhere = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
         return torch.sparse_coo_tensor(nowhere, parameter.detach()[:0], parameter.shape)
 
+    @torch.no_grad()
     def accept(self, reduced: torch.Tensor) -> None:
         """Take a communication hook's result as what the buffer is to hold."""
         if not self.sparse and reduced.data_ptr() != self._home.data_ptr():
@@ -197,21 +198,24 @@ class GradientBucket:
     def copy_out(self, as_view: bool, unused: Sequence[int] = ()) -> None:
         """Give the reduced gradients to their parameters, but not to the slots ``unused``."""
         kept = as_view and not self.sparse  # then all but the absent are where they belong
+        if kept and not self._absent:
+            return
         averages, mine, theirs = self.gradients(), [], []
-        for slot in self._absent if kept else range(len(averages)):
-            parameter, average = self._parameters[slot], averages[slot]
-            if slot in unused:
-                continue
-            if kept or self.sparse:
-                parameter.grad = average
-            elif parameter.grad is None:
-                parameter.grad = average.clone()
-            else:
-                mine.append(parameter.grad)
-                theirs.append(average)
+        with torch.no_grad():
+            for slot in self._absent if kept else range(len(averages)):
+                parameter, average = self._parameters[slot], averages[slot]
+                if slot in unused:
+                    continue
+                if kept or self.sparse:
+                    parameter.grad = average
+                elif parameter.grad is None:
+                    parameter.grad = average.clone()
+                else:
+                    mine.append(parameter.grad)
+                    theirs.append(average)
+            if mine:  # one call: each would cost more than a small copy
+                torch._foreach_copy_(mine, theirs)
         self._absent = []
-        if mine:
-            torch._foreach_copy_(mine, theirs)  # one call: each would cost more than a small copy
 
 
 def gradients_are_sparse(model: nn.Module) -> list[bool]:

@@ -21,7 +21,12 @@ class Calls(AbstractContextManager[None]):
     """
 
     def begin(
-        self, call: str = "", group: str = "", ranks: str = "", *, collective: bool = False
+        self,
+        call: str = "",
+        group: str = "",
+        ranks: str = "",
+        collective: bool = False,
+        place: str | None = None,
     ) -> Calls:
         """Note that a call is made.
 
@@ -30,9 +35,14 @@ class Calls(AbstractContextManager[None]):
             group: the name of the group of ranks.
             ranks: its members; empty for all.
             collective: whether to number it.
+            place: the line that makes it; default: :meth:`place`.
         """
-        del call, group, ranks, collective
+        del call, group, ranks, collective, place
         return self
+
+    def place(self) -> str:
+        """The line of the program that this is called from, if calls are noted."""
+        return ""
 
     def left(self, group: str = "", ranks: str = "") -> None:
         """Note that this rank leaves a group, or, if none is named, the job."""

@@ -149,15 +149,19 @@ class Identity:
         """Short texts between the ranks."""
         return Headers(self.group, self.wire_device)
 
-    def agree(self, call: str) -> Calls:
+    def agree(self, call: str, place: str | None = None) -> Calls:
         """Record that a collective is called. With ``MICRODDP_DEBUG=1`` compare it, too.
 
         Then this is a collective itself, and raises on every rank unless all make the same call.
 
+        Args:
+            call: in words.
+            place: what :meth:`place` returned for it; default: the line that this is called from.
+
         Returns:
             The context in which to wait for it.
         """
-        recorded = self._begin(call, collective=True)
+        recorded = self._begin(call, True, place)
         if self.debug:
             with recorded:
                 self._compare(call)
@@ -179,11 +183,15 @@ class Identity:
                 f"{name_usual(said)}"
             )
 
-    def _begin(self, call: str, *, collective: bool = False) -> Calls:
+    def place(self) -> str:
+        """The line of the program that this is called from, for several calls of one place."""
+        return self._calls.place()
+
+    def _begin(self, call: str, collective: bool = False, place: str | None = None) -> Calls:
         """Record that a call is made, here a message; for what is returned see :meth:`agree`."""
         if self._group is None:  # nothing is recorded after the end
             raise self._closed()
-        return self._calls.begin(call, self._name, self._members, collective=collective)
+        return self._calls.begin(call, self._name, self._members, collective, place)
 
     def __enter__(self) -> Self:
         return self

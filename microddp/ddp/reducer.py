@@ -223,14 +223,13 @@ class Reducer:
         in_order = self._used_nowhere is not None  # not in the first backward of a static graph
         # All of them first: a hook may use the ranks' connections itself, one by one.
         back = list(now.wait_for_buckets()) if self.hooked else now.wait_for_buckets()
-        with torch.no_grad():
-            nowhere = self._find_used_nowhere()
-            for bucket, result in back:
-                if self.hooked:
-                    bucket.accept(result[0] if isinstance(result, list) else result)
-                members = self.buckets.plan[bucket.index()]
-                unused = [slot for slot, i in enumerate(members) if i in nowhere] if nowhere else ()
-                bucket.copy_out(self.buckets.as_view, unused)
+        nowhere = self._find_used_nowhere()
+        for bucket, result in back:
+            if self.hooked:
+                bucket.accept(result[0] if isinstance(result, list) else result)
+            members = self.buckets.plan[bucket.index()] if nowhere else ()
+            unused = [slot for slot, i in enumerate(members) if i in nowhere]
+            bucket.copy_out(self.buckets.as_view, unused)
         if self.order is None and in_order:
             self.order = [i for i in now.arrived if i not in self._unused] + self._unused
         self.backward = None

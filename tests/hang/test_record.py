@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks, run
+from torch import nn
 
 import microddp
 from microddp.comms import name_members
@@ -242,6 +243,29 @@ def test_every_call_is_recorded_with_its_number_and_how_it_went(tmp_path):
         assert HERE in last.place
         if rank:
             assert (last.ranks, last.call) == ("1", "all_reduce(float32 (2,), op=sum)")
+
+
+def record_backward(comms, folder):
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
+    ddp = microddp.DDP(model, comms, bucket_cap_mb=1e-6)
+    lines = []
+    for _ in range(2):
+        ddp(torch.ones(1, 2)).sum().backward()
+        lines.append(sys._getframe().f_lineno - 1)
+    ddp(torch.ones(1, 2)).sum().backward()
+    lines.append(sys._getframe().f_lineno - 1)
+    entries = [e for e in calls(folder, comms.rank) if "bucket" in e.call]
+    return lines, [(e.call[-4:], int(e.place.rpartition(":")[2])) for e in entries]
+
+
+def test_buckets_are_recorded_at_the_line_of_their_backward(tmp_path):
+    environment = {"MICRODDP_RECORD": str(tmp_path)}
+    for lines, found in run(record_backward, 2, str(tmp_path), environment=environment):
+        first, second, third = lines
+        expected = [("0: 2", first)]  # before the order is known there is one
+        for line in (second, third):
+            expected += [("0: 1", line), ("1: 1", line)]
+        assert found == expected
 
 
 def record_beside(comms, folder):
