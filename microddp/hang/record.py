@@ -6,11 +6,10 @@ in a ring of slots. With ``MICRODDP_RECORD=DIR`` in the environment the ring is 
 readable when the process waits for ever, and when it is killed. ``python -m microddp.doctor DIR``
 compares the ranks' files.
 
-To record a call takes 0.87 us, in a file as in memory, 0.54 us of them if its place is known, and
-0.06 us where nothing is recorded; with the wait for it 1.20 and 0.15 us (least of 2000 times 300).
-In a training it takes 10 to 30 us, since layers clear the processor's caches: these are means over
-the buckets of a transformer on one and two ranks. (A core of an AMD EPYC, Python 3.11, November
-2026.)
+To record a call takes 0.94 us, in a file as in memory, 0.50 us if its place is known, and 0.07 us
+where nothing is recorded; with the wait for it 1.23 and 0.17 us (least of 2000 times 300). In a
+training, whose layers clear the processor's caches, it takes 10 to 30 us: means over a
+transformer's buckets, on one and two ranks. (A core of an AMD EPYC, Python 3.11, November 2026.)
 All messages of one :meth:`~microddp.Comms.exchanger` are one call.
 """
 
