@@ -161,7 +161,7 @@ class Identity:
         Returns:
             The context in which to wait for it.
         """
-        recorded = self._begin(call, True, place)
+        recorded = self._begin(call, collective=True, place=place)
         if self.debug:
             with recorded:
                 self._compare(call)
