@@ -29,7 +29,7 @@ extensions = [
     "launcher",
     "builds.book_run",
     "builds.other_build",
-    "figures.images",
+    "figures.light_and_dark",
     "figures.live",
     "figures.step_race",
     "links.first_use",

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from pretended.job import run_chapter
 
+# Whose arithmetic of ranks, rows and parts three ranks try: neither a power of two nor a divisor of
+# every size. The others' third rank would only take turns with the other two.
+ON_THREE = ("03", "06", "07", "12")
 CHAPTERS = {path.stem[:2]: path for path in Path(__file__).parents[1].glob("chapters/[0-9]*.py")}
 
 # What takes longest, taken less often or on something smaller.

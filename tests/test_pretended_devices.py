@@ -11,7 +11,7 @@ from pretended.communicators import Call, Log
 from pretended.job import on_pretended_gpus, run_chapter
 from pretended.replay import DisorderError, replay
 from ranks import run
-from shorter import CHAPTERS, shortened
+from shorter import CHAPTERS, ON_THREE, shortened
 from torch.nn.functional import cross_entropy
 
 import microddp
@@ -296,8 +296,8 @@ ON_TWO_MACHINES = ("07", "15", "16")  # they make groups of ranks, or ask where 
 # Each chapter once; those that make groups of machines on two of them, below.
 @pytest.mark.parametrize("chapter", sorted(set(CHAPTERS) - set(ON_TWO_MACHINES)))
 def test_chapter_with_nccl(chapter):
-    ranks = 1 if chapter in ("00", "01") else 2  # as many as they ask for
-    replay(job(ranks, run_chapter, CHAPTERS[chapter], shortened(chapter), gpus=2))
+    ranks = 1 if chapter in ("00", "01") else 3 if chapter in ON_THREE else 2
+    replay(job(ranks, run_chapter, CHAPTERS[chapter], shortened(chapter), gpus=3))
 
 
 # Those whose own code sends messages of several kinds, of which gloo takes few from a GPU.

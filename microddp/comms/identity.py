@@ -1,4 +1,4 @@
-"""A rank's identity: its number in a group, its device and machine, until it leaves."""
+"""A rank's identity: its number in a group, its device and machine, and the calls it agrees on."""
 
 from __future__ import annotations
 

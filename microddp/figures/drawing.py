@@ -1,4 +1,8 @@
-"""Figures that can be drawn again for a phone, and whose values can be pointed at."""
+"""Figures that can be drawn again for a phone, and whose values can be pointed at.
+
+In the book, ``docs/_ext/figures/scraper.py`` writes a value's place and text to the page, and
+``docs/_static/live/values.js`` answers who points.
+"""
 
 from __future__ import annotations
 

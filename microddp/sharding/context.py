@@ -1,4 +1,4 @@
-"""The order of a model's sharded modules in a step, and the backward under way."""
+"""The order of a model's sharded modules in a step, the backward under way, and what runs at its end."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import matplotlib.pyplot as plt
 import pytest
 from gallery_book import Book
 
-from figures.images import show, size
+from figures.light_and_dark import show, size
 from figures.scraper import as_html, describe, values
 from microddp import figures
 from microddp.figures.style import DARK, INK
@@ -116,7 +116,7 @@ def test_no_line_of_the_values_is_too_long_for_docutils_and_none_ends_the_script
 def test_a_page_shows_the_figures_of_a_cell_as_svg_and_describes_each(tmp_path):
     book = Book(tmp_path / "book")
     scraper = {"image_scrapers": "figures.scraper.scrape"}
-    book.configure("pages.markdown", "figures.images", gallery=scraper)
+    book.configure("pages.markdown", "figures.light_and_dark", gallery=scraper)
     book.chapter("draws", DRAW + DRAW.replace("grows", "grows again"))
     for _ in range(2):  # the same drawing, the same file
         build = book.build("-W", "-E")
@@ -135,7 +135,7 @@ def test_a_page_shows_the_figures_of_a_cell_as_svg_and_describes_each(tmp_path):
 def test_figures_of_the_book_are_wide_and_narrow_light_and_dark_and_have_their_values(tmp_path):
     book = Book(tmp_path / "book")
     scraper = {"image_scrapers": "figures.scraper.scrape"}
-    book.configure("pages.markdown", "figures.images", "figures.live", gallery=scraper)
+    book.configure("pages.markdown", "figures.light_and_dark", "figures.live", gallery=scraper)
     book.chapter("draws", BOOK_DRAW)
     build = book.build("-W")
     assert build.process.returncode == 0, build.output

@@ -13,15 +13,10 @@ TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))  # as pytest has it
 
 from ranks import run, run_module  # noqa: E402
-from shorter import CHAPTERS, what_a_rank_prints  # noqa: E402
+from shorter import CHAPTERS, ON_THREE, what_a_rank_prints  # noqa: E402
 
 from microddp.labs.__main__ import main  # noqa: E402
 from microddp.labs.engine.catalogue import find  # noqa: E402
-
-# Chapters whose arithmetic of ranks, rows and parts three ranks try: neither a power of two nor a
-# divisor of every size. The others' third rank would only take turns with the other two.
-ON_THREE = ("03", "06", "07", "12")
-
 
 def chapters(*numbers: str) -> None:
     """Run chapters, or all, shortened, on two ranks, some on three; what rank 0 prints."""

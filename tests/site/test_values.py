@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from test_site import REPOSITORY, Visit
 
-from figures.images import show
+from figures.light_and_dark import show
 from figures.scraper import NARROW, as_html, save, values
 from microddp import figures
 

@@ -1,4 +1,4 @@
-"""The build's side: decide which examples have to run, run them as jobs, report what failed."""
+"""The build's side: decide which examples have to run, run them as jobs (`rank.py` writes a page)."""
 
 import fcntl
 import os
