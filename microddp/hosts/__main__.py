@@ -129,7 +129,7 @@ def run(cluster: Cluster, ranks_per_host: int, job: Sequence[str]) -> int:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
             signal.signal(number, pass_on)
     pipe = others, theirs = os.pipe()  # all agents but the first hold `theirs` until they end
-    for host in range(len(cluster.links)):
+    for host in range(len(cluster.box.links)):
         # Forked, and not started: the agents share one import of PyTorch. Signals are held back
         # meanwhile, so that a child does not handle one that was sent to this process.
         agent = FORK.Process(target=_stand_in, args=(cluster, host, ranks_per_host, job, pipe))
@@ -168,7 +168,7 @@ def _stand_in(
         os.close(theirs)
     os.setsid()  # Ctrl-C comes to the parent only, to be passed on once
     arguments = [
-        *(f"--nnodes={len(cluster.links)}", f"--node-rank={host}"),
+        *(f"--nnodes={len(cluster.box.links)}", f"--node-rank={host}"),
         *(f"--master-addr={cluster.address(0)}", f"--master-port={PORT}"),
         f"--local-addr={cluster.address(host)}",
         f"--nproc-per-node={ranks_per_host}",

@@ -37,7 +37,8 @@ def calibrate(cluster: Cluster) -> list[Measured]:
     Raises:
         RuntimeError: the hosts do not reach each other.
     """
-    hosts = range(len(cluster.links)) if len(cluster.links) > 1 else range(0)
+    count = len(cluster.box.links)
+    hosts = range(count if count > 1 else 0)
     with ExitStack() as stack:
         programs, asked = [], []
         for host in hosts:
@@ -77,12 +78,12 @@ def _line(program: subprocess.Popen[str]) -> str:
 
 def calibration_table(cluster: Cluster) -> str:
     """Return the results of :func:`calibrate` as a table of text, or that there is one host."""
-    if len(cluster.links) == 1:
+    if len(cluster.box.links) == 1:
         return "One host: nothing goes over its link."
     rows = []
     for host, link in enumerate(calibrate(cluster)):
         speeds = human_bits(link.asked), human_bits(link.bits_per_second)
         share = f"{link.bits_per_second / link.asked:.3f}"
-        following = (host + 1) % len(cluster.links)
+        following = (host + 1) % len(cluster.box.links)
         rows.append((f"{host} -> {following}", *speeds, share, human_seconds(link.round_trip)))
     return table(rows, ["hosts", "link", "measured", "measured / link", "round trip"])

@@ -25,8 +25,7 @@ class Cluster:
     """Hosts that exist until ``close()``, or until this process ends, in whatever way.
 
     Attributes:
-        links: links at the start, one for each host.
-        box: the same links, with the uplinks that hosts share.
+        box: the hosts and their links, as they are at the start.
         environment: variables to be added to the environment of programs on the hosts.
 
     Raises:
@@ -38,7 +37,6 @@ class Cluster:
     def __init__(self, links: Sequence[Link], uplinks: Sequence[Uplink] = ()) -> None:
         if not 0 < len(links) <= MOST:
             raise ValueError(f"expected 1 to {MOST} hosts, got {len(links)}")
-        self.links = list(links)
         box = Box(tuple(links), 0, tuple(uplinks))  # cores: as the keeper counts them
         wanted = [json.dumps([asdict(each) for each in kind]) for kind in (links, uplinks)]
         # Without PyTorch and outside of the terminal's process group: Ctrl-C is for the job.
@@ -50,8 +48,10 @@ class Cluster:
             text=True,
             start_new_session=True,
         )
+        assert self._keeper.stdin is not None
         assert self._keeper.stdout is not None
-        answer = json.loads(self._keeper.stdout.readline() or '{"error": "see above"}')
+        self._to_keeper, self._from_keeper = self._keeper.stdin, self._keeper.stdout
+        answer = json.loads(self._from_keeper.readline() or '{"error": "see above"}')
         if "error" in answer:
             self.close()
             raise RuntimeError(f"no hosts in a box: {answer['error']}")
@@ -80,8 +80,7 @@ class Cluster:
         The child stays outside, as a program does that :meth:`on` starts. ``run`` begins with all
         that has been imported here.
         """
-        assert self._keeper.stdin is not None
-        self._keeper.stdin.close()  # only the parent keeps the hosts
+        self._to_keeper.close()  # only the parent keeps the hosts
         namespaces.end(namespaces.enter(*self.processes(host), run))
 
     def address(self, host: int) -> str:
@@ -105,18 +104,14 @@ class Cluster:
 
     def _ask(self, name: str, host: int) -> None:
         self.box.check(host)
-        assert self._keeper.stdin is not None
-        assert self._keeper.stdout is not None
-        print(json.dumps([name, host]), file=self._keeper.stdin, flush=True)
-        namespaces.granted(self._keeper.stdout.readline().strip())
+        print(json.dumps([name, host]), file=self._to_keeper, flush=True)
+        namespaces.granted(self._from_keeper.readline().strip())
 
     def close(self) -> None:
         """End the hosts and all that runs on them; return when they are gone."""
-        assert self._keeper.stdin is not None
-        assert self._keeper.stdout is not None
-        self._keeper.stdin.close()
+        self._to_keeper.close()
         self._keeper.wait()
-        self._keeper.stdout.close()
+        self._from_keeper.close()
 
     def __enter__(self) -> Self:
         return self
