@@ -62,7 +62,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hosts", type=positive(int), default=2, help="default: 2")
     parser.add_argument("--ranks-per-host", type=positive(int), default=1, help="default: 1")
     parser.add_argument("--link", default="1gbit", help="of each host, both ways (default: 1gbit)")
-    parser.add_argument("--delay", default="0ms", help="of each link, as 1ms; needs netem")
+    parser.add_argument("--delay", default="", help="of each link, as 1ms; needs netem")
     for name, metavar, example in (
         ("--link-of", "HOST=LINK", "as 3=100mbit or 3=1gbit+5ms"),
         ("--uplink", "HOSTS=LINK", "that hosts share, as 2,3=1gbit"),
@@ -89,18 +89,13 @@ def links(hosts: int, link: str, delay: str, of: Sequence[str]) -> list[Link]:
     Args:
         hosts: number of hosts.
         link: speed of every link, as ``Link.parse`` reads it.
-        delay: delay of every link, as ``"1ms"``.
+        delay: delay of every link, as ``"1ms"``; empty: as ``link`` says.
         of: exceptions, as ``"3=100mbit"``.
 
     Raises:
         ValueError: a speed or a delay cannot be read, or there is no such host.
     """
-    number = delay.removesuffix("ms")
-    try:
-        seconds = float(number) / 1e3
-    except ValueError:
-        raise ValueError(f"expected a delay in milliseconds, as 1ms, got {delay!r}") from None
-    result = [Link.parse(link, seconds)] * hosts
+    result = [Link.parse(f"{link}+{delay}" if delay else link)] * hosts
     for exception in of:
         host, _, rate = exception.partition("=")
         if not host.isdecimal() or int(host) >= hosts:

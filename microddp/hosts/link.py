@@ -43,7 +43,8 @@ class Link:
         match = re.fullmatch(rf"{number}([kmg])bit(?:\+{number}ms)?", rate.strip().lower())
         if not match or not 1e5 <= float(match[1]) * FACTORS[match[2]] <= 34e9:
             raise ValueError(
-                f"expected a link's speed from 100kbit to 34gbit, as 1gbit or 100mbit, got {rate!r}"
+                "expected a link's speed from 100kbit to 34gbit, as 100mbit or 1gbit+5ms, "
+                f"got {rate!r}"
             )
         delay = float(match[3]) / 1e3 if match[3] else delay
         if not 0 <= delay < 10:
