@@ -59,13 +59,9 @@ COLUMNS: dict[str, Column] = {
 def models(device: torch.device) -> dict[str, Callable[[], tuple[nn.Module, Loss, Batch]]]:
     """Return the models, by name: each a function that makes a model, its loss and a batch."""
 
-    def mlp(dim: int) -> tuple[nn.Module, Loss, Batch]:
+    def mlp(dim: int, depth: int = 16) -> tuple[nn.Module, Loss, Batch]:
         x, y = torch.randn(32, dim, device=device), torch.randn(32, dim, device=device)
-        return FullMLP(dim).to(device), nn.functional.mse_loss, (x, y)
-
-    def many_small() -> tuple[nn.Module, Loss, Batch]:
-        x, y = torch.randn(32, 16, device=device), torch.randn(32, 16, device=device)
-        return FullMLP(16, depth=100).to(device), nn.functional.mse_loss, (x, y)
+        return FullMLP(dim, depth).to(device), nn.functional.mse_loss, (x, y)
 
     def cnn() -> tuple[nn.Module, Loss, Batch]:
         config = ModelConfig()
@@ -80,7 +76,8 @@ def models(device: torch.device) -> dict[str, Callable[[], tuple[nn.Module, Loss
         return net, token_loss, (x, x.roll(-1, dims=1))
 
     widths = {f"MLP {dim}": partial(mlp, dim) for dim in (128, 512, 1024)}
-    return {**widths, "100 small layers": many_small, "CNN": cnn, "transformer": transformer}
+    small = {"100 small layers": partial(mlp, 16, depth=100)}
+    return {**widths, **small, "CNN": cnn, "transformer": transformer}
 
 
 def steps_of(

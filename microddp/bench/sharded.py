@@ -37,10 +37,8 @@ from microddp.strategies import STRATEGIES
 from microddp.timing import Timing, measure
 
 MODELS = ("MLP 512", "MLP 1024", "transformer")
-STAGES = {"torch": 0, "ddp": 0, "torch zero1": 1, "torch zero3": 3, "torch hsdp": 3} | {
-    name: kind.stage for name, kind in STRATEGIES.items() if kind.stage
-}
-OURS = tuple(name for name, kind in STRATEGIES.items() if kind.stage)
+OURS = {name: kind.stage for name, kind in STRATEGIES.items() if kind.stage}
+STAGES = {"torch": 0, "ddp": 0, "torch zero1": 1, "torch zero3": 3, "torch hsdp": 3} | OURS
 DDP, THEIRS = "torch", "torch zero3"
 
 
@@ -65,7 +63,6 @@ def _make(
     """Make a step of one way, and the model that the step trains."""
     replica = copy.deepcopy(model)
     kind, _, collectives = name.partition(", ")
-    optimizer: torch.optim.Optimizer | None = None
     if kind.startswith("torch "):
         module, optimizer = _theirs(kind, replica, comms, node)
         strategy = STRATEGIES["none"](module, comms)
@@ -73,7 +70,7 @@ def _make(
         options: dict[str, Any] = {"collectives": collectives} if collectives else {}
         options |= {"node": node} if STRATEGIES[kind].in_nodes else {}
         strategy = STRATEGIES[kind](replica, comms, **options)
-    optimizer = optimizer or torch.optim.AdamW(strategy.parameters(), lr=1e-4)
+        optimizer = torch.optim.AdamW(strategy.parameters(), lr=1e-4)
     return partial(take_step, strategy, loss_fn, optimizer, batch), replica
 
 
