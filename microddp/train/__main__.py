@@ -22,13 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config, problem = None, ""
     try:
         config = parse(arguments)
-        if config.elastic:
-            _be_a_member(config)
-            return
     except ValueError as error:
         problem = str(error)
-        if config is not None:  # a member of an elastic job: no rank of torchrun's waits for it
-            sys.exit(f"microddp.train: error: {problem}")
+    if config is not None and config.elastic:
+        _be_a_member(config)
+        return
     with init() as comms:
         try:
             comms.fail_together(problem, "options that can be used", ValueError)
@@ -48,12 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _be_a_member(config: TrainingConfig) -> None:
-    with Members(config.elastic, least=config.least) as members:
-        result = train_elastically(config, members)
-        if result is None:
-            print(f"The job at {config.elastic} is over")
-        else:
-            _report(result, config, members.comms)
+    try:
+        with Members(config.elastic, least=config.least) as members:
+            if result := train_elastically(config, members):
+                _report(result, config, members.comms)
+            else:
+                print(f"The job at {config.elastic} is over")
+    except ValueError as error:  # no rank of torchrun's waits for this process
+        sys.exit(f"microddp.train: error: {error}")
 
 
 def _report(result: TrainingResult, config: TrainingConfig, comms: Comms) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from argparse import ArgumentTypeError
@@ -129,16 +128,14 @@ class Trainer:
         self.history: list[EpochResult] = []
         self.profiled: list[Span] = []
         self.traced = 0  # number of steps in self.profiled
-        # State of the steps before this run: residuals of compression, momentum of averages.
-        self.kept_back: dict[str, Any] | None = None
-        self.local_steps: dict[str, Any] | None = None
+        self.kept_back: dict[str, Any] | None = None  # residuals of the steps before this run
         self.checkpoints: Checkpoints | None = None
         if config.checkpoint:
             self.checkpoints = Checkpoints(config.checkpoint, comms, config.keep)
         state = self._begin_from()
         if state:
             self._go_on_from(state)
-        self.strategy = self._make_strategy()
+        self.strategy = self._make_strategy(state)
         self.optimizer = OPTIMIZERS[config.optimizer](self.strategy.parameters(), config.lr)
         if state:
             if config.average_every:
@@ -147,7 +144,6 @@ class Trainer:
         if config.compress != "none":
             compress(self.strategy, config.compress)
             self.kept_back = self.kept_back or self._kept_back()
-        self.check = os.environ.get("MICRODDP_DEBUG", "0") == "1"
 
     def _make_batches(self) -> ShardedBatches:
         config, comms = self.config, self.comms
@@ -194,7 +190,7 @@ class Trainer:
         self.comms.print(f"Resuming {done}, from {self.config.checkpoint}")
         return state
 
-    def _make_strategy(self) -> Strategy:
+    def _make_strategy(self, state: Mapping[str, Any] | None) -> Strategy:
         config = self.config
         if not config.average_every:
             model = self.model
@@ -214,8 +210,8 @@ class Trainer:
             fragments=config.fragments,
             warm_up=config.warm_up,
         )
-        if self.local_steps:
-            local.load_state_dict(self.local_steps)
+        if state:
+            local.load_state_dict(state["local_steps"])
         return Local(self.model, self.comms, local=local)
 
     def run(self) -> TrainingResult:
@@ -323,7 +319,7 @@ class Trainer:
         self.total += loss
         if self.on_step:
             self.on_step(self.step, self.model)
-        if self.check and not (self.config.average_every or self.strategy.stage == 3):
+        if self.comms.debug and not (self.config.average_every or self.strategy.stage == 3):
             self.strategy.meet()  # ZeRO 1 and 2 leave it to the next forward to gather the weights
             try:
                 check_replicas(self.model, self.comms)
@@ -396,8 +392,6 @@ class Trainer:
         one_each = len(losses) == self.comms.world_size
         self.total.fill_(losses[self.comms.rank] if one_each else statistics.mean(losses))
         self.model.load_state_dict(state["model"])
-        if self.config.average_every:
-            self.local_steps = state["local_steps"]
         self.scaler.load_state_dict(state["scaler"])
         self.kept_back = state.get("kept_back")
         self.history = [
