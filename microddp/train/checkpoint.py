@@ -80,7 +80,9 @@ class Checkpoints:
         start = time.perf_counter() if began is None else began
         if problem := self._problem():
             self.comms.print(f"No checkpoint: {problem}")
-        snapshot = tree_map_only(torch.Tensor, _copy, dict(state))
+        snapshot = tree_map_only(
+            torch.Tensor, lambda t: t.detach().to("cpu", copy=True), dict(state)
+        )
         self._under_way = _writer.submit(self._write, step, snapshot)
         self.stopped.append(time.perf_counter() - start)
 
@@ -219,14 +221,8 @@ def own_state(states: Sequence[torch.Tensor], comms: Comms) -> dict[str, Any]:
     return _load(states[comms.rank].numpy().tobytes())
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
-
-
 def _checkpoints(folder: Path, last: float = math.inf) -> list[Path]:
-    """List a folder's checkpoints up to a step, in order; none if the folder does not exist."""
-    if not folder.exists():
-        return []
+    """List a folder's checkpoints up to a step, in order."""
     steps = {int(m[1]): path for path in folder.iterdir() if (m := NAME.fullmatch(path.name))}
     return [steps[step] for step in sorted(steps) if step <= last]
 

@@ -43,9 +43,8 @@ class MuonWithAdam(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         self._share()
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]  # a closure is of no use to either
         """Update all parameters that have a gradient."""
-        del closure  # of no use to either
         for part in self._parts:
             for group in part.param_groups:  # a schedule changes this optimizer's
                 group["lr"] = self.param_groups[0]["lr"]

@@ -187,24 +187,24 @@ class TrainingConfig:
             Outer.parse(self.outer)
         except ValueError as error:
             raise ValueError(f"--outer: {error}") from error
-        if self.average_every and self.schedule != TrainingConfig.schedule:
+        if not self.average_every:
+            return
+        if self.schedule != TrainingConfig.schedule:
             raise ValueError(
                 f"--average-every: expected no --schedule with it, got {self.schedule}"
             )
-        if self.average_every and self.report:  # which looks at collectives in steps
+        if self.report:  # which looks at collectives in steps
             raise ValueError("--report: expected no --average-every with it")
         meetings = (self.checkpoint_every, self.warm_up)
-        if (
-            self.average_every
-            and self.checkpoint_every
-            and (self.fragments > 1 or any(steps % self.average_every for steps in meetings))
+        if self.checkpoint_every and (
+            self.fragments > 1 or any(steps % self.average_every for steps in meetings)
         ):
             raise ValueError(
                 "--checkpoint-every: expected steps after which all ranks meet, multiples of "
                 f"{self.average_every} (--warm-up, too) and 1 fragment, got "
                 f"{self.checkpoint_every}, {self.warm_up} and {self.fragments}"
             )
-        if self.average_every and (self.compress != "none" or self.precision == "fp16"):
+        if self.compress != "none" or self.precision == "fp16":
             # With a loss scale, a rank alone would skip a step that overflows.
             raise ValueError(
                 "--average-every: expected no --compress and --precision fp32 or bf16 with it, "
