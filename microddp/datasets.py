@@ -131,11 +131,7 @@ def load_text(length: int, device: torch.device | str = "cpu") -> Split:
     text = "\n\n".join(importlib.import_module("pydoc_data.topics").topics.values())
     tokens = torch.frombuffer(bytearray(text.encode("ascii", "replace")), dtype=torch.uint8)
     count = (len(tokens) - 1) // length
-    inputs, targets = (tokens[i:][: count * length].view(count, length).long() for i in (0, 1))
-    tested = count // 10
-    return Split(
-        *(
-            TensorDataset(inputs[part].to(device), targets[part].to(device))
-            for part in (slice(count - tested), slice(count - tested, None))
-        )
-    )
+    windows = (tokens[i:][: count * length].view(count, length).long() for i in (0, 1))
+    parts = [count - count // 10, count // 10]
+    inputs, targets = (torch.split(each.to(device), parts) for each in windows)
+    return Split(*map(TensorDataset, inputs, targets))
