@@ -7,7 +7,6 @@ import io
 import os
 import signal
 import subprocess
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -277,7 +276,6 @@ def leave_nothing(address):
         children = psutil.Process().children()
         assert len(children) == 1, "the meeting"
     assert not psutil.Process().children()
-    assert threading.active_count() == 1 or torch.get_num_threads()
 
 
 def test_the_meeting_ends_with_who_started_it():
