@@ -7,7 +7,7 @@ sends anything but each gradient once writes its own, as a class method ``progra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -123,10 +123,11 @@ class Op:
 Gradients = Sequence[tuple[int, int]]  # that travel together: of which layer, and how many values
 
 
+@dataclass
 class Program:
     """Ops in the order in which a device comes to them.
 
-    Args:
+    Attributes:
         work: of a device.
         devices: how many there are, all alike.
         node: how many are in a node.
@@ -135,28 +136,19 @@ class Program:
         kept: the share of a gradient's bytes that is sent, where it is compressed.
         every: steps from one meeting to the next, where weights are averaged.
         step: its number, from 0, for what does not happen in each.
-
-    Attributes:
         ops: that were written so far.
     """
 
-    def __init__(
-        self,
-        work: Work,
-        devices: int,
-        *,
-        node: int = 1,
-        bucket_cap_mb: float | None = None,
-        accumulation: int = 1,
-        kept: float = 1.0,
-        every: int = 1,
-        step: int = 0,
-    ) -> None:
-        self.work, self.devices, self.node = work, devices, node
-        self.bucket_cap_mb = bucket_cap_mb
-        self.accumulation, self.kept, self.every, self.step = accumulation, kept, every, step
-        self.ops: list[Op] = []
-        self._started = 0
+    work: Work
+    devices: int
+    node: int
+    bucket_cap_mb: float | None
+    accumulation: int
+    kept: float
+    every: int
+    step: int
+    ops: list[Op] = field(default_factory=list, init=False)
+    _started: int = field(default=0, init=False)
 
     def compute(self, seconds: float) -> None:
         """Write down some computing."""
@@ -242,11 +234,10 @@ class Program:
             ordered.reverse()
         if not together:
             return [[each] for each in ordered]
-        # A dtype of so many bytes is all that the plan looks at.
-        kinds = {1: torch.uint8, 2: torch.float16, 4: torch.float32, 8: torch.float64}
-        kind = kinds[int(self.work.gradient_size)]
-        sizes = [torch.empty(count, dtype=kind, device="meta") for _, count in ordered]
-        plan = plan_buckets(sizes, bucket_caps(self.bucket_cap_mb))
+        nbytes = [int(count * self.work.gradient_size) for _, count in ordered]
+        # Of tensors of one kind, the plan looks at the bytes only.
+        tensors = [torch.empty(size, dtype=torch.uint8, device="meta") for size in nbytes]
+        plan = plan_buckets(tensors, bucket_caps(self.bucket_cap_mb))
         return [[ordered[i] for i in members] for members in plan]
 
     def gradient_bytes(self, gradients: Gradients) -> float:
