@@ -305,7 +305,8 @@ class Local(Strategy):
 
     @classmethod
     def program(cls, program: Program) -> None:
+        work = program.work
         program.micro_batches(program.accumulation)
-        program.compute(program.work.optimizer)
+        program.compute(work.optimizer)
         if (program.step + 1) % program.every == 0:
-            program.wait(program.start("all_reduce", program.parameter_bytes))
+            program.wait(program.start("all_reduce", work.values * work.parameter_size))

@@ -88,6 +88,11 @@ class Work:
         """A step of one device alone."""
         return sum(layer.forward + layer.backward for layer in self.layers) + self.optimizer
 
+    @property
+    def values(self) -> int:
+        """How many values all parameters have together."""
+        return sum(sum(layer.tensors) for layer in self.layers)
+
 
 @dataclass(frozen=True)
 class Call:
@@ -243,12 +248,6 @@ class Program:
     def gradient_bytes(self, gradients: Gradients) -> float:
         """Bytes that are sent of gradients."""
         return sum(count for _, count in gradients) * self.work.gradient_size * self.kept
-
-    @property
-    def parameter_bytes(self) -> float:
-        """Bytes of all parameters."""
-        values = sum(sum(layer.tensors) for layer in self.work.layers)
-        return values * self.work.parameter_size
 
     def padded(self, gradients: Gradients, size: float, parts: int | None = None) -> float:
         """Bytes of a flat tensor of as many values that the devices divide evenly.

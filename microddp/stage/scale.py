@@ -97,34 +97,28 @@ def cluster(
         value_size: bytes of a value of a gradient.
 
     Raises:
-        ValueError: an unknown name, with the closest one; or a number that is not above 0.
+        ValueError: an unknown name, with the closest one; a number that is not above 0; or fewer
+            devices in a node than its link has rails.
     """
     kind, between, network = _network(device, link, nodes, node)
     work = Work.from_operations(parameters, layers, tokens, kind.rate, value_size)
     many, one = ("nodes", f"{node} x ") if node > 1 else ("machines", "")
     words = f"{nodes} {many} of {one}{kind.name}, {between.name}"
-    return _side(words, nodes * node, work, parameters * value_size, network, "ring")
+    return _side(words, work, network, "ring")
 
 
-def _side(
-    words: str, count: int, work: Work, nbytes: float, network: Network, algorithm: str
-) -> Side:
-    layers = len(work.layers)
+def _side(words: str, work: Work, network: Network, algorithm: str) -> Side:
+    layers, nbytes = len(work.layers), work.values * work.gradient_size
     messages, layer = (
         network.seconds("all_reduce", algorithm, size) for size in (nbytes, nbytes / layers)
     )
     start = max(0.0, layer - messages / layers)
-    return Side(words, count, layers, nbytes, work.seconds, messages, start)
+    return Side(words, network.devices, layers, nbytes, work.seconds, messages, start)
 
 
 def _network(device: str, link: str, nodes: int, node: int) -> tuple[Device, Link, Network]:
     kind = replace(named("device", device, devices()), node=node)
     between = named("link", link, links())
-    if between.rails > node:
-        raise ValueError(
-            f"expected {between.rails} devices a node or more, one for each of its rails, got "
-            f"{node}"
-        )
     return kind, between, network_of(kind, between, nodes * node)
 
 
@@ -153,8 +147,7 @@ def published_cluster(name: str, count: int) -> Side:
         ValueError: nobody published that.
     """
     work, network = cluster_of(name, count)
-    nbytes = work.gradient_size * sum(sum(layer.tensors) for layer in work.layers)
-    return _side(name, count, work, nbytes, network, "nccl")
+    return _side(name, work, network, "nccl")
 
 
 def known_all_reduces(sizes: Sequence[int]) -> dict[str, list[float]]:
