@@ -36,8 +36,7 @@ def explore_timelines(steps: Mapping[str, Sequence[Span]], *, title: str) -> Liv
     shown = {name: [s for s in spans if s.rank in ranks] for name, spans in steps.items()}
     every = [span for spans in shown.values() for span in spans]
     styles = looks(dict.fromkeys(map(kind_of, every)))
-    colors = {kind: look.color for kind, look in styles.items()}
-    kinds = list(colors)
+    kinds = list(styles)
     lanes = list(dict.fromkeys(span.lane for span in every))
     names = list(dict.fromkeys((span.name, kinds.index(kind_of(span))) for span in every))
     places = {name: i for i, name in enumerate(names)}
@@ -70,7 +69,7 @@ def explore_timelines(steps: Mapping[str, Sequence[Span]], *, title: str) -> Liv
         "ranks": ranks,
         "world": len(everyone),
         "lanes": lanes,
-        "kinds": list(colors.items()),
+        "kinds": [(kind, look.color) for kind, look in styles.items()],
         "names": names,
         "steps": [step(name, spans) for name, spans in shown.items()],
     }

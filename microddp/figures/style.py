@@ -24,17 +24,14 @@ class Look(NamedTuple):
     """The look of a bar or a span: its colour, and the hatching over it."""
 
     color: str
-    hatch: str = ""
+    hatch: str | None = None
     hatch_color: str = ""
 
     @property
     def style(self) -> dict[str, Any]:
         """Keyword arguments of a matplotlib patch."""
-        if not self.hatch:
-            return {"facecolor": self.color, "edgecolor": self.color, "linewidth": 0.5}
-        # Hatching has the colour of the edge.
-        style = {"facecolor": self.color, "edgecolor": self.hatch_color, "linewidth": 0.5}
-        return {**style, "hatch": self.hatch}
+        edge = self.hatch_color or self.color  # hatching has the colour of the edge
+        return {"facecolor": self.color, "edgecolor": edge, "linewidth": 0.5, "hatch": self.hatch}
 
 
 FORWARD, BACKWARD, OPTIMIZER = Look(COLORS[0]), Look(COLORS[1]), Look(COLORS[3])
