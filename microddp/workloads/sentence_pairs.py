@@ -121,7 +121,7 @@ def _encoded(pairs: Any, tokenizer: Any) -> TensorDataset:
 
 
 def batches(
-    pairs: TensorDataset, batch_size: int, comms: Comms, epoch: int = 0, *, whole: bool = False
+    pairs: TensorDataset, batch_size: int, comms: Comms, *, whole: bool = False
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield this rank's shards of an epoch's global batches, as keyword arguments of the model.
 
@@ -131,12 +131,11 @@ def batches(
         pairs: tokens, mask and labels, as in :class:`~microddp.workloads.case_study.Case`.
         batch_size: number of pairs in a global batch, a multiple of the number of ranks.
         comms: the ranks that share each batch.
-        epoch: number of the epoch, which determines the order.
         whole: whether to yield the global batches instead of shards, for one device alone.
     """
     rank, ranks = (0, 1) if whole else (comms.rank, comms.world_size)
     ShardedBatches(pairs, batch_size, rank, ranks)  # checks that the batch divides
-    for tokens, mask, labels in ShardedBatches(pairs, batch_size, 0, 1).epoch(epoch):
+    for tokens, mask, labels in ShardedBatches(pairs, batch_size, 0, 1).epoch(0):
         length = int(mask.sum(1).max())
         columns = {"input_ids": tokens[:, :length], "attention_mask": mask[:, :length]}
         mine = {k: shard(v, rank, ranks) for k, v in (columns | {"labels": labels}).items()}

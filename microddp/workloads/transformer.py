@@ -10,22 +10,21 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 class Transformer(nn.Module):
     """A small decoder-only transformer, which predicts the next token at every position.
 
+    Its output layer is the embedding's own matrix, as in GPT-2. Such a tied parameter is used twice
+    and still has one gradient.
+
     Args:
         vocabulary: number of different tokens.
         dim: width of a token's vector.
         depth: number of blocks.
         heads: attention heads of each block; must divide ``dim``.
         context: the longest sequence it can read, tokens.
-        tied: whether the output layer is the embedding's own matrix, as in GPT-2. A tied
-            parameter is used twice and still has one gradient.
 
     Raises:
         ValueError: a number below one, or heads that do not divide ``dim``.
     """
 
-    def __init__(
-        self, vocabulary: int, dim: int, depth: int, heads: int, context: int, *, tied: bool = True
-    ) -> None:
+    def __init__(self, vocabulary: int, dim: int, depth: int, heads: int, context: int) -> None:
         super().__init__()
         sizes = {"vocabulary": vocabulary, "dim": dim, "depth": depth}
         sizes |= {"heads": heads, "context": context}
@@ -39,12 +38,10 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(_Block(dim, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim)
         self.output = nn.Linear(dim, vocabulary, bias=False)
-        # Radford et al. (GPT, 2018): with embeddings this small, a tied output layer's first
-        # logits are small too.
+        # Radford et al. (GPT, 2018): with embeddings this small, the first logits are small too.
         for embedding in (self.tokens, self.positions):
             nn.init.normal_(embedding.weight, std=0.02)
-        if tied:
-            self.output.weight = self.tokens.weight
+        self.output.weight = self.tokens.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Map token numbers to the logits of each position's next token.

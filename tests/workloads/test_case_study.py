@@ -103,8 +103,8 @@ def test_of_a_small_vocabulary_rare_words_are_unknown():
 @on_ranks(1, 2, 3)
 def test_the_shards_of_a_batch_are_the_batch(comms):
     pairs, _ = documented_pairs(500)
-    whole = list(batches(pairs, 12, comms, epoch=1, whole=True))
-    mine = list(batches(pairs, 12, comms, epoch=1))
+    whole = list(batches(pairs, 12, comms, whole=True))
+    mine = list(batches(pairs, 12, comms))
     assert len(whole) == len(mine) == len(pairs) // 12
     for all_rows, shard in zip(whole, mine, strict=True):
         assert set(shard) == {"input_ids", "attention_mask", "labels"}
