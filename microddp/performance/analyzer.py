@@ -148,11 +148,6 @@ class StepSummary:
         return self.ranks[self.slowest].working / min(times.working for times in self.ranks)
 
     @property
-    def rows(self) -> list[tuple[str | float, ...]]:
-        """Rows of a table, each with a phase's name and its milliseconds on each rank."""
-        return [(phase, *(getattr(times, phase) * 1e3 for times in self.ranks)) for phase in PHASES]
-
-    @property
     def bars(self) -> dict[str, dict[str, float]]:
         """The seconds of each phase on each rank, as ``figures.stacked_bars`` takes them."""
         phases = [phase for phase in PHASES if phase not in ("hidden", "total")]
@@ -176,5 +171,6 @@ class StepSummary:
         )
 
     def _table(self, form: str) -> str:
+        rows = [(phase, *(getattr(times, phase) * 1e3 for times in self.ranks)) for phase in PHASES]
         headers = ["ms", *(f"rank {rank}" for rank in range(len(self.ranks)))]
-        return table(self.rows, headers, form=form)
+        return table(rows, headers, form=form)
