@@ -172,17 +172,17 @@ def _asked(options: argparse.Namespace) -> tuple[Training, Device, Link]:
         parameters,
         layers,
         options.tokens,
-        options.accumulation,
-        options.in_all,
-        options.kept,
-        options.every,
-        options.batch,
-        hidden,
-        vocabulary,
-        options.sequence or SEQUENCE,
-        options.recompute or "none",
-        options.gradient_bytes,
-        attention,
+        accumulation=options.accumulation,
+        in_all=options.in_all,
+        kept=options.kept,
+        every=options.every,
+        batch=options.batch,
+        hidden=hidden,
+        attention=attention,
+        vocabulary=vocabulary,
+        sequence=options.sequence or SEQUENCE,
+        recompute=options.recompute or "none",
+        gradient_size=options.gradient_bytes,
     )
     device: Device = named("device", options.device, devices())
     if options.utilisation:
@@ -219,9 +219,8 @@ def like(device: str, measured: bool) -> list[Compared]:
 
 def ranges(rows: Sequence[Compared]) -> str:
     """Say what the ranges beside speeds are."""
-    what, source = ("shares of speed kept",) * 2
-    if rows[0].kind == "speed":
-        what, source = "speeds", "utilisation"
+    kept = "shares of speed kept"
+    what, source = ("speeds", "utilisation") if rows[0].kind == "speed" else (kept, kept)
     return (
         f"Ranges: eight of ten published {what} lie within them, as multiples of what was "
         f"predicted from other publishers' {source}: of {len(rows)} figures those on at least an "
