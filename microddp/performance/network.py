@@ -124,24 +124,19 @@ class Network:
             which: ``"all"`` devices; those of one ``"node"``; or ``"replicas"``, those with the
                 same number in each node, who share the node's ports.
         """
-        return _among(self, which)
-
-
-@cache
-def _among(network: Network, which: str) -> Network:
-    if which == "all":
-        return network
-    each = network.in_node
-    if which == "node":
-        groups, one = network.nodes, replace(network, devices=each)
-    else:
-        bandwidth = network.between.bandwidth / -(-each // network.rails)  # on the fullest rail
-        between = replace(network.between, bandwidth=bandwidth)
-        groups, one = each, Network(network.nodes, between, adds=network.adds)
-    busy = network.processor
-    if busy:  # it carries the messages of all groups
-        busy = Processor(busy.message * groups, busy.byte * groups)
-    return replace(one, processor=busy)
+        if which == "all":
+            return self
+        each = self.in_node
+        if which == "node":
+            groups, one = self.nodes, replace(self, devices=each)
+        else:
+            bandwidth = self.between.bandwidth / -(-each // self.rails)  # on the fullest rail
+            between = replace(self.between, bandwidth=bandwidth)
+            groups, one = each, Network(self.nodes, between, adds=self.adds)
+        busy = self.processor
+        if busy:  # it carries the messages of all groups
+            busy = Processor(busy.message * groups, busy.byte * groups)
+        return replace(one, processor=busy)
 
 
 @cache
