@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, fields, replace
 
 import torch
@@ -24,11 +24,6 @@ from microddp.timing import Timeline
 from microddp.torch_ddp import strategy_of
 
 PHASES = tuple(field.name for field in fields(StepTimes))
-
-
-def median_step(steps: Sequence[StepTimes]) -> StepTimes:
-    """Take the median of each time over several steps."""
-    return StepTimes(*map(statistics.median, zip(*map(astuple, steps), strict=True)))
 
 
 class DDPPerformanceAnalyzer:
@@ -110,13 +105,14 @@ class DDPPerformanceAnalyzer:
         return times
 
     def summary(self) -> StepSummary:
-        """Gather the median step of every rank so far. A collective.
+        """Gather the median of each time over the steps so far, of every rank. A collective.
 
         Raises:
             RuntimeError: on every rank, if one has timed no step.
         """
         self.comms.fail_together("" if self.steps else "none", "timed steps")
-        everyone = self.comms.all_gather_data(astuple(median_step(self.steps)))
+        medians = [*map(statistics.median, zip(*map(astuple, self.steps), strict=True))]
+        everyone = self.comms.all_gather_data(medians)
         return StepSummary(tuple(StepTimes(*times) for times in everyone))
 
 
