@@ -49,7 +49,7 @@ def measure_compute(
     timeline = Timeline(comms)
     strategy.record(timeline)
     parts: list[list[float]] = []
-    names: list[str] = []
+    ready: dict[str, float] = {}
     with HookTracker(strategy.module) as tracker:
 
         def watched(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -61,13 +61,12 @@ def measure_compute(
             times = break_down(timeline.take())
             update = elapsed - times.forward - times.backward
             ready = {row.name: row.seconds for row in tracker.rows if row.seconds is not None}
-            names = list(ready)
             if i >= 0:
                 parts.append([times.forward, times.backward, update, *ready.values()])
     columns = slowest_rank(torch.tensor(parts, dtype=torch.float64), comms).T.tolist()
     forward, backward, update, *moments = map(statistics.median, columns)
     return ComputeTimes(
-        forward, backward, dict(zip(names, moments, strict=True)), update, _copy(comms)
+        forward, backward, dict(zip(ready, moments, strict=True)), update, _copy(comms)
     )
 
 

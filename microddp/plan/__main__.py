@@ -332,11 +332,11 @@ def library() -> str:
     ]  # fmt: skip
     headers = ["", "device", "TFLOP/s", "reached", "GB", "in a node", "GB/s inside", "of"]
     text = table(rows, headers) + "\n\n"
-    rows_ = [
+    kinds = [
         (key, each.name, each.rails, f"{each.bandwidth / 1e9:g}", human_seconds(each.latency))
         for key, each in links().items()
     ]
-    text += table(rows_, ["", "link", "rails", "GB/s each", "latency"]) + "\n"
+    text += table(kinds, ["", "link", "rails", "GB/s each", "latency"]) + "\n"
     every: dict[str, Device | Link] = {**devices(), **links()}
     return text + "".join(f"\n{key}: {each.source} ({each.date})" for key, each in every.items())
 
