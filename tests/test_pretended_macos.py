@@ -69,14 +69,15 @@ def test_the_pretence(tmp_path):
     assert on_macos(tmp_path, script) == "['darwin', True, False, False] True 2.0\n"
 
 
+@pytest.fixture(scope="class")
+def said_of(tmp_path_factory):
+    said = on_macos(tmp_path_factory.mktemp("there"), HERE / "on_macos.py", *ORDERS)
+    parts = re.split("^==== ", said, flags=re.M)
+    return dict(part.split("\n", 1) for part in parts[1:])
+
+
 class TestOrders:
     """In one process, which takes seconds to begin."""
-
-    @pytest.fixture(scope="class")
-    def said_of(self, tmp_path_factory):
-        said = on_macos(tmp_path_factory.mktemp("there"), HERE / "on_macos.py", *ORDERS)
-        parts = re.split("^==== ", said, flags=re.M)
-        return dict(part.split("\n", 1) for part in parts[1:])
 
     def test_chapters(self, said_of):
         parts = re.split("^== chapter ", said_of["chapters"], flags=re.M)
