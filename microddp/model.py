@@ -43,13 +43,11 @@ class FullMLP(nn.Module):
         ]
         if depth < 2 or min(widths) < 1:
             raise ValueError(f"expected at least 2 layers of width 1, got widths {widths}")
-        self.layers = nn.ModuleList(
-            nn.Linear(before, after) for before, after in itertools.pairwise(widths)
-        )
-        for layer in self.layers:
-            assert isinstance(layer, nn.Linear)
+        layers = [nn.Linear(before, after) for before, after in itertools.pairwise(widths)]
+        for layer in layers:
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
             nn.init.zeros_(layer.bias)
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map a batch of shape ``(batch, inputs)`` to ``(batch, outputs)``."""

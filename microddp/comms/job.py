@@ -23,7 +23,7 @@ from microddp.comms import calls
 from microddp.comms.collectives import Comms
 from microddp.comms.environment import attempt, patience, torchrun_environment
 from microddp.comms.identity import most_rounds
-from microddp.comms.machine import cpu_cores, end_with_parent, schedule_threads
+from microddp.comms.machine import cpu_cores, end_with_parent, schedule_as_batch
 
 _joined = itertools.count()
 _formed: weakref.ref[dist.ProcessGroup] | None = None  # the group that was made here, if it is left
@@ -112,16 +112,23 @@ def _join_group(backend: str | None) -> Comms:
         )
     _prepare(comms.local_world_size, device)
     if comms.backend == "gloo" and comms.world_size > 1:
-        schedule_threads("batch")
+        schedule_as_batch()
     return comms
 
 
 def _prepare(local_world_size: int, device: torch.device) -> None:
-    """Set up what a rank computes on."""
+    """Set this rank's GPU; on CPU its threads: its share of the cores, or ``OMP_NUM_THREADS``.
+
+    Where a machine has several ranks torchrun sets that to 1 itself: then it says nothing.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        return
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    if wanted.isdecimal() and int(wanted) > 0 and (wanted != "1" or local_world_size == 1):
+        torch.set_num_threads(int(wanted))
     else:
-        torch.set_num_threads(_threads(local_world_size))
+        torch.set_num_threads(max(1, cpu_cores() // local_world_size))
 
 
 def form_group(
@@ -153,7 +160,7 @@ def form_group(
     _prepare(local_world_size, device)
     backend = _choose_backend(backend, store, rank, world_size, device)
     if backend == "gloo" and world_size > 1:
-        schedule_threads("batch")
+        schedule_as_batch()
     # A try before that failed has counted on: its ranks would look in other places of the store.
     dist.distributed_c10d._world.group_count = 0
     dist.init_process_group(
@@ -174,17 +181,6 @@ def form_group(
         comms.close()
         raise
     return comms
-
-
-def _threads(local_world_size: int) -> int:
-    """This rank's share of the cores, or what the user says in ``OMP_NUM_THREADS``.
-
-    Where a machine has several ranks torchrun sets it to 1 itself: then it says nothing.
-    """
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    if wanted.isdecimal() and int(wanted) > 0 and (wanted != "1" or local_world_size == 1):
-        return int(wanted)
-    return max(1, cpu_cores() // local_world_size)
 
 
 def _check_built(backend: str, rank: int) -> None:

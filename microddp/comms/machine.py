@@ -17,25 +17,22 @@ LINKS_VARIABLE = "MICRODDP_LINKS"  # a module, with a function links_of_this_job
 PR_SET_PDEATHSIG = 1
 
 
-def schedule_threads(policy: str) -> None:
-    """Set the scheduling class of every thread of this process: ``"batch"`` or ``"other"``.
+def schedule_as_batch() -> None:
+    """Set the scheduling class of every thread of this process to Linux's "batch".
 
     gloo's background thread polls its sockets and *tries* the lock of a connection; while another
     thread holds it, the poll returns at once and the thread spins (gloo, transport/tcp/pair.cc,
     handleEvents). Under Linux's default class the background thread, woken by arriving data,
     may preempt the sender in the middle of its send, on the same core and with that lock held: it
     then spins until the scheduler's next tick, 4 ms at 250 Hz. Threads of class "batch" do not
-    preempt on waking, so the sender finishes first. Chapter 02 measures both. New threads
-    inherit the class. Elsewhere than on Linux this does nothing.
+    preempt on waking, so the sender finishes first. New threads inherit the class. Elsewhere than
+    on Linux this does nothing.
     """
-    policies = {"batch": "SCHED_BATCH", "other": "SCHED_OTHER"}
-    if policy not in policies:
-        raise ValueError(f"expected policy in {list(policies)}, got {policy!r}")
     if not hasattr(os, "SCHED_BATCH"):
         return
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
-            os.sched_setscheduler(int(thread), getattr(os, policies[policy]), os.sched_param(0))
+            os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
 
 
 def end_with_parent() -> None:

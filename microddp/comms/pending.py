@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
 
 NO_CALL: AbstractContextManager[None] = nullcontext()
 
@@ -32,19 +31,22 @@ class Pending:
             RuntimeError: the other side failed, or the time-out passed; see
                 :class:`~microddp.Comms` for what NCCL does instead.
         """
-        self._wait_until_left(0)
-
-    def _wait_until_left(self, count: int) -> None:
-        if len(self._steps) > count:
+        if self._steps:
             with self._call:
-                while len(self._steps) > count:
+                while self._steps:
                     self._steps.pop(0)()
 
 
 class Exchange(Pending):
-    """A message each way under way: first to receive, then to send. ``wait()`` waits for both."""
+    """A message each way under way: first to receive, then to send. ``wait()`` waits for both.
+
+    To wait is not recorded, since exchanges are many, and quick; an error is.
+    """
 
     __slots__ = ()
+
+    def wait(self) -> None:
+        self._wait_until_left(0)
 
     def received(self) -> None:
         """Block until the incoming message is there; the outgoing one may be under way still.
@@ -52,12 +54,6 @@ class Exchange(Pending):
         Errors are those of ``wait()``.
         """
         self._wait_until_left(1)
-
-
-class QuickExchange(Exchange):
-    """One of many, each too quick to record that it is waited for; an error is recorded."""
-
-    __slots__ = ()
 
     def _wait_until_left(self, count: int) -> None:
         try:
@@ -68,10 +64,7 @@ class QuickExchange(Exchange):
             raise
 
 
-AnyPending = TypeVar("AnyPending", bound=Pending)
-
-
-def started(pending: AnyPending, async_op: bool) -> AnyPending:
+def started(pending: Pending, async_op: bool) -> Pending:
     """The transfer, complete unless its caller is to wait for it."""
     if not async_op:
         pending.wait()

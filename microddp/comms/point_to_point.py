@@ -16,7 +16,7 @@ import torch.distributed as dist
 from microddp.comms.checks import check_peer, check_tensor
 from microddp.comms.headers import describe
 from microddp.comms.identity import Identity
-from microddp.comms.pending import Exchange, Pending, QuickExchange, started
+from microddp.comms.pending import Exchange, Pending, started
 
 
 class Scratch:
@@ -82,15 +82,7 @@ class PointToPoint(Identity, Scratch):
         call = self._begin(f"recv({describe(tensor)}, src={src})")
         return started(Pending(self._recv(tensor, src), call=call), async_op)
 
-    def sendrecv(
-        self,
-        outgoing: torch.Tensor,
-        dst: int,
-        incoming: torch.Tensor,
-        src: int,
-        *,
-        async_op: bool = False,
-    ) -> Exchange:
+    def sendrecv(self, outgoing: torch.Tensor, dst: int, incoming: torch.Tensor, src: int) -> None:
         """Send ``outgoing`` to ``dst`` while receiving ``incoming`` from ``src``.
 
         The two travel together: a ring in which every rank called ``send`` and then ``recv``
@@ -99,9 +91,8 @@ class PointToPoint(Identity, Scratch):
         """
         check_tensor(self, "sendrecv", outgoing)
         self._check_exchange(incoming, dst, src)
-        call = self._begin(f"sendrecv({describe(incoming)}, dst={dst}, src={src})")
-        exchange = self._exchanger(dst, src, partial(Exchange, call=call))
-        return started(exchange(outgoing, incoming), async_op)
+        with self._begin(f"sendrecv({describe(incoming)}, dst={dst}, src={src})"):
+            self._exchanger(dst, src, Exchange)(outgoing, incoming).wait()
 
     def exchanger(
         self, tensor: torch.Tensor, dst: int, src: int
@@ -123,7 +114,7 @@ class PointToPoint(Identity, Scratch):
         """
         self._check_exchange(tensor, dst, src)
         call = self._begin(f"exchanger({describe(tensor)}, dst={dst}, src={src})")
-        return self._exchanger(dst, src, partial(QuickExchange, call=call))
+        return self._exchanger(dst, src, partial(Exchange, call=call))
 
     def _check_exchange(self, tensor: torch.Tensor, dst: int, src: int) -> None:
         check_peer(self, "dst", dst)

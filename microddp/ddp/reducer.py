@@ -22,6 +22,7 @@ from microddp.backward import Backward, Buckets, parameters_behind, tensors_in
 from microddp.buckets import GradientBucket, bucket_caps
 from microddp.carrier import Carrier
 from microddp.comms import Comms
+from microddp.hooks import Removable
 from microddp.timing import NOT_RECORDED
 
 Hook = Callable[[Any, GradientBucket], "torch.futures.Future[torch.Tensor]"]
@@ -42,7 +43,7 @@ class ExpectedBackward(Backward):
         self.begun = self.end_is_told = False
 
 
-class Reducer:
+class Reducer(Removable):
     """Averages a module's gradients during each backward that a forward pass has announced.
 
     Attributes:
@@ -94,11 +95,6 @@ class Reducer:
         self.hooked = True
         self.buckets.send = partial(hook, state)
         self.buckets.divisor = 1
-
-    def remove(self) -> None:
-        """Take the hooks off the module."""
-        for handle in self._handles:
-            handle.remove()
 
     # ---- a forward pass: what is left of the last backward, and what to expect of the next
 

@@ -50,16 +50,8 @@ class ThreadComms(Scratch):
 
         return started(Pending(receive), async_op)
 
-    def sendrecv(
-        self,
-        outgoing: torch.Tensor,
-        dst: int,
-        incoming: torch.Tensor,
-        src: int,
-        *,
-        async_op: bool = False,
-    ) -> Exchange:
-        return started(self.exchanger(incoming, dst, src)(outgoing, incoming), async_op)
+    def sendrecv(self, outgoing: torch.Tensor, dst: int, incoming: torch.Tensor, src: int) -> None:
+        self.exchanger(incoming, dst, src)(outgoing, incoming).wait()
 
     def exchanger(
         self, tensor: torch.Tensor, dst: int, src: int

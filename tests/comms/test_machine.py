@@ -3,11 +3,11 @@
 import os
 import threading
 
-import pytest
 import torch
 from ranks import on_ranks
 
-from microddp.comms import cpu_cores, cpu_name, schedule_threads
+from microddp.comms import cpu_cores, cpu_name
+from microddp.comms.machine import schedule_as_batch
 
 linux = hasattr(os, "SCHED_BATCH")
 
@@ -21,23 +21,16 @@ def policies():
 
 
 @on_ranks(1)
-def test_a_policy_holds_for_all_threads_old_and_new(comms):
+def test_the_class_batch_holds_for_all_threads_old_and_new(comms):
     done = threading.Event()
     waiting = threading.Thread(target=done.wait)
     waiting.start()
-    for policy in ("batch", "other", "batch"):
-        schedule_threads(policy)
-        new = threading.Thread(target=done.wait)
-        new.start()
-        assert policies() == ({policy} if linux else {"none"})
+    schedule_as_batch()
+    new = threading.Thread(target=done.wait)
+    new.start()
+    assert policies() == {"batch" if linux else "none"}
     done.set()
     assert comms.all_gather(torch.ones(1)).tolist() == [[1]], "the group's threads still work"
-
-
-@pytest.mark.parametrize("policy", ["fifo", "", "BATCH"])
-def test_an_unknown_policy_is_refused(policy):
-    with pytest.raises(ValueError, match=rf"\['batch', 'other'\], got '{policy}'"):
-        schedule_threads(policy)
 
 
 def test_cores_are_those_this_process_may_use():

@@ -179,7 +179,8 @@ def test_all_ranks_can_send_around_a_ring_at_once(comms):
 @on_ranks(2)
 def test_a_pending_transfer_can_be_waited_for_twice(comms):
     incoming = torch.zeros(3)
-    pending = comms.sendrecv(torch.ones(3), other(comms), incoming, other(comms), async_op=True)
+    exchange = comms.exchanger(incoming, other(comms), other(comms))
+    pending = exchange(torch.ones(3), incoming)
     pending.wait()
     pending.wait()
     assert incoming.tolist() == [1, 1, 1]
