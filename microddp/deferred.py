@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from microddp.comms import Comms
 
-Initialise = Callable[[nn.Module], object]
 
-
-def materialise(
-    modules: Sequence[nn.Module], comms: Comms, initialise: Initialise | None = None
-) -> list[Callable[[], object]]:
+def materialise(modules: Sequence[nn.Module], comms: Comms) -> list[Callable[[], object]]:
     """Allocate parameters and buffers that are on the ``meta`` device, on this rank's device.
 
     A tensor that several modules share stays shared. A collective.
@@ -23,26 +19,20 @@ def materialise(
     Args:
         modules: modules whose own parameters and buffers are allocated, not their children's.
         comms: the ranks.
-        initialise: initialises a module; default: the module's ``reset_parameters()``.
 
     Returns:
-        A function for each module that had something on ``meta``, which initialises it.
+        The ``reset_parameters()`` of each module that had something on ``meta``.
 
     Raises:
-        ValueError: on every rank: a module has no ``reset_parameters()``, and ``initialise`` is
-            ``None``.
+        ValueError: on every rank: a module has no ``reset_parameters()``.
     """
-    waiting = [m for m in modules if any(t.is_meta for t in own_tensors(m))]
-    ways = [initialise or getattr(type(m), "reset_parameters", None) for m in waiting]
-    lacking = [type(m).__name__ for m, how in zip(waiting, ways, strict=True) if how is None]
+    waiting: list[Any] = [m for m in modules if any(t.is_meta for t in own_tensors(m))]
+    lacking = [type(m).__name__ for m in waiting if not hasattr(m, "reset_parameters")]
     comms.fail_together(
-        f"a {lacking[0]} on the meta device, without reset_parameters()" if lacking else "",
-        "initialise",
+        f"a {lacking[0]} on the meta device without it" if lacking else "",
+        "modules with reset_parameters()",
         ValueError,
     )
-    calls: list[Callable[[], object]] = [
-        torch.no_grad()(partial(how, m)) for m, how in zip(waiting, ways, strict=True) if how
-    ]
     for m in waiting:
         for places in (m._parameters, m._buffers):
             for name, tensor in places.items():
@@ -50,7 +40,7 @@ def materialise(
                     if "_microddp_made" not in tensor.__dict__:  # else by another call
                         tensor.__dict__["_microddp_made"] = _like(tensor, comms.device)
                     places[name] = tensor.__dict__["_microddp_made"]
-    return calls
+    return [torch.no_grad()(m.reset_parameters) for m in waiting]
 
 
 def own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from microddp.comms import Comms
-from microddp.deferred import Initialise, materialise, own_tensors
+from microddp.deferred import materialise, own_tensors
 from microddp.replicas import broadcast_tensors, check_structure, in_words
 from microddp.sharding.blocks import check_dense, elements
 from microddp.sharding.param_group import flat_param_groups, group_of
@@ -35,7 +35,6 @@ def fully_shard(
     replicas: Comms | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
-    initialise: Initialise | None = None,
     collectives: str = AUTO,
 ) -> ShardedModule:
     """Leave each rank a shard of a module's parameters, except while they are used. A collective.
@@ -68,7 +67,8 @@ def fully_shard(
 
     Args:
         module: its parameters and buffers become those of rank 0, and its gradients are forgotten.
-            What is on the ``meta`` device is allocated on this rank's device, and initialised.
+            What is on the ``meta`` device is allocated on this rank's device, and initialised by
+            ``reset_parameters()`` of the module that it belongs to.
         comms: the ranks among which the parameters are divided.
         reshard_after_forward: whether the parameters are freed between forward and backward. Those
             that backward needs first may as well stay: PyTorch keeps the outermost module's.
@@ -77,8 +77,6 @@ def fully_shard(
         param_dtype: dtype in which parameters are all-gathered and used, and to which
             floating-point inputs are cast; the shards keep their own. Default: no other dtype.
         reduce_dtype: dtype in which gradients are reduced; default: that of the shards.
-        initialise: called with each module that has a parameter or buffer of its own on the
-            ``meta`` device; default: the module's ``reset_parameters()``.
         collectives: a key of ``microddp.shared.SCATTER_GATHERS``, or ``"auto"``.
 
     Returns:
@@ -108,7 +106,7 @@ def fully_shard(
     mine = [m for _, m in module.named_modules(memo=blocks)]  # no block, and nothing inside one
     with _in_all_nodes(replicas):
         check_dense(module, comms)
-        calls = materialise(mine, comms, initialise)
+        calls = materialise(mine, comms)
     # Groups of blocks that have a parameter in common with this module. An initialisation here
     # does not change their shards.
     shared = {group: None for m in mine for p in m.parameters(False) if (group := group_of(p))}

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from microddp.comms import Comms
@@ -34,12 +35,10 @@ class Timing:
     def spread(self) -> tuple[float, float]:
         """The lower and upper quartile in seconds; half of all measurements lie between.
 
-        Interpolated between the two nearest, as NumPy does: of four measurements the smallest and
-        the third would lean to one side.
+        Interpolated between the two nearest: of four measurements the smallest and the third would
+        lean to one side.
         """
-        if len(self.seconds) == 1:
-            return self.seconds[0], self.seconds[0]
-        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        low, high = np.quantile(self.seconds, (0.25, 0.75)).tolist()
         return low, high
 
     def ratio(self, other: Timing) -> Timing:

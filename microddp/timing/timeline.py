@@ -57,7 +57,7 @@ class Recorder:
         del name, lane, nbytes
         return _NOTHING
 
-    def mark(self, name: str, lane: str = "gradients") -> None:
+    def mark(self, name: str) -> None:
         """Do nothing, as the other methods."""
 
     def launched(self, name: str, work: Launched, nbytes: int | None = None) -> None:
@@ -104,10 +104,10 @@ class Timeline(Recorder):
         finally:
             self._spans.append((lane, name, start, Instant(self.comms.device), nbytes))
 
-    def mark(self, name: str, lane: str = "gradients") -> None:
-        """Record that something happened now."""
+    def mark(self, name: str) -> None:
+        """Record that a gradient is ready now."""
         now = Instant(self.comms.device)
-        self._spans.append((lane, name, now, now, None))
+        self.between(name, "gradients", now, now)
 
     def launched(self, name: str, work: Launched, nbytes: int | None = None) -> None:
         """Record from now until an asynchronous collective is complete, without waiting for it.

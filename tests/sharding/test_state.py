@@ -260,9 +260,10 @@ def test_a_model_that_was_never_whole(comms):
     assert model[3].weight is model[0].weight
     with torch.device("meta"):
         own = Own()
-    with pytest.raises(ValueError, match=r"expected initialise, got .* a Own on the meta device"):
+    with pytest.raises(ValueError, match=r"reset_parameters.., got .* a Own on the meta device"):
         fully_shard(own, comms)
-    fully_shard(own, comms, initialise=lambda m: m.scale.fill_(comms.rank + 2.0))
+    own.reset_parameters = lambda: own.scale.fill_(comms.rank + 2.0)
+    fully_shard(own, comms)
     assert all(value == 2 for value in own.scale.tolist()), "rank 0's"
 
 
@@ -302,5 +303,5 @@ def test_a_parameter_without_values_keeps_its_shape(comms):
 def test_what_only_one_rank_cannot_initialise_is_refused_on_all(comms):
     with torch.device("meta" if comms.rank else "cpu"):
         model = Own()
-    with pytest.raises(ValueError, match="expected initialise, got rank 1: a Own on the meta"):
+    with pytest.raises(ValueError, match=r"reset_parameters.., got rank 1: a Own on the"):
         fully_shard(model, comms)
