@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
 from microddp.comms import Comms, Pending
+from microddp.timing import Launched
 
 BACKEND = "backend"
 
@@ -40,16 +40,12 @@ class Carrier:
         """Begin to overwrite a contiguous tensor by that of rank ``src``."""
         return self.comms.broadcast(tensor, src, async_op=True)
 
-    def start(
-        self,
-        buffer: torch.Tensor,
-        is_last: bool,  # noqa: ARG002 - matters to others
-    ) -> dist.Work | torch.futures.Future[torch.Tensor]:
+    def start(self, buffer: torch.Tensor, is_last: bool) -> Launched:  # noqa: ARG002
         """Begin to add a buffer up over the ranks, in place.
 
         Args:
             buffer: of gradients.
-            is_last: whether no other is to follow in this backward.
+            is_last: whether no other is to follow in this backward, which matters to others.
 
         Returns:
             What to wait for.

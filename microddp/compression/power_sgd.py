@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -118,12 +117,9 @@ def _concatenated(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _split(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
     """Split a flat tensor into views of these shapes, and a flat view of the rest."""
-    ends = [0, *itertools.accumulate(shape.numel() for shape in shapes)]
-    views = [
-        flat[begin:end].view(shape)
-        for (begin, end), shape in zip(itertools.pairwise(ends), shapes, strict=True)
-    ]
-    return [*views, flat[ends[-1] :]]
+    sizes = [shape.numel() for shape in shapes]
+    *parts, rest = torch.split(flat, [*sizes, len(flat) - sum(sizes)])
+    return [*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)), rest]
 
 
 def _orthonormal(matrix: torch.Tensor) -> torch.Tensor:

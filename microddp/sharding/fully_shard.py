@@ -22,7 +22,7 @@ from microddp.comms import Comms
 from microddp.deferred import materialise, own_tensors
 from microddp.replicas import broadcast_tensors, check_structure, in_words
 from microddp.sharding.blocks import check_dense, elements
-from microddp.sharding.param_group import flat_param_groups, group_of
+from microddp.sharding.param_group import FlatParamGroup, group_of
 from microddp.sharding.sharded_module import ShardedModule, is_inside, sharded_module_of
 from microddp.shared import AUTO, scatter_gather
 
@@ -131,15 +131,23 @@ def fully_shard(
         check_structure(nn.Module(), replicas, options)
     for ranks in filter(None, (comms, replicas)):
         broadcast_tensors(tensors, ranks)
-    groups = flat_param_groups(
-        {names[t]: t for t in tensors if isinstance(t, nn.Parameter)},
-        comms,
-        scatter_gather(collectives, comms),
-        replicas=replicas,
-        shard_params=True,
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
-    )
+    by = scatter_gather(collectives, comms)
+    kinds: dict[tuple[object, ...], dict[str, nn.Parameter]] = {}
+    for p in tensors:
+        if isinstance(p, nn.Parameter):
+            kinds.setdefault((p.dtype, p.device, p.requires_grad), {})[names[p]] = p
+    groups = [
+        FlatParamGroup(
+            alike,
+            comms,
+            by,
+            replicas=replicas,
+            shard_params=True,
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+        )
+        for alike in kinds.values()
+    ]
     sharded = ShardedModule(module, comms, [*groups, *shared], reshard_after_forward, param_dtype)
     for param in sharded.context.params:
         param.name = names.get(param.parameter, param.name)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -280,26 +280,6 @@ class FlatParamGroup:
         for param in self.params:
             if param.parameter.requires_grad:
                 param.add_gradient(mean[param.shard_range])
-
-
-def flat_param_groups(
-    named: Mapping[str, nn.Parameter], comms: Comms, collectives: ScatterGather, **options: Any
-) -> list[FlatParamGroup]:
-    """Make one group of all parameters that agree in dtype, device and ``requires_grad``.
-
-    Args:
-        named: the parameters, by name.
-        comms: the ranks.
-        collectives: the reduce-scatter and the all-gather to use.
-        options: keyword arguments of :class:`FlatParamGroup`.
-
-    Returns:
-        The groups, in the order of their first parameters.
-    """
-    kinds: dict[tuple[object, ...], dict[str, nn.Parameter]] = {}
-    for name, p in named.items():
-        kinds.setdefault((p.dtype, p.device, p.requires_grad), {})[name] = p
-    return [FlatParamGroup(alike, comms, collectives, **options) for alike in kinds.values()]
 
 
 def group_of(parameter: torch.Tensor) -> FlatParamGroup | None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from microddp.allreduce import ALGORITHMS, AllReduce
 from microddp.carrier import BACKEND, Carrier
@@ -16,7 +15,7 @@ from microddp.shared.collectives import shared_all_reduce, shared_broadcast
 from microddp.shared.comm_hook import AtWait, on_thread
 from microddp.shared.hierarchical import hierarchical_all_reduce, hierarchy_of
 from microddp.shared.region import cached_per_comms, machines_of, region_of
-from microddp.timing import measure
+from microddp.timing import Launched, measure
 
 # All-reduces through memory that ranks share.
 IN_MEMORY: dict[str, AllReduce] = {
@@ -143,9 +142,7 @@ class AlgorithmCarrier(Carrier):
             return Pending()
         return super().broadcast(tensor, src)
 
-    def start(
-        self, buffer: torch.Tensor, is_last: bool
-    ) -> dist.Work | torch.futures.Future[torch.Tensor]:
+    def start(self, buffer: torch.Tensor, is_last: bool) -> Launched:
         name = self.name_for(buffer.nbytes) if not buffer.is_sparse else BACKEND
         if name == BACKEND:
             return super().start(buffer, is_last)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -68,9 +68,7 @@ class Hierarchy:
 
     def chunks(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Cut a flat tensor into the parts that the ranks of this machine reduce."""
-        ends = [0]
-        for share in flat.tensor_split(self.shares):
-            ends.append(ends[-1] + share.numel())
+        ends = [0, *accumulate(map(len, flat.tensor_split(self.shares)))]
         n = self.inside.world_size
         cuts = [ends[-(-k * self.shares // n)] for k in range(n + 1)]
         return [flat[start:end] for start, end in pairwise(cuts)]
