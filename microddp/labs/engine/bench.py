@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from microddp.comms import Comms
+from microddp.comms import Comms, name_ranks, odd_ranks
 from microddp.hang import torch_calls
 from microddp.message_counter import Message, MessageCounter
 from microddp.replicas import tensor_digest
@@ -88,8 +88,6 @@ class Bench:
     Attributes:
         doing: the next thing the check does, in words; shown with an error of the script's.
         life: how often the check under way has let a process die.
-        claims: by name, a value that must be the same on every rank, with the sentence to say if it
-            is not. The process that started the ranks compares them, when all have passed a check.
     """
 
     def __init__(self, comms: Comms, work: Any, folder: Path, die: Callable[[], NoReturn]) -> None:
@@ -101,7 +99,6 @@ class Bench:
         self.doing = ""
         self.rank = comms.rank
         self.n = comms.world_size
-        self.claims: dict[str, tuple[str, str]] = {}
 
     def values(self, size: int, rank: int | None = None, seed: int = 0) -> torch.Tensor:
         """Return a rank's input: small whole numbers, whose sums are exact in any order of adding.
@@ -189,17 +186,22 @@ class Bench:
             mistake,
         )
 
-    def same(self, what: str, value: object, mistake: str = "") -> None:
-        """Claim that a value is the same on every rank; compared when all have passed the check.
+    def same(self, what: str, tensor: torch.Tensor, mistake: str = "") -> None:
+        """Expect that a tensor has the same bits on every rank. A collective.
 
         Args:
-            what: the value in words.
-            value: compared by its ``str``; a tensor by its bits.
-            mistake: the sentence to say if ranks differ.
+            what: the tensor in words, with its article.
+            tensor: this rank's.
+            mistake: the likely reason, if ranks differ.
+
+        Raises:
+            Wrong: on every rank: they do.
         """
-        if isinstance(value, torch.Tensor):
-            value = tensor_digest(value)
-        self.claims[what] = (str(value), mistake)
+        digests = self.comms.all_gather_data(tensor_digest(tensor))
+        _, odd = odd_ranks(digests)
+        alike = name_ranks(rank for rank in range(self.n) if rank not in odd)
+        got = f"another one on {name_ranks(odd)} than on {alike}"
+        self.expect(not odd, f"{what}, the same on every rank", got, mistake)
 
     @contextmanager
     def seen(self) -> Iterator[Seen]:

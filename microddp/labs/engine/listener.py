@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from microddp.comms import name_ranks, odd_ranks
 from microddp.labs.engine.lab import Lab, Stage
-from microddp.labs.engine.rank import LOADING, Claims, Died, Failed, Passed
+from microddp.labs.engine.rank import LOADING, Died, Failed, Passed
 from microddp.launch import Gone, Job, Report
 
 LOADS = 60.0  # seconds to start the ranks, to join them and to load the script
@@ -71,10 +71,9 @@ class Listener:
         titles = [title for title in self.read if title not in outcome.passed]
         self.after = dict(zip(titles, [*titles[1:], titles[-1]], strict=True))
         self.under_way = [LOADING] * self.ranks
-        self.claims: dict[str, dict[int, Claims]] = {title: {} for title in self.read}
+        self.passed = Counter[str]()  # by title, on how many ranks
         self.found: dict[int, Failed] = {}  # by rank, the first first
         self.death = ""  # the title of the check that lets a process die
-        self.failure: Failure | None = None
 
     def listen(self, job: Job) -> Failure | None:
         """Listen until the job is over; return its failure, if it has one."""
@@ -87,15 +86,13 @@ class Listener:
             self.found = {rank: failed for rank, failed in self.found.items() if failed.expected}
         elif not self._over() and not self.found:
             title = min(self.under_way, key=list(self.read).index)
-            self.failure = Failure(title, self.read[title])
-        if self.found and not self.failure:
-            self.failure = self._cause()
-        return self.failure
+            return Failure(title, self.read[title])
+        return self._cause() if self.found else None
 
     def _over(self) -> bool:
         """True if nothing more is to be heard."""
         through = len(self.outcome.passed) == len(self.read) - 1
-        return bool(self.failure) or through or len(self.found) == self.ranks
+        return through or len(self.found) == self.ranks
 
     def _cause(self) -> Failure:
         """The failure from which all others may have followed."""
@@ -117,27 +114,14 @@ class Listener:
         elif isinstance(message, Gone):
             self._fails(rank, Failed("", f"its process {message}, without a word", dead=True))
         else:
-            self.claims[title][rank] = message.claims
+            self.passed[title] += 1
             self.under_way[rank] = self.after[title]
-            if len(self.claims[title]) == self.ranks:
-                self._all_passed(title)
+            if self.passed[title] == self.ranks and title != LOADING:
+                self.outcome.passed.append(title)
+                self.progress(title)
         if not self.found:
             loading = LOADING in self.under_way
             self.end = time.monotonic() + (LOADS if loading else self.patience)
-
-    def _all_passed(self, title: str) -> None:
-        claims = [self.claims[title][rank] for rank in range(self.ranks)]
-        for what, (_, mistake) in claims[0].items():
-            values = [claim[what][0] for claim in claims]
-            usual, odd = odd_ranks(values)
-            if odd and not self.failure:
-                alike = name_ranks(rank for rank, value in enumerate(values) if value == usual)
-                got = f"another one on {name_ranks(odd)} than on {alike}"
-                wrong = dict.fromkeys(odd, Failed(f"{what}, the same on every rank", got, mistake))
-                self.failure = Failure(title, self.read[title], wrong)
-        if not self.failure and title != LOADING:
-            self.outcome.passed.append(title)
-            self.progress(title)
 
     def _fails(self, rank: int, failed: Failed) -> None:
         if not self.found:  # from the first on it only counts down

@@ -11,8 +11,8 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,18 +33,9 @@ TOLD = 10_000  # characters of what it finds that are told
 PRINTED = 64 << 20  # bytes that it may print, or write to any other file
 
 
-Claims = Mapping[str, tuple[str, str]]
-
-
 @dataclass(frozen=True)
 class Passed:
-    """A message: the rank has loaded the script, or has passed the next check.
-
-    Attributes:
-        claims: what must be the same on every rank: its value and the sentence for if it is not.
-    """
-
-    claims: Claims = field(default_factory=dict)
+    """A message: the rank has loaded the script, or has passed the next check."""
 
 
 @dataclass(frozen=True)
@@ -130,12 +121,12 @@ def _findings(task: Task, lab: Lab) -> Iterator[Passed | Failed]:
 
 
 def _run(check: Check, bench: Bench, script: Path) -> Passed | Failed:
-    bench.claims, bench.doing = {}, ""
+    bench.doing = ""
     try:
         check.run(bench)
     except BaseException as error:
         return _failure(error, script, bench.doing)
-    return Passed(bench.claims)
+    return Passed()
 
 
 def _failure(error: BaseException, script: Path, doing: str = "") -> Failed:
