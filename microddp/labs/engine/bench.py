@@ -216,6 +216,15 @@ class Bench:
                 nbytes = _nbytes(call["input_sizes"], call["input_dtypes"])
                 seen.collectives.append(Collective(name, nbytes, call["time_created_ns"]))
 
+    @contextmanager
+    def noting(self, *sentences: str) -> Iterator[None]:
+        """Add sentences to an error that the block raises."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note("\n".join(sentences))
+            raise
+
     def only_messages(self, seen: Seen, expected: str, mistake: str) -> None:
         """Expect that none of PyTorch's own collectives was called."""
         names = ", ".join(sorted({call.name for call in seen.collectives}))

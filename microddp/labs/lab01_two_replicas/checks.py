@@ -154,13 +154,11 @@ class Group:
         self.held: list[list[torch.Tensor]] = [[] for _ in range(self.n)]
         for replica in self.replicas:
             replica.samples.clear()
-        try:
+        notes = [f"That was with {rows} samples for {self.n} replicas."]
+        if rows < self.n or not self.single.out.bias.requires_grad:
+            notes.append("`p.grad` may be None: of an empty shard, of a frozen parameter.")
+        with bench.noting(*notes):
             self.loss = bench.work.split_step(self.replicas, self.optimizers, mse_loss, x, y)
-        except Exception as error:
-            error.add_note(f"That was with {rows} samples for {self.n} replicas.")
-            if rows < self.n or not self.single.out.bias.requires_grad:
-                error.add_note("`p.grad` may be None: of an empty shard, of a frozen parameter.")
-            raise
         self.samples = [list(replica.samples) for replica in self.replicas]
         self.shares = torch.tensor([len(seen) / rows for seen in self.samples]).double()
         self.means, parts = [], []

@@ -144,13 +144,8 @@ def uneven(bench: Bench) -> None:
 def alone(bench: Bench) -> None:
     model, ones = Shares(bench.n), torch.ones(2, dtype=torch.float64)
     model.unused = nn.Parameter(ones.clone())
-    try:
+    with bench.noting("A parameter is not used. Its grad is None, on every rank: leave it out."):
         stepped(bench, model, 2, weight_decay=0.1)
-    except Exception as error:
-        error.add_note(
-            "One parameter is not used here. Its grad is None, on every rank: leave it out."
-        )
-        raise
     mistakes = {
         "A gradient of zeros is not none: weight decay and momentum move the parameter. Leave its "
         "grad at None.": 0.9 * ones

@@ -258,11 +258,8 @@ def save_one(bench: Bench, folder: Path, step: int) -> Path:
 
 def expect_loaded(bench: Bench, folder: Path, step: int, mistakes: dict[int, str]) -> None:
     """Expect that ``load`` finds the state after ``step`` steps, on every rank."""
-    try:
+    with bench.noting("Where the newest file cannot be read, go back to the one before."):
         got = bench.work.load(folder, bench.comms)
-    except Exception as error:
-        error.add_note("Where the newest file cannot be read, go back to the one before.")
-        raise
     found = got.get("step") if isinstance(got, dict) else got
     mistake = mistakes.get(found, "") if isinstance(found, int) else ""
     if got is None and bench.rank:
@@ -315,13 +312,9 @@ def midst(bench: Bench) -> None:
         ", ".join(run.files),
         f"{TWO} Remove an older one when the next is there, not before.",
     )
-    try:
+    left = f"On this rank's disk is what the kill left: {', '.join(run.files) or 'nothing'}."
+    with bench.noting(left, "Take only what is named checkpoint-NUMBER.pt for a checkpoint."):
         run.train()
-    except Exception as error:
-        if bench.rank == 0:
-            error.add_note(f"On rank 0's disk is what the kill left: {', '.join(run.files)}.")
-            error.add_note("Take only what is named checkpoint-NUMBER.pt for a checkpoint.")
-        raise
     expect_rest(run, resumed=4)
     expect_same_end(run, at=(4,))
 
