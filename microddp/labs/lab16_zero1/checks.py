@@ -82,14 +82,9 @@ def one_step(bench: Bench) -> None:
     mistakes = {
         "Nothing was updated. Is `shard` in the memory of `unsharded`, and are the parameters "
         "views of it?": start,
+        SUMS: by_one(bench, SGD, 1, float(bench.n)),
+        "Only this rank's shard has changed: the others' shards were not brought here.": only_mine,
     }
-    if bench.n > 1:
-        mistakes |= {
-            SUMS: by_one(bench, SGD, 1, float(bench.n)),
-            "Only this rank's shard has changed: the others' shards were not brought here.": (
-                only_mine
-            ),
-        }
     bench.near(got, right, "the model's weights", mistakes, rtol=1e-4, atol=1e-6)
 
 
