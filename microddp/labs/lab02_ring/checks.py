@@ -122,14 +122,9 @@ def sent(bench: Bench) -> None:
     bench.only_messages(seen, "messages between two ranks", mistake)
     whole = 4 * size
     exact, rounding = 2 * (n - 1) * whole / n, 2 * (n - 1) * 4
-    mistake = "Cut the tensor into n chunks: each message is one of them."
-    if seen.sent_bytes < exact - rounding:
-        mistake = (
-            "So few bytes do not make a sum everywhere. What is sent past comms is not counted."
-        )
     bench.expect(
         abs(seen.sent_bytes - exact) <= rounding,
         f"{exact:.0f} bytes sent by each rank, of a tensor of {whole}",
         f"{seen.sent_bytes} bytes in {len(seen.messages)} messages",
-        mistake,
+        "Cut the tensor into n chunks: each message is one of them.",
     )
