@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from microddp.comms import Comms
-from microddp.labs.engine.answers import answers, expect_all
+from microddp.labs.engine.answers import answers, expect_all, longer
 from microddp.labs.engine.bench import Bench
 from microddp.labs.engine.lab import Lab
 
@@ -188,11 +188,6 @@ def expect_named(bench: Bench, jobs: Iterable[tuple[str, Job]], why: str = "") -
         expect_all(bench, given, cause, why or _mistake(cause, given[0]))
 
 
-def longer(bench: Bench, times: float) -> dict[str, float]:
-    """Return this rank's seconds of each part, if the last rank works so many times as long."""
-    return {part: SECONDS[part] * (times if bench.rank == bench.n - 1 else 1.0) for part in SECONDS}
-
-
 def _mistake(cause: str, got: str) -> str:
     if cause.startswith("slow rank"):
         if got.startswith("slow rank"):
@@ -230,7 +225,7 @@ def loading(bench: Bench) -> None:
     last = bench.rank == bench.n - 1
     expect_named(
         bench,
-        [("nothing", Job(bench.comms, longer(bench, 1.9), (1000,), start=6e-3))],
+        [("nothing", Job(bench.comms, longer(bench, SECONDS, 1.9), (1000,), start=6e-3))],
         "The last rank works 1.9 times as long as the others, not twice. They average for more "
         "than half of their step, but only because they wait. What the network takes is what the "
         "rank takes that waits for nobody.",
@@ -248,7 +243,7 @@ def slow_rank(bench: Bench) -> None:
     seeds = (0, 1, 3, 5, 7)  # which leave no part of the step out
     expect_named(bench, (plant(bench.comms, "slow rank", seed) for seed in seeds))
     why = "The last rank works 2.1 times as long as the others. Name it from twice as long on."
-    slow = Job(bench.comms, longer(bench, 2.1), (1000,))
+    slow = Job(bench.comms, longer(bench, SECONDS, 2.1), (1000,))
     expect_named(bench, [(f"slow rank {bench.n - 1}", slow)], why)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from microddp.comms import Comms
 from microddp.ddp import DDP
-from microddp.labs.engine.answers import answers, expect_all
+from microddp.labs.engine.answers import answers, expect_all, longer
 from microddp.labs.engine.bench import Bench
 from microddp.labs.engine.lab import SEVERAL, Lab
 
@@ -194,10 +194,8 @@ def expect_named(bench: Bench, jobs: Iterable[tuple[int | None, Job]], why: str)
 def before(bench: Bench) -> None:
     kinds = [(part, seed) for seed in range(3) for part in ("early", "forward", "load")]
     expect_named(bench, (plant(bench.comms, *kind) for kind in kinds), EQUAL)
-    slow = bench.n - 1
-    work = {part: SECONDS[part] * (1.6 if bench.rank == slow else 1.0) for part in SECONDS}
     why = "The last rank works 1.6 times as long as the others. Name it from 1.5 times on."
-    expect_named(bench, [(slow, Job(bench.comms, work))], why)
+    expect_named(bench, [(bench.n - 1, Job(bench.comms, longer(bench, SECONDS, 1.6)))], why)
 
 
 @LAB.check("a rank that is slow between launches", read=HIDES)
@@ -215,20 +213,17 @@ def optimizer(bench: Bench) -> None:
 
 @LAB.check("nobody is slow", read="How often is it wrong?")
 def nobody(bench: Bench) -> None:
-    last = bench.rank == bench.n - 1
     jobs = [(None, Job(bench.comms, SECONDS, seed=seed)) for seed in range(3)]
     why = "Nothing was planted. One rank always works longest: name it from 1.5 times on."
     expect_named(bench, jobs, why)
     expect_named(
         bench, [(None, Job(bench.comms, SECONDS, transfer=0.1))], f"{why} (Links are slow.)"
     )
-    work = {part: SECONDS[part] * (1.4 if last else 1.0) for part in SECONDS}
     why = "The last rank works 1.4 times as long as the others. Name it from 1.5 times on."
-    expect_named(bench, [(None, Job(bench.comms, work))], why)
+    expect_named(bench, [(None, Job(bench.comms, longer(bench, SECONDS, 1.4)))], why)
     if bench.n > 2:
-        work = {part: SECONDS[part] * (0.6 if last else 1.0) for part in SECONDS}
         why = "Only the last rank is quicker. Compare with the median of the others."
-        expect_named(bench, [(None, Job(bench.comms, work))], why)
+        expect_named(bench, [(None, Job(bench.comms, longer(bench, SECONDS, 0.6)))], why)
     if bench.n > 3:
         times = {0: 1.25, bench.n - 1: 0.05}.get(bench.rank, 1.0)
         work = {part: SECONDS[part] * times for part in SECONDS}
