@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -162,28 +161,6 @@ def short(bench: Bench) -> None:
     with bench.noting("That was with 5 values and k=7: send min(k, size) of them."):
         bench.work.TopK(7, bench.comms).average(gradient)
     bench.near(gradient, gradients.mean(0), "the mean of 5 values with k=7")
-
-
-@LAB.check("every value arrives in the end", read=KEPT)
-def arrives(bench: Bench) -> None:
-    steps, k = 50, 2
-    values = torch.tensor([90, -80, 70, 60, -5, 1, 1], dtype=torch.float64)
-    everyones = torch.stack([values.roll(rank) for rank in range(bench.n)])
-    top, arrived = bench.work.TopK(k, bench.comms), torch.zeros_like(values)
-    for step in range(steps + math.ceil(len(values) / k)):
-        gradient = everyones[bench.rank].clone()
-        if step >= steps:
-            gradient.zero_()  # now only what was kept is sent
-        top.average(gradient)
-        arrived += gradient
-    missing = steps * everyones.mean(0) - arrived
-    bench.expect(
-        bool(missing.abs().max() < 1e-3),
-        f"all of {steps} gradients in the sum of the means",
-        f"{[round(value, 3) for value in missing.tolist()]} missing",
-        "In each step, what is sent plus the new residual must be the gradient plus the old "
-        "residual. After many steps that does not hold.",
-    )
 
 
 @LAB.check("k values and k places of each rank", read="The largest values")

@@ -11,7 +11,7 @@ magnitude, with their places. What a rank does not send it keeps, and adds to it
 
 **Counted:** the bytes that each rank gives into collectives: of a gradient in fp32 at most $8k$,
 which is $k$ values and $k$ places in int32. Such places reach to $2^{31} - 1$, far beyond any
-bucket; `topk` returns them in int64, which would make $12k$. Also the sum of what arrives over many
+bucket; `topk` returns them in int64, which would make $12k$. Also the mean in each of several
 steps, and whether all ranks have the same bits.
 
 `python -m microddp.labs check 10` runs it on 1, 2, 3 and 4 ranks.
