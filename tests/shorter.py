@@ -37,11 +37,11 @@ SHORTER = {
         '"layers": 24': '"layers": 2',
     },
     "11": {
-        "STEPS, LOOK = 256, 16": "STEPS, LOOK = 64, 16",
+        "STEPS, LOOK = 128, 8": "STEPS, LOOK = 64, 8",
         "for seed in range(3)": "for seed in range(1)",
         '"layers": 8': '"layers": 2',
     },
-    "12": {"REPORTS, quick = 100": "REPORTS, quick = 5"},
+    "12": {"REPORTS, quick = 50": "REPORTS, quick = 5"},
     "13": {
         '"--nproc-per-node=3"': '"--nproc-per-node=2"',
         "DRAWS, TIMES = 30 * 24 * HOUR, 40": "DRAWS, TIMES = 30 * 24 * HOUR, 4",

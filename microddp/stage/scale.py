@@ -60,6 +60,7 @@ class Side:
 
     def in_words(self) -> dict[str, str]:
         """Return the numbers in words, by what they are."""
+        unresolved = self.messages > 0 and self.start <= 0  # measured, and lost in the noise
         return {
             "": self.words,
             "devices": str(self.devices),
@@ -68,8 +69,8 @@ class Side:
             "C, computing alone": human_seconds(self.compute),
             "M, messages alone": human_seconds(self.messages),
             "M/C": f"{self.ratio:.2f}",
-            "start of a message": human_seconds(self.start),
-            "start/C": f"{self.start / self.compute:.4f}",
+            "start of a message": "not resolved" if unresolved else human_seconds(self.start),
+            "start/C": "" if unresolved else f"{self.start / self.compute:.4f}",
         }
 
 
