@@ -27,7 +27,7 @@ from microddp.datasets import load_digits
 from microddp.findings import Prediction, compare, find, in_words
 from microddp.hosts import relink
 from microddp.model import FullMLP
-from microddp.performance import find_stragglers, straggler_report
+from microddp.performance import find_stragglers, probe_links
 from microddp.program import Layer, Work
 from microddp.report import MIB, human_seconds, table
 from microddp.shared import parts_by_speed, weighted_all_reduce, weighted_time
@@ -86,7 +86,7 @@ for network, (change, speed, times) in NETWORKS.items() if known else ():
     relink(comms, *change)
     orders = {f"ring {order}": order for order in ([0, 1, 2, 3], [0, 2, 1, 3])}
     calls = {k: partial(ring_all_reduce, tensor, comms, order=v) for k, v in orders.items()}
-    took[network] = measure(calls, comms, repeat=5, warmup=1)
+    took[network] = measure(calls, comms, repeat=3, warmup=1)
     bounds = [2 * (n - 1) / n * tensor.nbytes * crossed / speed for crossed in times]
     least[network] = dict(zip(calls, bounds, strict=True))
 
@@ -227,27 +227,35 @@ if known:
     gain = compare(slowest["8 slices"], slowest["ring"])
     one = compare(slowest["one slice"], slowest["ring"])
     pays = sum(compare(t["8 slices"], t["ring"]).faster for t in by_speed.values())
+    least_ring, least_slices = bounds["ring, bound"][-1], bounds["weighted, bound"][-1] * 9 / 8
+    over = [slowest["ring"].median / least_ring - 1, slowest["8 slices"].median / least_slices - 1]
     said = (
         f"At a tenth of the speed 8 slices are {gain.than('the ring')}; in their 9 rounds of an "
-        f"eighth the bounds give 1.33. One slice is {one.than('the ring')}; in 2 rounds, 0.75. "
-        f"8 slices are faster than the ring at {pays} of {len(by_speed)} speeds."
+        f"eighth the bounds give {least_ring / least_slices:.2f}. Beside its bound the ring takes "
+        f"{over[0]:+.0%} (with 1 MiB, above, {ring.off:+.0%}), and 8 slices {over[1]:+.0%} beside "
+        f"theirs. One slice is {one.than('the ring')}; in 2 rounds, 0.75. 8 slices are faster than "
+        f"the ring at {pays} of {len(by_speed)} speeds."
     )
     find(comms, "slices", **gain.sides(said))
+
+# %% tags=["plumbing"]
+if known:
     curves = bounds | {
         name: [timings[name].median for timings in by_speed.values()] for name in slowest
     }
     figures.lines(
         {k: ([1000 / mbit for mbit in MBITS], [1e3 * t for t in v]) for k, v in curves.items()},
-        title=f"At a tenth of the speed: 8 slices {gain.than('the ring')}",
+        title=f"At a tenth of the speed 8 slices are {gain.than('the ring')}",
         xlabel="how many times slower host 2's link is than the others",
         ylabel="an all-reduce of 2 MiB, ms",
     )
 
 # %% [markdown] index=["straggler", "slow rank"]
 r"""
-**Explain.** With equal links there is nothing to shift. Bounds count no starts: each slice has its
-own, so it pays only where bytes outweigh them. Below some speed (exercise 2) the slow link carries
-the tensor once each way, and only fewer bytes or meetings (chapters 10 and 11) help.
+**Explain.** With equal links there is nothing to shift, and each slice has starts of its own. The
+bounds count bytes only. What a ring or slices take beyond them, and why not equally much for each
+size, order and network, this page does not show. Below some speed (exercise 2) the slow link
+carries the tensor once each way, and only fewer bytes or meetings (chapters 10 and 11) help.
 {func}`~microddp.performance.link_speed.probe_links` measures the speeds.
 
 ## The straggler that DDP hides
@@ -261,7 +269,8 @@ of four T4s, the four backwards took 292 to 293 ms: [traceml issue
 252](https://github.com/traceopt-ai/traceml/issues/252), July 2026.)
 
 What differs is what a rank does *before* it waits. In DDP nothing waits before the end of backward
-(unless the model has buffers to broadcast or a SyncBatchNorm; the second forward waits once).
+(unless the model has buffers to broadcast or a SyncBatchNorm; the second forward waits once:
+chapter 06).
 So the time from the step's begin to the *launch* of each collective contains no wait, and a rank
 needs no clock but its own.
 
@@ -273,7 +282,7 @@ scale, the start of a message not):
 
 # %%
 there = cluster("a100", "25gbit", nodes=n, node=1, parameters=355e6, tokens=24_576, layers=4)
-stage = set_stage(comms, there, layer_bytes=1 << 20)
+stage = set_stage(comms, there)
 comms.print(stage)
 NAP, SLOW, COUNT = 0.03, min(1, n - 1), 9
 launched = []
@@ -401,16 +410,18 @@ def run(stage, count, late=False):
 SCENES = {"nothing": (False, False), f"rank {SLOW} slow": (True, False)}
 if known:
     SCENES |= {"host 2's link slow": (False, True), "both": (True, True)}
-reports, mine = {}, {}
+reports, mine, probed = {}, {}, {}
 for scene, (late, link) in SCENES.items() if n > 1 else ():
-    if link:
-        relink(comms, "250mbit", host=2)
+    if link not in probed:  # once for each network
+        if link:
+            relink(comms, "250mbit", host=2)
+        probed[link] = probe_links(comms)
     spans, sent = run(stage, COUNT, late)
     by_step = torch.tensor([*waits(spans, rank=0)]).view(COUNT, -1, 2).sum(dim=1)[1:]
     mine[scene] = [1e3 * statistics.median(part) for part in by_step.T.tolist()]
-    reports[scene] = straggler_report(spans, comms, sent)
-    if link:
-        relink(comms, "1gbit")
+    reports[scene] = find_stragglers(spans, n, probed[link], sent)
+if known:
+    relink(comms, "1gbit")
 
 # %% tags=["plumbing"]
 rows = [
@@ -424,13 +435,14 @@ if rows:
 
 # %% tags=["plumbing"]
 if reports:
-    grown = {
-        scene: [after - before for before, after in zip(mine["nothing"], mine[scene], strict=True)]
+    calm = mine["nothing"]
+    grown = {  # as the table has them
+        scene: [round(x, 1) - round(y, 1) for x, y in zip(mine[scene], calm, strict=True)]
         for scene in [*reports][1:3]
     }
     said = "; ".join(
-        f"with {scene} rank 0 waits {round(a):+} ms longer for ranks, and {round(b):+} ms for "
-        "transfers"
+        f"with {scene} rank 0's wait for ranks changes by {a:+.1f} ms, and that for transfers by "
+        f"{b:+.1f} ms"
         for scene, (a, b) in grown.items()
     )
     misled = ", ".join(k for k, (a, b) in grown.items() if (a > b) != SCENES[k][0])
@@ -484,8 +496,11 @@ predicts.) Nor do transfers depend on links alone: processors carry them. So
 {func}`~microddp.performance.stragglers.straggler_report` asks for more. It names a *rank* that
 works 15 % longer than the others in three steps of four, and without which the median step would be
 shorter by 4 %. It names a *link* if ranks wait for transfers for 4 % of the time, and test messages
-over it, and over no other link, are less than half as fast as over the rest. `python -m
-microddp.train --report` prints it. Of the last scene:
+over it, and over no other link, are less than half as fast as over the rest. (It sends them itself;
+the cell above does, once for each network.) `python -m microddp.train --report` prints it. In its
+table, a rank *works* while it does not wait in a
+collective, *holds others up* by the time that a step would be shorter without it, and *comes last*
+to a share of the collectives. Of the last scene:
 """
 
 # %%
@@ -495,11 +510,11 @@ reports.get(list(SCENES)[-1])
 r"""
 ## How often is it wrong?
 
-**Predict.** With nothing planted no rank should meet either condition: these devices pause, and
-leave the cores free. (Ranks that *compute* on a shared core work longer, so the report also asks
-who holds the others up.)
+**Predict.** With nothing planted no rank should meet either condition: these devices pause, so
+only what processors do besides can differ. That weighs most in short steps, as here. (Ranks that
+*compute* on a shared core work longer, so the report also asks who holds the others up.)
 
-**Measure.** A hundred reports on ranks, of eight short steps each, cut from one long record:
+**Measure.** Fifty reports on ranks, of eight short steps each, cut from one long record:
 """
 
 
@@ -511,7 +526,7 @@ def devices_of(compute, layers, values):
     return Stage(comms, model, pausing_loss, pausing_batch(comms.device), PausingOptimizer)
 
 
-REPORTS, quick = 100, devices_of(0.006, 1, 1 << 10)
+REPORTS, quick = 50, devices_of(0.006, 1, 1 << 10)
 count = 8 * REPORTS + 1  # a report's first step only prepares the others
 spans, _ = run(quick, count)
 each = len(spans) // n // count  # of a step, on each rank
@@ -633,9 +648,10 @@ until then, give a slow rank less to do.
 
 ## Less work for a slow rank
 
-**Predict.** Rank $r$ computes $v_r$ samples a second, and gets $b_r$ of a batch of $b$. All are
-done together if $b_r$ is in proportion to $v_r$. Then computing takes $b / \sum_r v_r$ instead of
-$b / (n \min_r v_r)$. $M$, the time of a naive step without computing, stays.
+**Predict.** Rank $r$ computes $v_r$ samples a second, and gets $b_r$ of a batch of $b$. All finish
+at the same time if $b_r$ is in proportion to $v_r$. Then computing takes $b / \sum_r v_r$ instead
+of $b / (n \min_r v_r)$. The rest stays: $E$, the time of a naive step without computing, which is
+messages and what a step does besides.
 
 **Measure.** Rank 1's device takes three times as long for a sample:
 """
@@ -653,22 +669,22 @@ for name, sizes in (("equal", equal), ("by speed", uneven)):
     computing[name] = max(seconds)
     calls[name] = devices_of(seconds[rank], 4, values).step("naive")
 calls["no computing"] = devices_of(0.0, 4, values).step("naive")
-steps = measure(calls, comms, repeat=5, warmup=1)
+steps = measure(calls, comms, repeat=3, warmup=1)
 
 # %% tags=["plumbing"]
-M = steps["no computing"].median
+E = steps["no computing"].median
 rows = [
-    (name, str(sizes), str(Prediction(computing[name] + M, steps[name])))
+    (name, str(sizes), str(Prediction(computing[name] + E, steps[name])))
     for name, sizes in (("equal", equal), ("by speed", uneven))
 ]
-headers = ["shards", "samples", "a step; predicted: the slowest computing + M"]
+headers = ["shards", "samples", "a step; predicted: the slowest computing + E"]
 comms.print(table(rows, headers))
 gain = compare(steps["by speed"], steps["equal"])
-predicted = (computing["equal"] + M) / (computing["by speed"] + M)
+predicted = (computing["equal"] + E) / (computing["by speed"] + E)
 alone = computing["equal"] / computing["by speed"]
 said = (
     f"With shards by speed a step is {gain.than('with equal ones')}. Predicted are {predicted:.2f} "
-    f"times, with M of {human_seconds(M)}; computing alone would be {alone:.1f} times as fast."
+    f"times, with E of {human_seconds(E)}; computing alone would be {alone:.1f} times as fast."
 )
 find(comms, "less-work", **gain.sides(said if n > 1 else "One rank has all of the work."))
 

@@ -15,9 +15,10 @@ that comes late may itself have been let go late, by the transfer before. So som
 
 **A rank is named** if in three quarters of the steps it works 1.15 times as long as the others or
 more, and in the median step holds them up for 4 % of it. **A link is named** if the ranks wait for
-transfers for 4 % of the time, all being there, and messages from rank to rank, beside the training,
-show one link, and only one, at less than half the speed of the others, their median. Messages are
-what tells links apart: in an all-reduce all wait for the slowest. Both may be named, or neither.
+transfers for 4 % of the time though all have arrived, and messages from rank to rank, beside the
+training, show one link, and only one, at less than half the speed of the others, their median.
+Messages are what tells links apart: in an all-reduce all wait for the slowest. Both may be named,
+or neither.
 
 Why these numbers: 500 runs of 20 steps, on 2 to 4 hosts in a box and over loopback, on 2 cores that
 other programs used as well. A planted slow rank worked that much longer in 80 % of the steps at
@@ -163,9 +164,10 @@ class StragglerReport:
     def _about_links(self) -> str:
         if not self.collectives:
             return "Nothing was exchanged."
-        waits = f"For {self.waiting:.0%} of the time ranks wait for transfers, all being there"
+        waits = f"For {self.waiting:.0%} of the time ranks wait though all have arrived"
         if self.bytes_per_second:
-            waits += f"; a rank sends {_speed(self.bytes_per_second)} meanwhile"
+            sends = _speed(self.bytes_per_second)
+            waits += f"; from then until the last is done a rank sends {sends}"
         if len(self.links) < 3:
             return f"{waits}; to tell a slow link takes three of them, here are {len(self.links)}."
         slow = slow_links(self.links)
