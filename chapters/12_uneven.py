@@ -498,9 +498,8 @@ works 15 % longer than the others in three steps of four, and without which the 
 shorter by 4 %. It names a *link* if ranks wait for transfers for 4 % of the time, and test messages
 over it, and over no other link, are less than half as fast as over the rest. (It sends them itself;
 the cell above does, once for each network.) `python -m microddp.train --report` prints it. In its
-table, a rank *works* while it does not wait in a
-collective, *holds others up* by the time that a step would be shorter without it, and *comes last*
-to a share of the collectives. Of the last scene:
+table, a rank *works* while it does not wait in a collective, *holds others up* by the time that a
+step would be shorter without it, and *comes last* to a share of the collectives. Of the last scene:
 """
 
 # %%
