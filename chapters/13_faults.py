@@ -87,7 +87,7 @@ process hangs, and when it is dead.
 
 `python -m microddp.doctor DIR` compares the records of all ranks, and asks each process for its
 stack, by a signal. Below, a thread of rank 0 calls its `report` while the ranks hang. Each mistake
-has a group of its own, with a time-out of two seconds.
+has a group of its own, with a time-out of 1.5 seconds.
 
 [blog]:
 https://pytorch.org/blog/flight-recorder-a-new-lens-for-understanding-nccl-watchdog-timeouts/
@@ -101,7 +101,7 @@ STUCK = n > 1 and comms.backend == "gloo"  # whether there is somebody to wait f
 def diagnosed(mistake):
     """What the doctor says while all ranks call ``mistake(group)``, and what came of the call."""
     comms.barrier()  # the time-out counts while the group is made, too
-    group = comms.subgroup(range(n), timeout=2.0)
+    group = comms.subgroup(range(n), timeout=1.5)
     said = RECORDS / mistake.__name__
     doctor = threading.Timer(0.5, lambda: said.write_text(report(RECORDS)))
     if rank == 0:
@@ -393,24 +393,26 @@ A rank dies after $k$ steps, and the last checkpoint is of step $j$. Four ways t
 {download}`train_and_die.py <../_downloads/train_and_die.py>`:
 
 - with **nothing** saved: `torchrun --max-restarts=1` begins again;
-- with a **restart** by the same command, from the last checkpoint;
+- with a **restart** by the same command, which goes on from the last checkpoint;
 - with a **warm restart**: three more processes have imported, and take over when they see a file
   that process 1 writes just before it dies;
-- **elastic**: two survivors go on, with a fourth process that has stood by, too.
+- **elastic**: two survivors go on, and a fourth process, which has imported and stood by, joins
+  them.
 
-**Predict.** $B$ is the time to meet and take a first step, $R$ that of imports and $B$, and $s$ a
-step's. Then the first way costs $R + ks$, a restart $R + (k - j)s$, a warm one $B + (k - j)s$.
-They leave out noticing and the start of processes (torchrun's are in the figure's first part) and
-loading (in "recover").
+**Predict.** What a fault costs is counted from the death to the end of the next new step. $B$ is
+the time to meet and take a first step, $R$ that of imports and $B$, and $s$ a step's. Then the
+first way costs $R + ks$, a restart $R + (k - j)s$, a warm one $B + (k - j)s$: the first of the
+steps up to the new one is in $B$. They leave out noticing, the start of processes, and loading.
 Elastic repeats only the lost step. The survivors get an error within a step's time, pause for 50 ms
-as they drop the old group, and wait up to 20 ms for the server's next look; then there is $B$, in
-which the newcomer gets the state in one message. (If the dead process had the server, add the start
-of another.)
+as they drop the old group, and wait up to 20 ms until the server counts who has come; then there is
+$B$, in which the newcomer gets the state in one message. (If the dead process had the server, add
+the start of another.)
 
 **Measure.** The same training in each way, with a checkpoint after each epoch of 14 steps. Process
 1 dies after step 26, so $k = 26$ and $j = 14$. A step has a pause of 20 ms, in place of computing.
-(The four take most of this chapter's time: in the first two ways each life imports PyTorch anew.)
-The first life, which reads no checkpoint, gives $R$, $B$ and $s$:
+(Beginning again is not measured: it is the restart, with all steps to repeat. In a restart each
+life imports PyTorch anew.) The restart's first life, which finds no checkpoint, gives $R$, $B$ and
+$s$:
 """
 
 
@@ -418,7 +420,7 @@ The first life, which reads no checkpoint, gives $R$, $B$ and $s$:
 def run_job(way):
     """Run a job to its end; what its processes told, in order."""
     with tempfile.TemporaryDirectory() as folder:
-        restarted = [*TORCHRUN, "--max-restarts=1"] if way in ("nothing", "restart") else []
+        restarted = [*TORCHRUN, "--max-restarts=1"] if way == "restart" else []
         job = start(*restarted, PROGRAMS / "train_and_die.py", way, folder)
         if job.wait(timeout=100) != 0:
             raise RuntimeError(f"{way}: expected a job that ends well, got {job.returncode}")
@@ -427,7 +429,7 @@ def run_job(way):
 
 
 # %%
-WAYS = ["nothing", "restart", "warm", "elastic"]
+WAYS = ["restart", "warm", "elastic"]
 events = {way: on_rank_0(run_job, way) for way in WAYS}
 
 
@@ -441,11 +443,12 @@ def fault(told):
 
 
 # %% tags=["plumbing"]
-died, *_ = fault(events["nothing"])
-life = [event for event in events["nothing"] if event[0] <= died]
+died, *_ = fault(events["restart"])
+life = [event for event in events["restart"] if event[0] <= died]
 first = next(at for at, what, *_ in life if what == 1)
-R = first - min(at for at, what, *_ in life if what == "started")
-B = first - max(at for at, what, *_ in life if what == "imported")
+R, B = (  # from when the last of the processes had come so far
+    first - max(at for at, what, *_ in life if what == mark) for mark in ("started", "imported")
+)
 s = (died - first) / 25
 
 died, first, _ = fault(events["elastic"])
@@ -457,7 +460,8 @@ cost = {way: fault(told)[2] - fault(told)[0] for way, told in events.items()}
 
 # %% tags=["plumbing"]
 comms.print(f"R {R:.2f} s, B {B:.2f} s, a step {human_seconds(s)}\n")
-rows = [(way, predicted[way], cost[way], cost[way] / predicted[way]) for way in WAYS]
+rows = [("nothing", predicted["nothing"], None, None)]
+rows += [(way, predicted[way], cost[way], cost[way] / predicted[way]) for way in WAYS]
 headers = ["a fault costs", "predicted, s", "measured, s", "measured / predicted"]
 comms.print(table(rows, headers))
 
@@ -481,17 +485,36 @@ figures.stacked_bars(
     xlabel="after the death of a process",
 )
 
+
 # %% tags=["plumbing"]
-usual = round(R, 2) - round(B, 2)
-imports = {way: round(part["imports"], 2) for way, part in parts_of.items()}
-took = [
-    f"With `{way}` they took {imports[way]:.2f} s ({imports[way] - usual:+.2f} s), after "
-    f"{parts_of[way]['processes start']:.2f} s until all processes had started."
-    for way in WAYS[:2]
-]
-said = f"Imports are {usual:.2f} s of R. {' '.join(took)} The warm restart recovered in"
-said = f"{said} {parts_of['warm']['recover']:.2f} s, for a B of {B:.2f} s. Elastic took"
-said = f"{said} {cost['elastic'] - predicted['elastic']:+.2f} s beside its prediction."
+def before_steps(told, lifes_end):
+    """Seconds of each part up to the first step after that moment, and those that it ran."""
+    parts = next(more for at, what, more in told if what == "parts" and at > lifes_end)
+    return [part[0] for part in parts.values()], *map(sum, [*zip(*parts.values(), strict=True)][1:])
+
+
+rows = [("restart, first life", *before_steps(events["restart"], 0))]
+rows += [(way, *before_steps(events[way], fault(events[way])[0])) for way in WAYS[:2]]
+headers = ["seconds, of one process", "join", "model, load", "first step", "of these it ran"]
+headers += ["waited for a core"]
+rows = [(name, *parts, ran, waited) for name, parts, ran, waited in rows]
+comms.print(table(rows, headers, floats=".3f"))
+
+# %% tags=["plumbing"]
+_, *parts, ran, waited = rows[-1]
+restart, recovered = parts_of["restart"], parts_of["warm"]["recover"]
+cores = (
+    f" Of the latter, one process ran for {ran:.2f} s and waited for a core for {waited:.2f} s; "
+    "otherwise it waited for the others or a file."
+)
+said = (
+    f"Imports took {R - B:.2f} s in the first life; after the death {restart['imports']:.2f} s, "
+    f"when all had started, for which {restart['processes start']:.2f} s passed. The warm "
+    f"restart recovered in {recovered:.2f} s, for a B of {B:.2f} s: "
+    f"{max(0.0, recovered - sum(parts)):.2f} s passed until it began to join, and "
+    f"{sum(parts):.2f} s from there on.{cores * (ran > 0)} Elastic took {cost['elastic']:.2f} s, "
+    f"{cost['elastic'] - predicted['elastic']:+.2f} s beside its prediction."
+)
 find(comms, "parts", measured=(True, said))
 
 # %% tags=["plumbing"]
@@ -502,8 +525,9 @@ by_way = (
     "fast as a restart"
 )
 half = (
-    f" Of the warm one's {cost['warm']:.2f} s, {repeated:.2f} s are the 12 steps that it repeats: "
-    f"with 7, half an interval, it would cost {cost['warm'] - repeated * 5 / 12:.2f} s."
+    f" Of the warm one's {cost['warm']:.2f} s, {repeated:.2f} s are 12 steps, from its second to "
+    "the new one. If it had 7 to repeat instead of 12, half an interval, it would cost "
+    f"{cost['warm'] - repeated * 5 / 12:.2f} s."
 )
 find(
     comms,
@@ -521,14 +545,15 @@ losses = {
     way: {step: loss for _, step, loss in told if isinstance(step, int)}
     for way, told in events.items()
 }
-calm = losses["nothing"]  # those of its second life, which come later
-assert losses["restart"] == losses["warm"] == calm
+calm = losses["restart"]  # of steps that were repeated, the second time
+assert losses["warm"] == calm
+assert all(loss == calm[step] for _, step, loss in life if isinstance(step, int))
 off = max(abs(losses["elastic"][step] - loss) for step, loss in calm.items())
 assert off < 1e-3
 
 # %% tags=["plumbing"]
-said = f"After a restart, plain or warm, all {len(calm)} losses are bitwise those of `nothing`,"
-said = f"{said} in its second life"
+said = "The losses of the steps that a restart repeats are bitwise what they were before the death"
+said = f"{said}; and after it, a plain and a warm one have bitwise the same to step {len(calm)}"
 find(
     comms,
     "losses",

@@ -49,6 +49,8 @@ SHORTER = {
         # programs to download have tests of their own.
         "events = {way: on_rank_0(run_job, way) for way in WAYS}": "events = dict.fromkeys(WAYS, ["
         '[0.0, "started", None], [0.01, "imported", None], '
+        '*([at, "parts", dict.fromkeys(("join", "load", "first step"), [0.01, 0.005, 0.001])] '
+        "for at in (0.015, 0.536)), "
         "*([i / 50, i, 1.0] for i in range(1, 27)), "
         '[0.53, "dead", None], [0.535, "met", [dict.fromkeys('
         '("let go", "find", "wait", "form"), 0.001), False, 3]], '
@@ -61,7 +63,7 @@ SHORTER = {
         '**{f"fingerprint on {ranks} ranks": "" for ranks in (4, 2, 8)}}',
     },
     "14": {
-        "range(3), (1, 4, 8, 16, 32, 64)": "range(1), (1, 16)",
+        "range(3), (1, 4, 8, 16, 32)": "range(1), (1, 16)",
         "last=100": "last=20",
         # A test's process may start no others.
         '"persistent_workers": True}, (0, 2)': '"persistent_workers": True}, (0,)',

@@ -11,6 +11,7 @@ restart: two survivors, and one that has stood by. Each process writes what it d
 file in FOLDER, which must exist. It needs microddp.
 """
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -29,26 +30,51 @@ from torch.nn.functional import cross_entropy  # noqa: E402
 import microddp  # noqa: E402
 from microddp.datasets import load_digits  # noqa: E402
 from microddp.elastic import Members  # noqa: E402
-from microddp.train import TrainingConfig, train  # noqa: E402
+from microddp.train import TrainingConfig, loop, train  # noqa: E402
 from microddp.train.elastic import train_elastically  # noqa: E402
 
 WAY, FOLDER = sys.argv[1], Path(sys.argv[2])
 DEAD = FOLDER / "dead"
 
 
+def on_a_core():
+    """Seconds for which this thread ran, and for which it was ready to, but waited for a core."""
+    try:
+        ran, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    except OSError:  # Linux has it
+        return [0.0, 0.0]
+    return [int(ran) / 1e9, int(waited) / 1e9]
+
+
 class Diary:
     """Events of a process, in a file: when, what, and more of it."""
 
     def __init__(self, me):
-        self.me, self.test = me, load_digits().test.tensors
+        self.me, self.test, self.marks = me, load_digits().test.tensors, []
         self.file = (FOLDER / f"{os.getpid()}.log").open("w", buffering=1)
 
     def tell(self, what, more=None, at=None):
         """Write an event."""
         print(json.dumps([at or time.time(), what, more]), file=self.file)
 
+    def mark(self, part):
+        """Note that a part of what comes before the first step has ended."""
+        self.marks.append((part, [time.time(), *on_a_core()]))
+
+    def tell_parts(self):
+        """Tell how long each part was, for how long it ran, and waited for a core."""
+        parts = {
+            part: [after - before for before, after in zip(start, end, strict=True)]
+            for (_, start), (part, end) in itertools.pairwise(self.marks)
+        }
+        self.tell("parts", parts)
+        self.marks = []
+
     def on_step(self, step, model):
         """Tell of a step; process 1 dies in the first that is the 26th."""
+        if self.marks:
+            self.mark("first step")
+            self.tell_parts()
         with torch.no_grad():
             self.tell(step, cross_entropy(model(self.test[0]), self.test[1]).item())
         time.sleep(0.02)
@@ -56,6 +82,16 @@ class Diary:
             DEAD.touch()
             self.tell("dead")
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class WatchedCheckpoints(loop.Checkpoints):
+    """Checkpoints that note when one was loaded."""
+
+    def load(self):
+        """Load the newest."""
+        state = super().load()
+        self.diary.mark("load")
+        return state
 
 
 class WatchedMembers(Members):
@@ -90,7 +126,10 @@ def be_a_process(me, port=None):
         own = {"RANK": me % 3, "LOCAL_RANK": me % 3, "WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 3}
         own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in own.items()})
+    loop.Checkpoints, WatchedCheckpoints.diary = WatchedCheckpoints, diary
+    diary.mark("begin")
     with microddp.init() as comms:
+        diary.mark("join")
         train(TrainingConfig(**options), comms, diary.on_step)
 
 
