@@ -23,8 +23,8 @@ SHORTER = {
     "06": {"layers=24": "layers=2"},
     "08": {
         '"layers": 24': '"layers": 2',
-        "range(6)": "range(2)",
-        '"500mbit", "1gbit", "2gbit", "4gbit"': '"1gbit", "2gbit"',
+        "or 5)": "or 1)",
+        '("2gbit", FASTEST)': '("2gbit",)',
         "(0.5, 1, 2) if": "(0.5, 2) if",
     },
     "09": {
