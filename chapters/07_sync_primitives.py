@@ -69,7 +69,8 @@ The others move data:
 - *All-gather*: every rank collects: in sharded training the parameters (chapter 16).
 - *Reduce-scatter*: all tensors are added up, and each rank keeps one part of the sum: in sharded
   training that of the gradients.
-- *All-to-all*: every rank deals out, and every rank collects: tokens for experts, say.
+- *All-to-all*: every rank deals out, and every rank collects: in a mixture of experts, where ranks
+  hold different parts of a layer, each token travels to the ranks that are to compute it.
 
 **Predict.** Let part $p$ of rank $r$ be the number $(p + 1) \cdot 10^r$. Then every rank writes to
 a decimal digit of its own, and a sum tells who is in it. Four ranks are a group: all ranks call
@@ -237,7 +238,7 @@ COST["broadcast"] = levels, min(levels, 1)
 # %% [markdown]
 """
 **Measure.** gloo's messages travel over TCP, and Linux counts what each connection has carried
-(`TCP_INFO`). So the kernel says what a collective sent, whatever the backend does inside:
+(`TCP_INFO`). So Linux says what a collective sent, whatever the backend does inside:
 """
 
 
@@ -246,7 +247,7 @@ def carried():
     """Bytes sent and bytes received over this process's TCP connections."""
     total = torch.tensor([0, 0])
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError, struct.error):  # not TCP, or an old kernel
+        with contextlib.suppress(OSError, struct.error):  # not TCP, or an old Linux
             connection = socket.socket(fileno=int(fd))
             try:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 216)
@@ -272,7 +273,7 @@ can_count = m > 1 and timed.backend == "gloo" and hasattr(socket, "TCP_INFO")
 can_count = can_count and all(timed.all_gather_data(carried().any().item()))
 counted = {name: carried_by(calls[name]) / S for name in COST if can_count}
 both = "reduce-scatter, our ring", "reduce-scatter"
-took = measure({name: calls[name] for name in both}, timed, repeat=9)
+took = measure({name: calls[name] for name in both}, timed, warmup=1, repeat=7)
 
 # %% tags=["plumbing"]
 rows = [(name, float(gloo), counted.get(name), float(nccl)) for name, (gloo, nccl) in COST.items()]
@@ -309,7 +310,7 @@ the end, not what it costs to get there.
 Who has what stays, and so does the order of calls. A broadcast's bytes do not grow with $n$; a
 reduce-scatter has half an all-reduce's. On 8 H200, with 16 GiB, a link carried 368 GB/s in an
 all-reduce around a ring (`NCCL_NVLS_ENABLE=0`), 363 in a reduce-scatter and 361 in an all-gather
-([ml-engineering](https://github.com/stas00/ml-engineering/tree/master/network), August 2026): the
+([ML engineering](https://github.com/stas00/ml-engineering/tree/master/network), August 2026): the
 same, so half the bytes take half the time. On yours, run `reduce_scatter_perf` of nccl-tests.
 :::
 """
@@ -319,13 +320,15 @@ r"""
 ## When it hangs
 
 Collectives are paired by their order, and a rank in one waits for the others, to send or to take,
-until the time-out. Most mistakes below are functions that take the ranks that do it otherwise.
-`outcomes` makes one in a group of its own, with a time-out of one second, and returns how each rank
-fared: its error, or "went on". (With NCCL a time-out ends the process, so there none is made.)
+until the time-out. Each mistake below is a function. All ranks call it, with a group and most often
+with the ranks that go wrong in it. `outcomes` calls it with a new group, whose time-out is one
+second, and returns how each rank fared: its error, or "went on". (With NCCL a time-out ends the
+process, so there none is made.)
 """
 
 # %%
 STUCK = m > 1 and timed.backend == "gloo"  # whether there is somebody to wait for
+GROUPS = {}  # PyTorch's name of the group, by mistake
 
 
 def outcomes(mistake, *args, debug="0"):
@@ -333,6 +336,7 @@ def outcomes(mistake, *args, debug="0"):
     timed.barrier()  # the time-out counts while the group is made, too
     hasty, ending = timed.subgroup(range(m), timeout=1.0), "went on"
     os.environ["MICRODDP_DEBUG"] = "0"
+    GROUPS[mistake.__name__] = hasty.group.group_name if STUCK else ""
     try:
         if timed.backend == "gloo":
             mistake(hasty, *args)
@@ -356,7 +360,8 @@ def show(endings):
 """
 ## Where it breaks: only rank 0 enters
 
-Only rank 0 prints a number, so only rank 0 averages it:
+Only rank 0 prints a number, so only rank 0 averages it. (The loss that is printed comes from a
+second call, in which all ranks average, as they should.)
 """
 
 
@@ -371,7 +376,7 @@ def log_loss(group, away):
 FARED["only rank 0 enters"] = endings = outcomes(log_loss, range(1, m))
 show(endings)
 assert [ending != "went on" for ending in endings] == [STUCK] + [False] * (m - 1)
-assert set(outcomes(log_loss, [])) == {"went on"}  # all average, one prints
+assert set(outcomes(log_loss, [])) == {"went on"}  # nobody is away: all average, one prints
 
 # %% [markdown]
 """
@@ -542,8 +547,10 @@ last number. (For ranks that stay away, gloo also has `dist.monitored_barrier`, 
 and for gloo: the last collectives of each process, as many as `TORCH_FR_BUFFER_SIZE` says, with
 number, sizes and stack.
 
-**Measure.** An early `continue` on one rank, and the two orders of above. `torch_calls` reads the
-recorder, by a private call of PyTorch's (`torch._C._distributed_c10d._dump_fr_trace`):
+**Measure.** An early `continue` on one rank, and the two orders of above, which are still in the
+record. `torch_calls` reads it, by a private call of PyTorch's
+(`torch._C._distributed_c10d._dump_fr_trace`). The line is the one in the mistake's function; in
+`two_orders` one line, `call()`, makes both calls:
 """
 
 
@@ -556,28 +563,22 @@ def early_continue(group, odd):
 
 
 # %%
-def recorded(mistake, odd):
-    """Each rank's last collective in the group of a mistake: number, call, line."""
-    calls = []
-
-    def watched(group, odd):
-        try:
-            mistake(group, odd)
-        finally:
-            name = group.group.group_name
-            calls.extend(c for c in torch_calls(stacks=True) if c["process_group"][0] == name)
-
-    outcomes(watched, odd)
-    last = calls[-1]
+def last_of(mistake, calls):
+    """A rank's last collective in the group of a mistake: number, call, line."""
+    last = [c for c in calls if c["process_group"][0] == GROUPS[mistake.__name__]][-1]
     line = next(f["line"] for f in last["frames"] if f["name"] == mistake.__name__)
     what = f"{last['profiling_name']} of {last['input_sizes'][0]}"
-    return timed.all_gather_data([last["collective_seq_id"], what, line])
+    return [last["collective_seq_id"], what, line]
 
+
+seen, READS = {}, STUCK and torch_calls() is not None
+if READS:
+    outcomes(early_continue, [m - 1])
+    calls = torch_calls(stacks=True)
+    for mistake in (early_continue, two_orders):
+        seen[mistake.__name__] = timed.all_gather_data(last_of(mistake, calls))
 
 # %% tags=["plumbing"]
-seen, READS = {}, STUCK and torch_calls() is not None
-for mistake, odd in ((early_continue, [m - 1]), (two_orders, [0])) if READS else ():
-    seen[mistake.__name__] = recorded(mistake, odd)
 rows = [(name, r, *last) for name, ranks in seen.items() for r, last in enumerate(ranks)]
 timed.print(table(rows, ["mistake", "rank", "last number", "last collective", "line"]))
 numbers = [number for number, *_ in seen.get("early_continue", ())]
@@ -606,11 +607,11 @@ the calls. (While a job hangs, the field `retired` says whether a call is over; 
 
 ## With NCCL
 
-NCCL's calls return before anything has moved. They put a kernel on a *stream*, a queue of the GPU,
-and `wait()` makes another stream wait, not Python, which goes on to queue more. So a hang is
-seen late and elsewhere. Python stops where it needs a number from the GPU, at `loss.item()` or
-`synchronize()`. There `py-spy` finds it, any number of lines behind the collective that hangs. Nor
-can that collective's line raise an error: it has returned.
+NCCL's calls return before anything has moved. They put a *kernel*, a program for the GPU, on a
+*stream*, a queue of the GPU, and `wait()` makes another stream wait, not Python, which goes on to
+queue more. So a hang is seen late and elsewhere. Python stops where it needs a number from the GPU,
+at `loss.item()` or `synchronize()`. There `py-spy` finds it, any number of lines behind the
+collective that hangs. Nor can that collective's line raise an error: it has returned.
 
 Instead a thread of PyTorch's, the *watchdog*, looks after each collective. At the time-out (10
 minutes, if nothing else was set) it prints what it found and ends the process. From one such

@@ -74,7 +74,7 @@ Spans of one kind may overlap, so their union counts:
 
 # %%
 def union(spans):
-    total, reached = 0.0, 0.0
+    total, reached = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span.start):
         total += max(0.0, span.end - max(span.start, reached))
         reached = max(reached, span.end)
