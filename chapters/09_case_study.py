@@ -54,8 +54,8 @@ timed.print(f"{n} of {comms.world_size} ranks are timed")
 ## The case
 
 The course that this book continues, [microddp](https://github.com/kiankyars/microddp), published
-two timings in 2025, in fp32 on GLUE's MRPC: seconds a batch, of 16 pairs on one GPU, and of 8 + 8
-on two of a node:
+two timings in 2025, in fp32 on MRPC, pairs of sentences from the news (one task of the collection
+GLUE): seconds a batch, of 16 pairs on one GPU, and of 8 + 8 on two of a node:
 """
 
 # %%
@@ -159,13 +159,15 @@ the ladder's last two rungs) is another, and bf16 rounds.
 **Predict.** The small model really computes here, a rank on each core. A split saves half of its
 computing, and adds an all-reduce. Backward ends with the embedding, a third of the bytes. The
 default buckets (1 MiB, then 25) are two; the larger holds the embedding, so it leaves after
-backward. With `bucket_cap_mb=1` more is sent before.
+backward. With `bucket_cap_mb=1` more is sent before. (The last row, twice the pairs, is for the
+next section.)
 """
 
 # %%
 batch = next(batches(case.train, size, timed, whole=True))
 shards = [b for b, _ in zip(batches(case.train, size, timed), range(2), strict=False)]
 replica = DDP(copy.deepcopy(case.model), timed)
+optimizer = adamw(replica)
 
 
 def time_batches():
@@ -173,10 +175,11 @@ def time_batches():
     small_buckets, first = DDP(models[1], timed, bucket_cap_mb=1), adamw(models[0])
     calls = {
         "one device, whole batch": lambda: rank == 0 and step(models[0], first, [batch]),
-        "split": partial(step, replica, adamw(replica), shards[:1]),
+        "split": partial(step, replica, optimizer, shards[:1]),
         "split, bucket_cap_mb=1": partial(step, small_buckets, adamw(small_buckets), shards[:1]),
+        "split, 2 micro-batches": partial(step, replica, optimizer, shards),
     }
-    return measure(calls, timed, repeat=7)
+    return measure(calls, timed, warmup=1, repeat=5)
 
 
 # %%
@@ -188,7 +191,7 @@ if timed.box:
     timed.print(f"the gradients alone take {human_seconds(wire)} on the link")
 
 # %% tags=["plumbing"]
-one, split, small_buckets = times.values()
+one, split, small_buckets, two = times.values()
 gain, finer = compare(split, one), compare(small_buckets, split)
 said = gain.say(f"A batch on {n} ranks of this machine", "the whole on one of them")
 if n > 1:
@@ -203,8 +206,10 @@ Cores share caches and memory, and carry the messages, too.
 
 ## The profile
 
-The course's profile, on four H100, gives all-reduce 42.2 % of kernel time, and 25 % with
-accumulation over two micro-batches.
+GPUs run *kernels*, small programs; the sum of their durations is the *kernel time*. The course's
+profile, on four H100, gives all-reduce 42.2 % of it, and 25 % with accumulation over two
+micro-batches. (The GPU is used for 15.2 % of a step, and the CPU, which starts kernels, for 61.1 %:
+so kernel time is a small part of that step, and 42.2 % is a share of the small part.)
 
 **Predict.** Let $s$ be the share of all-reduce. A step of $k$ micro-batches computes $k$ times as
 much and sends once, so its share is
@@ -214,8 +219,8 @@ $$ s_k = \frac{s}{s + k\,(1 - s)}, $$
 and a second micro-batch makes the step longer by its computing alone.
 
 **Measure.** A rank that is late makes the others wait in the all-reduce, so one profile may be
-disturbed. Each is taken three times, in turns; the middle one counts. (On a CPU the share is of
-operations and all-reduces together.)
+disturbed. Each is taken three times, in turns; the one with the middle share counts. (On a CPU the
+share is of operations and all-reduces together.)
 """
 
 
@@ -226,24 +231,20 @@ def predicted_share(share, k):
 
 profiles = {1: [], 2: []}
 for k in (1, 2) * 3:
-    one_step = partial(step, replica, adamw(replica), shards[:k])
+    one_step = partial(step, replica, optimizer, shards[:k])
     profiles[k].append(profile_steps(one_step, timed, steps=2))
+once, twice = (sorted(profiles[k], key=lambda p: p.busy_share)[1] for k in profiles)
 
 # %% tags=["plumbing"]
-first, second = (Timing(tuple(p.busy_share for p in profiles[k])) for k in (1, 2))
-low, high = min(second.seconds), max(second.seconds)
-guess = predicted_share(first.median, 2)
-pair, pair_of_two = (
-    Timing(tuple(p.mean("wall") / (k * size) for p in profiles[k])) for k in (1, 2)
-)
-longer = Timing(tuple((p.mean("wall") + p.mean("computing")) / 2 / size for p in profiles[1]))
+shares = [p.busy_share for p in profiles[2]]
+low, high, guess = min(shares), max(shares), predicted_share(once.busy_share, 2)
 rows = [
     ("published, 4 H100", 0.422, predicted_share(0.422, 2), 0.25, ""),
     (
         f"here, {n} x {timed.device.type}",
-        first.median,
+        once.busy_share,
         guess,
-        second.median,
+        twice.busy_share,
         f"{low:.1%} to {high:.1%}",
     ),
 ]
@@ -252,17 +253,14 @@ timed.print(table(rows, headers, floats=".1%"))
 
 # %% tags=["plumbing"]
 said = (
-    f"With a second micro-batch all-reduce's share is {second.median:.1%} ({low:.1%} to "
+    f"With a second micro-batch all-reduce's share is {twice.busy_share:.1%} ({low:.1%} to "
     f"{high:.1%} in three profiles); {guess:.1%} was predicted."
 )
-grown = [
-    Timing(tuple(p.mean(part) for p in profiles[2])).median
-    / (Timing(tuple(p.mean(part) for p in profiles[1])).median or 1.0)
-    for part in ("computing", "all_reduce")
-]
+sums = [(p.mean("busy") - p.mean("all_reduce"), p.mean("all_reduce")) for p in (once, twice)]
+grown = [new / (old or 1.0) for old, new in zip(*sums, strict=True)]
 why = (
-    f"The prediction is for 2 times the computing and as much all-reduce; they took "
-    f"{grown[0]:.2f} and {grown[1]:.2f} times as long."
+    f"The prediction is for 2 times the computing and as much all-reduce; in the two profiles that "
+    f"count they took {grown[0]:.2f} and {grown[1]:.2f} times as long."
 )
 
 # %% tags=["plumbing"]
@@ -277,9 +275,11 @@ if n > 1:
     )
 
 # %% tags=["plumbing"]
-accumulated = Prediction(longer.median, pair_of_two)
+longer = split.median + once.mean("computing")
+accumulated = Prediction(longer / 2 / size, Timing(tuple(t / 2 / size for t in two.seconds)))
 said = (
-    f"A pair takes {human_seconds(pair.median)} with one micro-batch, and with two {accumulated}."
+    f"Outside the profiler a pair takes {human_seconds(split.median / size)} with one micro-batch, "
+    f"and with two {accumulated}."
 )
 find(timed, "accumulated-pair", **accumulated.sides(said))
 
@@ -363,8 +363,9 @@ How long a GPU computes follows from the two published times. A step of 8 pairs 
 the last bucket's message over NVLink (at the 368 GB/s measured on 8 H200, ring, [ML
 engineering](https://github.com/stas00/ml-engineering), August 2026). With the 75.1 ms of 16 pairs
 that makes two equations for a step of $b$ pairs, $t(b) = f + c\,b$. The part $f$ is the same for
-any number of pairs: starts of kernels, reading of weights, and the optimizer, which the formula
-below counts once too often with two micro-batches:
+any number of pairs: starts of kernels, reading of weights, and the optimizer. (With two
+micro-batches the formula below counts $f$ twice, and so the optimizer, which runs once a step. How
+much of $f$ it is, was not published.)
 """
 
 
@@ -485,8 +486,9 @@ def on_gpus():
 """
 ## The ladder
 
-**Measure.** All rungs in turns, for each kind of link, at the stage's speed, which takes half a
-minute. Times are divided by how much slower the stage is; ratios are taken round by round:
+**Measure.** All rungs in turns, for each kind of link, at the stage's speed. Times are divided by
+how much slower the stage is. Ratios are taken round by round; two rungs are told apart if both
+quartiles of their ratio, with two decimals, are on one side of 1.00:
 """
 
 
@@ -494,7 +496,7 @@ minute. Times are divided by how much slower the stage is; ratios are taken roun
 def climb(calls, slower):
     """Seconds a pair, to the cluster's scale, of each rung."""
     pairs = {"one device": size} | {name: k * n * b for name, (_, b, _, _, k) in LADDER.items()}
-    got = measure(calls, timed, repeat=4)
+    got = measure(calls, timed, warmup=1, repeat=3)
     scale = {name: 1 / slower / pairs[name] for name in got}
     return {name: Timing(tuple(s * scale[name] for s in got[name].seconds)) for name in got}
 
@@ -570,38 +572,56 @@ if where in climbed and n == 2:
     )
 
 # %% tags=["plumbing"]
-tops = [speed[top].faster for speed in speeds.values()]
-same = [rung for rung, (_, pairs, *_, k) in LADDER.items() if k * pairs == SHARE]
-best = {where: max(same, key=lambda r: speeds[where][r].ratio) for where in speeds}
-said = "; ".join(
-    f"{where}, {n} devices train {speed[plain].ratio:.2f} times as fast as one by the split alone, "
-    f"at the same global batch up to {speed[best[where]].ratio:.2f} times in the median "
-    f"({best[where]}), and on the top rung, with a larger one, {speed[top].ratio:.2f} times"
-    for where, speed in speeds.items()
-)
-said = f"What a second device gains, to scale: {said}."
+same, said = [rung for rung, (_, pairs, *_, k) in LADDER.items() if k * pairs == SHARE], []
+for where, speed in speeds.items():
+    best = max(same, key=lambda rung, speed=speed: speed[rung].ratio)
+    first = f"{speed[plain].ratio:.2f} times as fast as one by the split alone"
+    if best != plain:
+        first += f", at best {speed[best].ratio:.2f} times ({best})"
+    said.append(f"{where}, {n} devices train {first}; the top rung {speed[top].ratio:.2f} times")
+gains = [any(speed[rung].faster for rung in same) for speed in speeds.values()]
+ask = f"At the same global batch, to scale: {'. At the same global batch, '.join(said)}."
 find(
     timed,
     "answer",
-    gains=(bool(tops) and all(tops), said),
-    depends=(any(tops) and not all(tops), said),
-    nothing=(bool(tops) and not any(tops), said),
-    left_out=(not tops, "Left out: it takes two ranks, and GPUs or links of known speed."),
+    gains=(bool(gains) and all(gains), ask),
+    depends=(any(gains) and not all(gains), ask),
+    nothing=(bool(gains) and not any(gains), ask),
+    left_out=(not gains, "Left out: it takes two ranks, and GPUs or links of known speed."),
 )
 
 # %% [markdown]
 r"""
+The top rung has a larger batch. How much of its gain is the batch's? One device could take as many
+pairs at once as all of them do in a micro-batch:
+"""
+
+# %%
+one_small, one_large = ONE_GPU / 16, f / (16 * n) + c
+all_large = predict(top, messages(("400gbit", 1, max(2, n))).messages, n)
+rows = [
+    ("one device, 16 pairs", one_small * 1e3, 1.0),
+    (f"one device, {16 * n} pairs", one_large * 1e3, one_small / one_large),
+    ("top rung, in a node", all_large * 1e3, one_small / all_large),
+]
+timed.print(table(rows, ["by the formula", "ms a pair", "times as fast"], floats=".2f"))
+timed.print(f"beside one device with as many: {one_large / all_large:.2f} times as fast")
+
+# %% [markdown]
+r"""
 **Explain.** In a node messages are short beside the computing, so by the formula no change to them
-gains much; each device pays $f$ in full, however few its pairs. In the published profile the GPU is
-used for 15.2 % of a step, and the CPU, which starts kernels, for 61.1 %. So larger micro-batches,
-`torch.compile` or CUDA graphs come first. By the formula one GPU with 32 pairs takes $f/32 + c =
-3.6$ ms a pair, two with 8 each 3.4: fill one GPU before you add another. Between machines bytes
+gains much; each device pays $f$ in full, however few its pairs. In the published profile kernels
+run in a small part of a step, and the CPU, which starts them, works through most of it. So larger
+micro-batches, `torch.compile` or CUDA graphs come first. By the formula one GPU with 32 pairs takes
+$f/32 + c = 3.6$ ms a pair. Two with 8 each take 3.4, so the second adds little: fill one GPU before
+you add another. Between machines bytes
 come first, at the same global batch: send half, if two devices are worth it at all (above). Where
 the batch may grow, more pairs a device share both $f$ and $M$.
 
 The formula leaves out the Python that runs between the pauses, of one device's step, too; the
-starts of messages, of which a smaller cap needs more; and the hook, which converts on the CPU. None
-of these is to scale, and all only add time.
+starts of messages, of which a smaller cap needs more (chapter 03 says what a start is); and the
+hook, which converts on the CPU, but only once for two micro-batches, which gain that, too. None of
+these was slowed down with the stage as the computing was, and all only add time.
 
 :::{admonition} On GPUs
 By the formula what the rungs gain follows from $M/t$, the same on stage and cluster; the starts and
