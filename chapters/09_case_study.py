@@ -233,7 +233,7 @@ profiles = {1: [], 2: []}
 for k in (1, 2) * 3:
     one_step = partial(step, replica, optimizer, shards[:k])
     profiles[k].append(profile_steps(one_step, timed, steps=2))
-once, twice = (sorted(profiles[k], key=lambda p: p.busy_share)[1] for k in profiles)
+once, twice = (sorted(p, key=lambda p: p.busy_share)[len(p) // 2] for p in profiles.values())
 
 # %% tags=["plumbing"]
 shares = [p.busy_share for p in profiles[2]]

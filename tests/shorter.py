@@ -32,7 +32,7 @@ SHORTER = {
         "(1, 2) * 3": "(1, 2)",
     },
     "10": {
-        "EPOCHS, VALUES = 10": "EPOCHS, VALUES = 2",
+        "EPOCHS, VALUES = 8": "EPOCHS, VALUES = 2",
         "ShardedBatches(digits.train, 96": "ShardedBatches(digits.train, 384",
         '"layers": 24': '"layers": 2',
     },
