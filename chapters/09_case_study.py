@@ -232,7 +232,7 @@ def predicted_share(share, k):
 profiles = {1: [], 2: []}
 for k in (1, 2) * 3:
     one_step = partial(step, replica, optimizer, shards[:k])
-    profiles[k].append(profile_steps(one_step, timed, steps=2))
+    profiles[k].append(profile_steps(one_step, timed, steps=1))
 once, twice = (sorted(p, key=lambda p: p.busy_share)[len(p) // 2] for p in profiles.values())
 
 # %% tags=["plumbing"]
