@@ -6,7 +6,7 @@ another, take M. Layers are equal. Chapter 16 derives the bound.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,16 @@ class Sends:
         after_last_gather = self.forward * messages - first + layer / 3
         until_last = self.backward * messages - last + (2 / 3 * layer if self.waits else 0)
         return first + max(compute / 3, after_last_gather) + max(2 / 3 * compute, until_last) + last
+
+    def one_ahead(self, compute: float, messages: float, layers: float) -> float:
+        """Return T_1: the seconds of a step of stage 3 that gathers one block ahead.
+
+        The link waits twice in backward: for the last layer, and for the first. ``compute``,
+        ``messages`` and ``layers`` as for :meth:`least`.
+        """
+        waits = 2 * max(0.0, 2 / 3 * compute - messages / 2) / layers
+        later = replace(self, backward=self.backward + waits / messages)
+        return later.least(compute, messages, layers)
 
     def most(self, compute: float, messages: float) -> float:
         """Return the seconds of a step that hides nothing."""

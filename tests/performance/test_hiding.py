@@ -24,12 +24,13 @@ def test_by_hand():
     assert ZERO3.least(12, 8, LAYERS) == 1 + 4 + 8 + 1
     assert ZERO3.least(12, 32, LAYERS) == 16 + 1 + 28, "backward sends from its beginning"
     assert ZERO3.hidden(12 + 16 + 28, 12, 32, LAYERS) == 0
+    assert ZERO3.one_ahead(12, 12, LAYERS) == ZERO3.least(12, 12, LAYERS) + 2 * (2 - 12 / 8)
     with pytest.raises(ZeroDivisionError):
         DDP.hidden(12, 12, 0, LAYERS)
 
 
 @given(st.floats(0.1, 4))
-def test_simulated_steps_take_no_less_and_ddp_takes_just_that(ratio):
+def test_simulated_steps_take_no_less_and_ddp_and_zero3_take_just_what_is_said(ratio):
     layer = Layer(1.0, 2.0, (256,))
     work = Work((layer,) * LAYERS)
     compute = 3.0 * LAYERS
@@ -45,5 +46,6 @@ def test_simulated_steps_take_no_less_and_ddp_takes_just_that(ratio):
     assert ddp == pytest.approx(DDP.least(compute, messages, LAYERS))
     assert zero2 >= ZERO2.least(compute, messages, LAYERS) * (1 - 1e-9)
     assert zero3 >= ZERO3.least(compute, messages, LAYERS) * (1 - 1e-9)
-    if ratio < 2 / 3:
+    assert zero3 == pytest.approx(ZERO3.one_ahead(compute, messages, LAYERS))
+    if ratio <= 2 / 3 or ratio >= 4 / 3:
         assert zero3 == pytest.approx(ZERO3.least(compute, messages, LAYERS))
