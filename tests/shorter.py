@@ -79,8 +79,8 @@ SHORTER = {
     },
     "15": {"LARGEST = 2**24": "LARGEST = 2**22", "range(12, 25, 3)": "range(12, 23, 5)"},
     "16": {
-        "SAMPLES = 512, (1024, 2048)": "SAMPLES = 512, (8, 16)",
-        '"layers": 8': '"layers": 2',
+        "SAMPLES, ROUNDS = 512, 1024, 6": "SAMPLES, ROUNDS = 512, 8, 1",
+        '"layers": 4': '"layers": 2',
         # Jobs of their own, on the CPU whatever this one runs on. The book runs them.
         "outcome() if": '("zero3: trained 3 steps", "can\'t allocate memory") if',
     },
@@ -90,8 +90,8 @@ SHORTER = {
         "PYTORCH = not comms.through_host": "PYTORCH = False",
     },
     "18": {
-        "(16, 1 << 16, 7.5e-3)": "(2, 1 << 16, 1e-4)",
-        "(4, 1 << 18, 20e-3)": "(2, 1 << 16, 1e-4)",
+        "(8, 1 << 16, 7.5e-3)": "(2, 1 << 16, 1e-4)",
+        "(4, 1 << 17, 10e-3)": "(2, 1 << 16, 1e-4)",
     },
 }
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch
 
-from microddp.allreduce import ring_cost
+from microddp.allreduce import AllReduce, ring_cost
 from microddp.allreduce.ring import ring_all_reduce
 from microddp.comms import Comms
 from microddp.fitted import fit_alpha_beta
@@ -19,17 +19,20 @@ from microddp.program import Layer, Work
 from microddp.step_times import ComputeTimes
 from microddp.timing import measure
 
-SIZES = (1 << 10, 1 << 12, 1 << 20, 1 << 22)  # bytes
+SIZES = (1 << 10, 1 << 12, 1 << 18, 1 << 20)  # bytes
 
 
-def measure_network(comms: Comms, repeat: int = 11) -> tuple[Port, Processor | None]:
-    """Fit a port and a processor to ring all-reduces among these ranks. A collective.
+def measure_network(
+    comms: Comms, repeat: int = 11, all_reduce: AllReduce = ring_all_reduce
+) -> tuple[Port, Processor | None]:
+    """Fit a port and a processor to all-reduces among these ranks. A collective.
 
     On hosts in a box a port has the bandwidth of its link, and only the latency is fitted.
 
     Args:
         comms: ranks that take part, two or more; better two than many.
         repeat: number of measurements of each size.
+        all_reduce: sends as a ring does.
 
     Returns:
         The port, the same on every rank; and the processor that the ranks share, by this rank's
@@ -45,7 +48,7 @@ def measure_network(comms: Comms, repeat: int = 11) -> tuple[Port, Processor | N
 
     def reduce(tensor: torch.Tensor) -> None:
         before = time.process_time()
-        ring_all_reduce(tensor, comms)
+        all_reduce(tensor, comms, "sum")
         busy[tensor.nbytes].append(time.process_time() - before)
 
     tensors = [torch.zeros(size // 4, device=comms.device) for size in SIZES]
