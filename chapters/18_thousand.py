@@ -890,8 +890,8 @@ factor = max(starts) / min(starts) if checked_quick and min(starts) > 0 else 0.0
 slow_start, fast_start = map(human_seconds, starts)
 words = (
     f"A ring's start was fitted as {slow_start} on slow links, and as {fast_start} on fast ones. "
-    "They should be equal. With the starts of slow links the steps on fast ones would be simulated "
-    f"as {min(changed, default=0):+.0%} to {max(changed, default=0):+.0%} longer"
+    "They should be equal. With the starts of slow links, gloo's and the rings', simulated steps "
+    f"on fast ones change by {min(changed, default=0):+.0%} to {max(changed, default=0):+.0%}"
 )
 find(
     comms,
