@@ -2,7 +2,7 @@
 
 The file follows a gradient's way: what a forward pass expects, the hook that is called when the
 gradient is ready, its bucket (:class:`~microddp.backward.Backward` fills and sends it), the end of
-backward (``_end_of_backward``), the wait, and the average in ``.grad``. What few models need is last.
+backward (``_end_of_backward``), the wait, the average in ``.grad``; then what few models need.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The order of a model's sharded modules in a step, the backward under way, and what runs at its end."""
+"""The order of a model's sharded modules, the backward under way, and what runs at its end."""
 
 from __future__ import annotations
 

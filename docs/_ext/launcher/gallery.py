@@ -1,4 +1,4 @@
-"""The build's side: decide which examples have to run, run them as jobs (`rank.py` writes a page)."""
+"""The build's side: which examples have to run, as jobs; `rank.py` writes their pages there."""
 
 import fcntl
 import os
