@@ -208,7 +208,11 @@ def measured_on(facts: dict[str, Any], script: Path) -> list[str]:
     if facts["refused"]:
         lines.append(f"Over loopback, since there are no {facts['refused']}")
     if facts.get("timed"):
-        lines.append(f"Timed: {facts['timed']}. A ratio is the median of the rounds' ratios.")
+        lines.append(f"Timed: {facts['timed']}.")
+    lines.append(
+        "A sentence with ◆ was not typed: the run chose it by its results. A ratio in it is the "
+        "median of the ratios of single repetitions, not the ratio of two medians."
+    )
     return [":::{div} measured-on\n" + "\n".join(lines) + "\n:::"]
 
 
