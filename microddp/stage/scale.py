@@ -33,6 +33,8 @@ class Side:
         compute: C, seconds of a device's step alone.
         messages: M, seconds of an all-reduce of all gradients alone.
         start: seconds that an all-reduce of a layer takes more than its share of M.
+        start_spread: quartiles of the start, where it was measured: a small difference of two
+            long times.
     """
 
     words: str
@@ -42,6 +44,7 @@ class Side:
     compute: float
     messages: float
     start: float
+    start_spread: tuple[float, float] | None = None
 
     @property
     def ratio(self) -> float:
@@ -61,6 +64,9 @@ class Side:
     def in_words(self) -> dict[str, str]:
         """Return the numbers in words, by what they are."""
         unresolved = self.messages > 0 and self.start <= 0  # measured, and lost in the noise
+        start = human_seconds(self.start)
+        if self.start_spread:
+            start += f" ({' to '.join(map(human_seconds, self.start_spread))})"
         return {
             "": self.words,
             "devices": str(self.devices),
@@ -69,7 +75,7 @@ class Side:
             "C, computing alone": human_seconds(self.compute),
             "M, messages alone": human_seconds(self.messages),
             "M/C": f"{self.ratio:.2f}",
-            "start of a message": "not resolved" if unresolved else human_seconds(self.start),
+            "start of a message": "not resolved" if unresolved else start,
             "start/C": "" if unresolved else f"{self.start / self.compute:.4f}",
         }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -113,19 +113,27 @@ def set_stage(comms: Comms, there: Side, layer_bytes: int = 1 << 19) -> Stage:
     here = None
     while here is None:
         several = comms.world_size > 1
-        messages, start = _measure(comms, there.layers, layer_bytes) if several else (0.0, 0.0)
+        messages, starts = 0.0, Timing((0.0,))
+        if several:
+            messages, starts = _measure(comms, there.layers, layer_bytes)
+        start = max(0.0, starts.median)
         try:
             here = stage_of(there, "this stage", layer_bytes, messages, start)
         except ValueError:
             if layer_bytes >= LARGEST_LAYER:
                 raise
             layer_bytes *= 2
+    here = replace(here, start_spread=starts.spread if several else None)
     model, batch = pausing_model(work_of(here), comms.device), pausing_batch(comms.device)
     return Stage(comms, model, pausing_loss, batch, PausingOptimizer, (there, here))
 
 
-def _measure(comms: Comms, layers: int, layer_bytes: int) -> tuple[float, float]:
-    """Seconds of one all-reduce of all gradients, and of a layer's beyond its share of that."""
+def _measure(comms: Comms, layers: int, layer_bytes: int) -> tuple[float, Timing]:
+    """Seconds of one all-reduce of all gradients, and of a layer's beyond its share of that.
+
+    The second is a difference, which may come out below 0: taken round by round, so that it has a
+    spread.
+    """
     whole = torch.zeros(layers * layer_bytes // 4, device=comms.device)
     layer = torch.zeros(layer_bytes // 4, device=comms.device)
 
@@ -133,9 +141,10 @@ def _measure(comms: Comms, layers: int, layer_bytes: int) -> tuple[float, float]
         for _ in range(ROW):
             comms.all_reduce(layer)
 
-    times = measure({"whole": partial(comms.all_reduce, whole), "row": row}, comms, repeat=7)
-    messages = times["whole"].median
-    return messages, max(0.0, times["row"].median / ROW - messages / layers)
+    calls: dict[str, Callable[[], object]] = {"whole": partial(comms.all_reduce, whole), "row": row}
+    times = measure(calls, comms, warmup=1, repeat=5)
+    pairs = zip(times["row"].seconds, times["whole"].seconds, strict=True)
+    return times["whole"].median, Timing(tuple(row / ROW - whole / layers for row, whole in pairs))
 
 
 def _on_gpus(comms: Comms) -> Stage:
