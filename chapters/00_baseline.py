@@ -10,18 +10,20 @@ would take.
 # %% tags=["imports"]
 # sphinx_gallery_builds = "a training loop that is timed part by part"
 # sphinx_gallery_ranks = 1
+import copy
+from functools import partial
+
 import torch
 from torch.nn.functional import cross_entropy, mse_loss
 
 import microddp
 from microddp import figures
-from microddp.comms import peak_memory
 from microddp.data import ShardedBatches
 from microddp.datasets import SyntheticDataset, load_digits
-from microddp.findings import find
+from microddp.findings import Prediction, compare, find
 from microddp.model import FullMLP, gradient_bytes, parameter_count
 from microddp.report import human_bytes, human_seconds, table
-from microddp.timing import Timeline, measure
+from microddp.timing import Timeline, Timing, measure
 
 # %%
 comms = microddp.init()
@@ -74,13 +76,25 @@ def accuracy(model, dataset):
 
 # %% [markdown]
 """
-An *epoch* is one pass over the data. Here are twenty, each in a new order; images that do not fill
-a batch are left out. `ShardedBatches` divides every batch among the ranks. Their number is the
-*world size*, here 1, so rank 0 gets all of it:
+`ShardedBatches` divides every batch among the ranks. Their number is the *world size*, here 1, so
+rank 0 gets all of it. The very first step that this process takes is timed, on a copy of the model;
+the last section needs it:
 """
 
 # %%
 batches = ShardedBatches(digits.train, batch_size=48, rank=0, world_size=1)
+copied = copy.deepcopy(model)
+copied_sgd = torch.optim.SGD(copied.parameters(), lr=0.01, momentum=0.9)
+one_step = {"step": partial(step, copied, cross_entropy, copied_sgd, *next(batches.epoch(0)))}
+first = measure(one_step, comms, warmup=0, repeat=1)["step"]
+
+# %% [markdown]
+"""
+An *epoch* is one pass over the data. Here are twenty, each in a new order; images that do not fill
+a batch are left out:
+"""
+
+# %%
 progress = []
 for epoch in range(20):
     losses = [step(model, cross_entropy, optimizer, x, y) for x, y in batches.epoch(epoch)]
@@ -169,12 +183,13 @@ said = (
     f"Backward takes {small:.2f} times as long as forward at batch 16, {middle:.2f} at 128 and "
     f"{ratios['batch 1024']:.2f} at 1024, which is"
 )
+why = "This page does not show why: the prediction counts matrix products only."
 find(
     comms,
     "backward",
     as_predicted=(abs(off) <= 0.05, f"{said} as predicted, within 5%."),
-    more=(off > 0.05, f"{said} {off:.0%} more than the 1.94 that was predicted."),
-    less=(off < -0.05, f"{said} {-off:.0%} less than the 1.94 that was predicted."),
+    more=(off > 0.05, f"{said} {off:.0%} more than the predicted 1.94. {why}"),
+    less=(off < -0.05, f"{said} {-off:.0%} less than the predicted 1.94. {why}"),
 )
 falls = shares[-1] < shares[0]
 said = (
@@ -187,8 +202,7 @@ find(comms, "optimizer", falls=(falls, said), stays=(not falls, said))
 """
 **Explain.** Where a small batch takes more time a sample than a large one, each layer's fixed cost
 shows: the call itself, and reading its weights. Both are the same for one sample and for many. The
-prediction counts matrix products only. The optimizer does the same work at every batch, though what
-else a large one touches may push its weights out of the caches.
+optimizer does the same work at every batch.
 
 ## Throughput
 
@@ -227,24 +241,52 @@ figures.lines(
     log="xy",
 )
 
+
 # %% tags=["plumbing"]
-left, right = rates[1] / rates[0], rates[-1] / rates[-2]
-said = (
-    f"Four samples take {4 / left:.2f} times as long as one; from {SIZES[-2]} to {SIZES[-1]} the "
-    f"throughput grows by {right - 1:.0%}"
-)
+def of_a_sample(batch, less=0):
+    """Seconds by which each further sample lengthens a step, repetition by repetition."""
+    before = timings[str(less)].seconds if less else [0.0] * len(timings[str(batch)].seconds)
+    pairs = zip(timings[str(batch)].seconds, before, strict=True)
+    return Timing(tuple((more - fewer) / (batch - less) for more, fewer in pairs))
+
+
+low, middle, high = SIZES[-3:]
+four = timings["4"].ratio(timings["1"]).median
+gain = compare(of_a_sample(high), of_a_sample(middle))
+said = gain.say(f"A sample of a batch of {high}", f"one of {middle}")
+said = f"Four samples take {four:.2f} times as long as one. {said}"
 find(
     comms,
     "throughput",
-    flat=(right < 1.1, f"{said}: the device is as busy as this code can keep it."),
-    rises=(right >= 1.1, f"{said}: a batch of {SIZES[-2]} is too small to fill the device."),
+    rises=(gain.faster, f"{said}: {middle} are too few to fill the device."),
+    flat=(gain.alike, f"{said}: four times the batch gains nothing that can be told here."),
+    falls=(gain.slower, f"{said}: the larger batch is the slower one."),
 )
+
+# %% tags=["plumbing"]
+bends = compare(of_a_sample(high, middle), of_a_sample(middle, low))
+low_cost, high_cost = (
+    human_seconds(of_a_sample(*pair).median) for pair in ((middle, low), (high, middle))
+)
+said = f"From {low} to {middle} a further sample costs {low_cost}, from {middle} to {high}"
+said = f"{said} {high_cost}"
+why = "the times do not lie on a line, and this page does not show why."
+find(
+    comms,
+    "line",
+    line=(bends.alike, f"{said}: not told apart, as on a line."),
+    bent=(not bends.alike, f"{said}: {why}"),
+)
+beside = Prediction(sum(split["batch 1024"].values()), timings["1024"])
+said = f"The three phases of a step of 1024 added up to {human_seconds(beside.predicted)} above"
+said = f"{said}, where that batch ran by itself; here, in turns with the others, a step took"
+find(comms, "phases-and-step", **beside.sides(f"{said} {str(beside).replace('predicted ', '')}."))
 
 # %% [markdown] index=["memory"]
 r"""
-**Explain.** Start-up and arithmetic add up: a step of $b$ samples, if they are many, takes about
-$t_0 + c\,b$. (Few need not lie on that line.) The larger the batch, the smaller the share of $t_0$,
-and throughput comes nearer to $1/c$.
+**Explain.** The simplest model adds start-up and arithmetic up: a step of $b$ samples takes
+$t_0 + c\,b$. On that line each further sample costs the same. The larger the batch, the smaller the
+share of $t_0$, and throughput comes nearer to $1/c$.
 
 ## Memory
 
@@ -298,8 +340,6 @@ assert weights == gradients == momentum == gradient_bytes(wide)
 # %% tags=["plumbing"]
 headers = ["batch", "activations predicted", "counted", "with weights, gradients, momentum"]
 comms.print(table(rows, headers))
-peak = human_bytes(peak_memory(comms.device))
-comms.print(f"peak so far: {peak}; on a CPU that is the process, with Python and PyTorch in it")
 figures.stacked_bars(
     parts,
     title="Only the activations grow with the batch",
@@ -315,8 +355,8 @@ parallelism*, in which each device has a copy of the model and a part of the bat
 
 ## A million samples
 
-**Predict.** At the highest throughput measured above, one, ten and a hundred epochs of a million
-samples take this long:
+**Predict.** At the highest throughput in the table of batch sizes, one, ten and a hundred epochs of
+a million samples take this long:
 """
 
 # %%
@@ -349,17 +389,12 @@ That is the wall this book is about.
 ## Where it breaks: timing without a warm-up
 
 The first call of anything also allocates memory and loads code. On a GPU it also compiles or picks
-*kernels*, the programs that run there. Here is the first step of a fresh network, beside those that
-follow:
+*kernels*, the programs that run there. The first step of this run was timed at the top of the page.
+Here are later ones of the same network, on the same batch:
 """
 
 # %%
-fresh = FullMLP(256, depth=16).to(comms.device)
-fresh_sgd = torch.optim.SGD(fresh.parameters(), lr=1e-4, momentum=0.9)
-x, y = (tensor[:16] for tensor in samples.tensors)
-call = {"step": lambda: step(fresh, mse_loss, fresh_sgd, x, y)}
-first = measure(call, comms, warmup=0, repeat=1)["step"]
-later = measure(call, comms, warmup=3, repeat=15)["step"]
+later = measure(one_step, comms, warmup=3, repeat=15)["step"]
 comms.print(f"first step {human_seconds(first.median)}, later steps {later}")
 
 # %% tags=["plumbing"]
@@ -380,10 +415,10 @@ find(
 
 # %% [markdown]
 r"""
-A benchmark of one call reports the first number. On a GPU there is a second trap: a call returns as
-soon as the work is queued, so a benchmark must wait for the device before it reads the clock.
-{func}`microddp.timing.clock.measure` warms up, and waits. With several ranks, it also lets all of
-them begin each call together.
+A benchmark of one call, in a process of its own, reports the first number. On a GPU there is a
+second trap: a call returns as soon as the work is queued, so a benchmark must wait for the device
+before it reads the clock. {func}`microddp.timing.clock.measure` warms up, and waits. With several
+ranks, it also lets all of them begin each call together.
 
 :::{admonition} On GPUs
 The same shape, with other numbers: a call costs some microseconds of the CPU, which queues it, and
@@ -397,8 +432,8 @@ transformers reached, for example, 51 % of an A100's 312 TFLOP/s in bf16, and 40
 
 - The backward pass does nearly twice the operations of the forward pass; the optimizer's work does
   not depend on the batch.
-- Throughput rises with the batch until the device is as busy as this code can keep it. From there
-  on only faster code or more devices help.
+- Throughput rises with the batch as long as start-up is a large part of a step. After that only
+  faster code or more devices help.
 - Weights, gradients and optimizer state are held whole on every device; activations follow the
   batch.
 
@@ -425,14 +460,14 @@ $ python -m microddp.labs start 00
 
    </details>
 
-2. Replace SGD by Adam. Which part of the bars in the memory figure grows, and by how much?
+2. Replace SGD by Adam. Which of the four parts in the memory figure grows, and by how much?
 
    <details class="solution"><summary>Solution</summary>
 
-   The part of the optimizer's state doubles, from 4 bytes a parameter to 8. SGD with momentum
-   keeps one number for each parameter. Adam keeps two, the running means of the gradient and of
-   its square. It also counts its steps, in one number for each of the 32 tensors of parameters,
-   which adds 128 bytes.
+   The part called *momentum*, the optimizer's state, doubles, from 4 bytes a parameter to 8. SGD
+   with momentum keeps one number for each parameter. Adam keeps two, the running means of the
+   gradient and of its square. It also counts its steps, in one number for each of the 32 tensors of
+   parameters, which adds 128 bytes.
 
    ```python
    state = sum(t.nbytes for tensors in adam.state.values() for t in tensors.values())
@@ -448,7 +483,8 @@ $ python -m microddp.labs start 00
    Let a step of $b$ samples take $t_0 + c\,b$, as if that held for few, too. The best throughput is
    $1/c$, for a very large batch. Half of it is reached where $t_0 + c\,b = 2\,c\,b$, so at
    $b = t_0 / c$. There, half of the step is start-up. The start-up time is therefore that batch
-   size, divided by the best throughput. A batch 9 times as large reaches 90 % of the best.
+   size, divided by the best throughput. Where the throughput in your table rises faster or slower
+   than $b / (t_0 + c\,b)$, its times are not on that line.
 
    </details>
 """
