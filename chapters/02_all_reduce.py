@@ -18,7 +18,7 @@ import torch
 import microddp
 from microddp import figures
 from microddp.allreduce import ALGORITHMS, all_reduce_cost
-from microddp.findings import compare, find, mark_least
+from microddp.findings import Prediction, compare, find, mark_least
 from microddp.fitted import bus_bandwidth, fit_alpha_beta
 from microddp.message_counter import MessageCounter
 from microddp.report import human_bytes, human_seconds, table
@@ -348,42 +348,54 @@ def measure_among(count, make_calls, **options):
 
 # %% [markdown]
 """
-Neighbours exchange messages of seven sizes, from 1 KiB to 4 MiB:
+Neighbours exchange messages of six sizes, from 2 KiB to 2 MiB. So each link carries a message in
+each direction at once. The largest also goes one way only, from ranks with even numbers to those
+with odd ones:
 """
 
 
 # %%
-def exchange(group, outgoing, incoming):
+def exchange(group, outgoing, incoming, one_way=False):
     neighbour, other = (group.rank + 1) % group.world_size, (group.rank - 1) % group.world_size
-    if group.world_size > 1:
-        group.sendrecv(outgoing, neighbour, incoming, other)
-    else:
+    if group.world_size == 1:
         incoming.copy_(outgoing)
+    elif not one_way:
+        group.sendrecv(outgoing, neighbour, incoming, other)
+    elif group.rank % 2:
+        group.recv(incoming, other)
+    elif neighbour:
+        group.send(outgoing, neighbour)
 
 
 # %%
 def exchanges(group):
     """A call for each size in bytes."""
-    there_and_back = torch.zeros(2, 2**20, device=comms.device)
-    sizes = [2**k for k in range(10, 23, 2)]
-    return {str(m): functools.partial(exchange, group, *there_and_back[:, : m // 4]) for m in sizes}
+    there_and_back = torch.zeros(2, 2**19, device=comms.device)
+    both = functools.partial(exchange, group)
+    calls = {
+        str(2**k): functools.partial(both, *there_and_back[:, : 2**k // 4])
+        for k in range(11, 22, 2)
+    }
+    return calls | {"one way": functools.partial(both, *there_and_back, one_way=True)}
 
 
-times = measure_among(four, exchanges, warmup=3, repeat=15)
-message_seconds = {int(size): timing.median for size, timing in times.items()}
+times = measure_among(four, exchanges, repeat=11)
+one_way = times.pop("one way")
+messages = {int(size): timing for size, timing in times.items()}
+message_seconds = {nbytes: timing.median for nbytes, timing in messages.items()}
 
 # %% [markdown]
 """
 The line that fits these times with the least *relative* error gives alpha and beta. Where the
-links' speed is known, that is beta, here and in what follows, and alpha is what is left:
+links' speed is known, that is beta, here and in what follows, and alpha is what small messages take
+beyond their bytes. (A shaped link lets the first 68 KiB after a pause through at once. So messages
+of up to that size may take less than their bytes would.)
 """
 
 # %% tags=["plumbing"]
 alpha, beta = fit_alpha_beta(list(message_seconds), list(message_seconds.values()))
-timed.print(f"alpha {human_seconds(alpha)}, beta {beta * 1e9:.3f} ns/byte")
 if timed.box:
     known = timed.box.seconds_per_byte
-    timed.print(f"the links: {known * 1e9:.3f} ns/byte; the fit is {beta / known:.2f} of that")
     alpha, beta = fit_alpha_beta(*zip(*message_seconds.items(), strict=True), beta=known)
 rows = [
     (human_bytes(m), human_seconds(t), human_seconds(alpha + beta * m))
@@ -399,6 +411,10 @@ said = (
     f"{human_bytes(worst)}, {direction[worst]}."
 )
 find(timed, "alpha-beta", large=(worst == most, said), small=(worst < most, said))
+ways = compare(one_way, messages[most])
+said = ways.say(f"A message of {human_bytes(most)} one way", "one each way at once")
+said = f"{said}; the model says {human_seconds(alpha + beta * most)} for both."
+find(timed, "one-way", **ways.sides(said))
 
 # %% [markdown]
 r"""
@@ -422,9 +438,9 @@ def reductions(nbytes, names, group):
 
 # %%
 timings, names = {}, ("backend", *WAYS)
-for nbytes in (2**k for k in range(14, 23, 2)):
+for nbytes in (2**k for k in range(13, 22, 2)):
     calls = functools.partial(reductions, nbytes, names)
-    for name, t in measure_among(four, calls, warmup=3, repeat=4).items():
+    for name, t in measure_among(four, calls, warmup=1, repeat=4).items():
         timings.setdefault(name, {})[nbytes] = t
 
 # %% tags=["plumbing"]
@@ -451,7 +467,7 @@ rows = [
     (human_bytes(m), *(models[name](m) / timings[name][m].median for name in WAYS))
     for m in timings["backend"]
 ]
-timed.print("predicted / measured")
+timed.print("times as fast as predicted (predicted / measured)")
 timed.print(table(rows, ["size", *WAYS], floats=("", *[".2f"] * len(WAYS))))
 
 # %% tags=["plumbing"]
@@ -471,12 +487,54 @@ for nbytes, when in ((small, "small"), (large, "large")):
     find(timed, f"fastest-{when}", ring=(least == "ring", said), other=(least != "ring", said))
 
 # %% tags=["plumbing"]
+rounds = {name: all_reduce_cost(name, four, small).rounds for name in WAYS}
+pairs = [
+    (a, b)
+    for a, b in itertools.permutations(WAYS, 2)
+    if rounds[a] < rounds[b] and not compare(timings[a][small], timings[b][small]).faster
+]
+failed = " and ".join(f"{a} ({rounds[a]} rounds) against {b} ({rounds[b]})" for a, b in pairs)
+said = f"At {human_bytes(small)} the way with fewer rounds is the faster one"
+equal = compare(timings["naive"][small], timings["ring"][small])
+beside = equal.say("Naive", "the ring") + f", with {rounds['naive']} and {rounds['ring']} rounds."
+find(
+    timed,
+    "rounds",
+    all=(not pairs, f"{said} in every pair of ours. {beside}"),
+    some=(bool(pairs), f"{said}, but not in these pairs: {failed}. {beside}"),
+)
+
+# %% tags=["plumbing"]
+missed = []
+for m in timings["backend"]:
+    chosen = min(WAYS, key=lambda name, m=m: models[name](m))
+    won = min(WAYS, key=lambda name, m=m: timings[name][m].median)
+    if compare(timings[won][m], timings[chosen][m]).faster:
+        missed.append(f"at {human_bytes(m)} the model chooses {chosen}, the run {won}")
+hits, of = len(timings["backend"]) - len(missed), len(timings["backend"])
+said = f"At {hits} of {of} sizes the model chooses the fastest of our four, or one not told apart"
+find(
+    timed,
+    "model-chooses",
+    right=(not missed, f"{said}."),
+    wrong=(bool(missed), f"{said}; {', '.join(missed)}."),
+)
+
+# %% tags=["plumbing"]
 ring_gain = compare(timings["ring"][large], timings["naive"][large])
+with_starts = models["naive"](large) / models["ring"](large) if four > 1 else 1.0
 said = (
     f"At {human_bytes(large)} the ring is {ring_gain.than('naive')}. From the bytes through the "
-    f"busiest link, {four} was expected."
+    f"busiest link, {four} was expected, and {with_starts:.2f} with alphas."
 )
 find(timed, "ring", gain=(ring_gain.faster, said), none=(not ring_gain.faster, said))
+if four > 1:
+    in_a_row = Prediction(rounds["direct"] * message_seconds[large], timings["direct"][large])
+    said = (
+        f"The {rounds['direct']} rounds of the direct way, as long as such messages took above, "
+        f"make {human_seconds(in_a_row.predicted)}. It took {in_a_row}."
+    )
+    find(timed, "direct", **in_a_row.sides(said))
 
 # %% [markdown]
 r"""
@@ -484,43 +542,49 @@ r"""
 carried in a second. It can be compared between algorithms and numbers of ranks. (The definition is
 [nccl-tests'](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).)
 
-**Explain.** The model leaves out what makes calls longer: the additions, which in the direct way
-and in doubling are of whole tensors while nothing travels, and the work of the cores that carry the
-messages. And it leaves out what makes them shorter: alpha includes the wait for the slower rank,
-which a call of many rounds need not pay in each; and a shaped link lets the first 68 KiB after a
-pause through at once. So the upper rows say little of the links. gloo's own all-reduce is a ring
+**Explain.** The model takes the rounds as if each began when the one before has ended. In the naive
+way the messages to rank 0 need not wait: all ranks send at once. In the upper rows the
+links' first 68 KiB count, too, so they say little of the links, and of which way is best on others.
+gloo's own all-reduce is a ring
 [at every size](https://github.com/pytorch/gloo/blob/main/gloo/allreduce.cc), of $2(n-1)$
 rounds, each in pieces.
 
 Naive's bytes pass through rank 0's link one way, then the other: $2(n-1)S$. The ring sends and
-receives at once, each way $\frac{2(n-1)}{n}S$, which is $n$ times less. Where cores copy all
-messages, on loopback, the sum of all bytes counts, and that is the same for both.
+receives at once, each way $\frac{2(n-1)}{n}S$, which is $n$ times less. Between processes of one
+machine without such links (*loopback*) the cores copy all messages. There the sum of all bytes
+counts, and that is the same for both.
 
 ## Time by ranks
 
 **Predict.** Naive's time should grow as $n-1$. The ring's bytes grow as $2(n-1)/n$: less and less,
 and never to twice those of two ranks. On top come the alphas of its rounds.
 
-**Measure.** 2 MiB, among the first 2, 4 and 8 ranks, where there are so many:
+**Measure.** 2 MiB, among the first 2 and 8 ranks, where there are so many; the times of 4 are those
+of above:
 """
 
 # %%
-calls = functools.partial(reductions, 2**21, ("naive", "ring"))
+calls = functools.partial(reductions, large, ("naive", "ring"))
 counts = [count for count in counts if count > 1]
-by_count = [measure_among(count, calls, warmup=1, repeat=3) for count in counts]
+by_count = [
+    {name: timings[name][large] for name in ("naive", "ring")}
+    if count == four
+    else measure_among(count, calls, warmup=1, repeat=3)
+    for count in counts
+]
 
 # %% tags=["plumbing"]
 if counts:  # with one rank there is none
     curves = {}
     for name in ("naive", "ring"):
-        predicted = [all_reduce_cost(name, c, 2**21).seconds(alpha, beta) for c in counts]
+        predicted = [all_reduce_cost(name, c, large).seconds(alpha, beta) for c in counts]
         curves[name] = counts, [times[name].median * 1e3 for times in by_count]
         curves[f"{name}, predicted"] = counts, [s * 1e3 for s in predicted]
-        off = {c: t[name].median / s for c, t, s in zip(counts, by_count, predicted, strict=True)}
+        off = {c: s / t[name].median for c, t, s in zip(counts, by_count, predicted, strict=True)}
         worst = max(off, key=lambda c, off=off: abs(off[c] - 1))
         said = (
-            f"{'The naive all-reduce' if name == 'naive' else 'The ring'} took "
-            f"{min(off.values()):.2f} to {max(off.values()):.2f} times the predicted time "
+            f"{'The naive all-reduce' if name == 'naive' else 'The ring'} was "
+            f"{min(off.values()):.2f} to {max(off.values()):.2f} times as fast as predicted "
             f"(farthest off: {worst} ranks)."
         )
         find(
@@ -546,10 +610,11 @@ r"""
 share.
 
 :::{admonition} On GPUs
-NCCL's rings send what these do. It also has trees, for small tensors, two protocols that start
-sooner, and switches that add. It chooses by an estimate of its own, which counts a link between
-nodes once a node. By that estimate ({mod}`microddp.performance.nccl`), with the latencies and
-bandwidths that `microddp/plan/library.toml` has sources for, an all-reduce takes:
+NCCL's rings send what these do. It also has trees, for small tensors; two protocols with less to
+wait for at a message's start, which carry fewer bytes a second; and it can let switches of the
+network add up what passes through them. It chooses by an estimate of its own, which counts a link
+between nodes once a node. By that estimate ({mod}`microddp.performance.nccl`), with the latencies
+and bandwidths that `microddp/plan/library.toml` has sources for, an all-reduce takes:
 :::
 """
 
@@ -590,8 +655,9 @@ $ python -m microddp.labs start 02
    \text{so} \quad S = \frac{n}{n-2} \cdot \frac{\alpha}{\beta} . $$
 
    For 8 ranks that is $\frac{4}{3}\,\alpha/\beta$. (A message of $\alpha/\beta$ bytes is one whose
-   bytes take as long as its start.) Put in the alpha and beta of your run. For 2 ranks there is no
-   such size: both ways send the same bytes, and the ring needs one round more.
+   bytes take as long as its start.) Put in the alpha and beta of your run. Where your table has a
+   crossing at another size, the model is off there. For 2 ranks there is no such size: both ways
+   send the same bytes, and the ring needs one round more.
 
    </details>
 
