@@ -44,9 +44,9 @@ one differs, it raises on *all* ranks. (Models are compared in `float64`, as in 
 
 
 # %%
-def new_model(seed, dtype=torch.float64, dim=128):
+def new_model(seed, dtype=torch.float64):
     torch.manual_seed(seed)
-    return FullMLP(dim, depth=8, inputs=64, outputs=10).to(comms.device, dtype)
+    return FullMLP(64, depth=4, inputs=64, outputs=10).to(comms.device, dtype)
 
 
 def sgd(model):
@@ -215,7 +215,8 @@ for x, y in batches(rank, n).epoch(0):
     everyone = comms.all_gather(torch.nn.utils.parameters_to_vector(lonely.parameters()).detach())
     drift.append(((everyone - everyone[0]).norm(dim=1) / everyone[0].norm()).tolist())
 
-comms.print(f"loss of rank 0: {losses[0]:.2f} in the first step, {losses[-1]:.2f} in the last")
+said = f"loss of rank 0's shards, on its own: {losses[0]:.2f} in the first step, {losses[-1]:.2f}"
+comms.print(f"{said} in the last; of all, averaged, {shared[0]:.2f} and {shared[-1]:.2f}")
 assert n == 1 or min(drift[-1][1:]) > 1e-3
 
 # %% tags=["plumbing"]
@@ -294,7 +295,8 @@ assert distance(theirs, ours) == 0.0
 What does averaging cost on devices that are worth having? Many ranks cannot compute at once on few
 cores. So the ranks of this section are *devices of known speed*: a layer only sleeps, for as long
 as such a device would compute. Its parameters, gradients and messages are real, on links whose
-speed is known as well.
+speed is known as well: those of the hosts in a box, as in chapter 02. Such devices and links are
+the book's *stage*.
 
 For how long should it sleep? What a step gains depends on a few numbers without units: how many
 devices and messages there are; the time $M$ of all gradients in one message, with nothing beside
@@ -302,7 +304,7 @@ it, divided by the time $C$ of all computing; the start of a message, divided by
 of backward, here two thirds.
 A stage on which these are equal is a cluster *to scale*: of another speed, with the same ratios. So
 $M$ is measured, and $C$ is chosen so that $M/C$ is the cluster's. One number cannot be scaled, the
-start of a message: the table's last row says what each of them weighs on both sides.
+start of a message: the table's last row says what one start weighs on the cluster and on the stage.
 
 The cluster is one of machines with an A100 each, and 25 Gbit/s between them. They train a
 transformer of 355 million parameters in 24 layers (GPT-2's second size) on 24,576 tokens a device
@@ -315,6 +317,21 @@ there = cluster("a100", "25gbit", nodes=n, node=1, **WORKLOAD)
 stage = set_stage(comms, there, layer_bytes=3 << 17)
 comms.print(stage)
 
+# %% tags=["plumbing"]
+if stage.sides and n > 1:
+    all_starts, here = there.layers * there.start / there.compute, stage.sides[1]
+    share = here.layers * here.start / here.compute
+    said = (
+        f"All {here.layers} starts are {share:.0%} of C on this stage, and {all_starts:.0%} on the"
+    )
+    worse = "ways with many messages look worse here than they would be there"
+    find(
+        comms,
+        "starts",
+        more=(share > all_starts, f"{said} cluster: {worse}."),
+        less=(share <= all_starts, f"{said} cluster."),
+    )
+
 # %% [markdown]
 r"""
 **Predict.** The first all-reduce starts when the last gradient is there. So a naive step is all
@@ -325,7 +342,8 @@ $$ \frac{n\,C}{C + M} = \frac{n}{1 + M/C} $$
 
 times as fast as one, and less by what starts cost: a step has a message for each parameter, and
 here a layer has only one. (The table's "start of a message" is the time of one layer's all-reduce,
-less its share of $M$.)
+less its share of $M$: a small difference of two long times, so it has a wide spread, and differs
+from chapter to chapter.)
 
 **Measure.** First a look at a step: of three, the one of median length, on two of the devices.
 """
@@ -355,39 +373,54 @@ for r in range(n):
 
 # %% [markdown]
 """
-Now the times, of a device alone with its shard and of the naive step, in turns. One device that
-does all work takes n shards, one after the other, each as long as measured here: that is $C$ and
-what a step of Python adds.
+Now the times in turns: of a device alone with its shard, of the naive step, and of the messages
+alone, one after another as the step sends them. One device that does all work takes n shards, one
+after the other, each as long as measured here: that is $C$ and what a step of Python adds.
 """
 
 # %%
 calls = {"alone": stage.step("none"), "naive": stage.step("naive")}
+calls["messages"] = stage.all_reduces()
 steps = measure(calls, comms, warmup=1, repeat=5)
 speed = stage.speed_up(steps["naive"], steps["alone"])
 figures.speed_ups({"naive": speed.times}, n, title=f"{n} devices, naively: {speed}")
 
 # %% tags=["plumbing"]
-more = 1 - steps["alone"].ratio(steps["naive"]).median
+alone, whole, sent = (steps[name].median for name in ("alone", "naive", "messages"))
 said = speed.say(f"Averaging naively on {n} devices", "one device with all of their work")
-alone = 1e3 * steps["alone"].median
-said = f"{said}. {more:.0%} of a naive step comes on top of the {alone:.0f} ms of a device alone."
+said = f"{said}. Of the {1e3 * whole:.0f} ms of a naive step {1 - alone / whole:.0%} come on top of"
+said = f"{said} the {1e3 * alone:.0f} ms of a device alone."
 find(comms, "naive", **speed.sides(said if n > 1 else "One rank has nothing to average."))
 
 # %% tags=["plumbing"]
 if stage.sides and n > 1:
-    here = stage.sides[1]
-    expected = Prediction(here.compute + here.messages + here.layers * here.start, steps["naive"])
-    said = f"With the starts of {here.layers} messages counted, the naive step took {expected}."
-    rest = " For the rest the prediction has no term." if expected.longer else ""
-    find(comms, "naive-predicted", **expected.sides(said + rest))
+    with_starts = here.messages + here.layers * here.start
+    expected = Prediction(here.compute + with_starts, steps["naive"])
+    python, beyond, both = (
+        f"{1e3 * seconds:+.0f} ms"
+        for seconds in (alone - here.compute, sent - with_starts, whole - alone - sent)
+    )
+    said = (
+        f"With the starts of {here.layers} messages counted, the naive step took {expected}. Of "
+        f"the difference {python} are what a device alone takes beyond C, {beyond} what the "
+        f"messages alone take beyond M and their starts, and {both} come only in a step of both."
+    )
+    find(comms, "naive-predicted", **expected.sides(said))
+    speed_of = n * alone / expected.predicted
+    said = (
+        f"From M/C alone {here.unhidden:.2f} times as fast was predicted, and {speed_of:.2f} with"
+    )
+    said = f"{said} starts and with one device as measured. It was {speed.ratio:.2f}."
+    find(comms, "speed-predicted", starts=(True, said))
 
 # %% [markdown]
 r"""
 **Explain.** Nothing is computed while messages travel. So each device waits for all of $M$, and
-for every start. More tokens a device make that a smaller share, since $C$ grows with them and $M$
-does not. Gradients of the last layers are ready
-before those of the first, so their all-reduce could start earlier (chapter 04). And small messages
-could travel together (chapter 05). Neither makes the bytes fewer.
+for every start. (Where the messages alone take another time than $M$ and their starts, this page
+does not show why.) More tokens a device make that a smaller share, since $C$ grows with them and
+$M$ does not. Gradients of the last layers are ready before those of the first, so their all-reduce
+could start earlier (chapter 04). And small messages could travel together (chapter 05). Neither
+makes the bytes fewer.
 
 :::{admonition} On GPUs
 Where starts are short, what a naive step gains follows from $n$ and $M/C$. Here is $n / (1 + M/C)$
@@ -469,8 +502,8 @@ $ python -m microddp.labs start 03
    ```
 
    In the model of chapter 02, $k$ all-reduces of $S$ bytes in all, around a ring, take
-   $2(n-1)\left(k\,\alpha + \beta\,\frac{S}{n}\right)$. One tensor takes $k$ from 16 to 1, which
-   removes 15 of 16 starts. It adds two copies. The bytes remain.
+   $2(n-1)\left(k\,\alpha + \beta\,\frac{S}{n}\right)$. One tensor takes $k$ from 8 to 1, which
+   removes 7 of 8 starts. It adds two copies. The bytes remain.
 
    On two ranks the weights are bitwise the same. On three they differ by rounding: the backend cuts
    the long tensor in other places, so some sums are formed in another order.
