@@ -16,9 +16,8 @@ SHORTER = {
     "03": {'"layers": 24': '"layers": 2'},
     "04": {'"layers": 24': '"layers": 2'},
     "05": {
-        "(64, depth=32)": "(64, depth=16)",
+        "(64, depth=16)": "(64, depth=8)",
         "layers=24": "layers=2",
-        "(0.5, 1, 2)": "(0.5, 1)",
     },
     "06": {"layers=24": "layers=2"},
     "08": {
