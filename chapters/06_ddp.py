@@ -28,14 +28,13 @@ import microddp
 from microddp import figures
 from microddp.allreduce import ring_all_reduce
 from microddp.bucketing import BucketedDDPHooks
-from microddp.data import ShardedBatches, shard
+from microddp.data import ShardedBatches
 from microddp.datasets import load_digits
 from microddp.ddp import DDP
 from microddp.findings import compare, find
-from microddp.hosts import relink
 from microddp.model import FullMLP, SimpleCNN
 from microddp.replicas import broadcast_parameters, check_replicas
-from microddp.report import table
+from microddp.report import human_seconds, table
 from microddp.shared import all_reduce_hook
 from microddp.stage import cluster, set_stage
 from microddp.timing import Timing, measure
@@ -88,7 +87,7 @@ class SmallDDP(nn.Module):
 
 # %% [markdown]
 """
-**Measure.** The same loop trains three models for six steps: a plain one on whole batches, and one
+**Measure.** The same loop trains three models for five steps: a plain one on whole batches, and one
 in each wrapper on this rank's shards. The wrapped ones start from another seed on each rank:
 """
 
@@ -98,7 +97,7 @@ K = 4  # micro-batches, in a later section
 BATCH = n * K * max(1, 96 // (n * K))  # so that the ranks share it evenly
 
 
-def new_model(seed, dtype=torch.float64, dim=128):
+def new_model(seed, dtype=torch.float64, dim=64):
     torch.manual_seed(seed)
     return FullMLP(dim, inputs=64, outputs=10).to(comms.device, dtype)
 
@@ -109,7 +108,7 @@ def sgd(model):
 
 # %%
 def batches(for_rank, of):
-    for x, y in islice(ShardedBatches(digits.train, BATCH, for_rank, of).epoch(0), 6):
+    for x, y in islice(ShardedBatches(digits.train, BATCH, for_rank, of).epoch(0), 5):
         yield x.double(), y
 
 
@@ -202,7 +201,7 @@ def shown(call):
 
 
 # %%
-odd = new_model(seed=0, dim=160 if rank == n - 1 else 128)
+odd = new_model(seed=0, dim=80 if rank == n - 1 else 64)
 assert shown(lambda: DDP(odd, comms)) == (n > 1)
 
 # %% [markdown]
@@ -249,7 +248,7 @@ rows = []
 for sync in (False, True):
     cnn = train(DDP(new_cnn(), comms, forward_sync_buffers=sync), batches(rank, n))
     trained = comms.all_gather(statistics(cnn))
-    cnn.eval()(digits.test.tensors[0].double())
+    cnn.eval()(digits.test.tensors[0][:96].double())
     evaluated = comms.all_gather(statistics(cnn))
     rows.append((sync, apart(trained), apart(evaluated), distance(evaluated[0], alone)))
 
@@ -348,18 +347,20 @@ def accumulate(micro_step, is_last=lambda i: (i + 1) % K == 0, steps=5):
 averages, and once a broadcast of the order. The right version averages in one backward of K.
 `no_sync()` around backward averages in each, and should still get the right result: the average
 of an average and new gradients is the average of all. An undivided loss makes gradients, and the
-first step, K times as long. The flag set too late averages only the first micro-batch of a step,
-and the ranks part. The loop that is off by one groups the micro-batches wrongly, in the same way on
-every rank.
+first step, K times as long: after it the weights miss by K - 1 times the right step. After that the
+weights are others, and so are their gradients. The flag set too late averages only the first
+micro-batch of a step, and the ranks part. The loop that is off by one groups the micro-batches
+wrongly, in the same way on every rank.
 
-**Measure.** Each version against one device that takes the large batches whole. "Missed by" is the
+**Measure.** Each version, in five steps, against one device that takes the large batches whole; the
+undivided loss also in one. "Missed by" is the
 distance of rank 0's weights from that device's, divided by how far its weights moved; "ranks
 apart" the largest distance from rank 0's, divided by how far those moved:
 """
 
 # %%
-single = train(new_model(seed=0), list(batches(0, 1))[:5])
-begin, end = weights(new_model(seed=0)), weights(single)
+begin = weights(new_model(seed=0))
+moved = {k: weights(train(new_model(0), islice(batches(0, 1), k))) - begin for k in (1, 5)}
 rows = []
 for name, arguments in {
     "right": (right,),
@@ -369,9 +370,11 @@ for name, arguments in {
     "off by one": (right, lambda i: i % K == 0),
 }.items():
     result, count = accumulate(*arguments)
-    everyone = comms.all_gather(result)
-    everyone = everyone - begin
-    rows.append((name, count, distance(everyone[0], end - begin), apart(everyone)))
+    everyone = comms.all_gather(result) - begin
+    rows.append((name, count, distance(everyone[0], moved[5]), apart(everyone)))
+once, count = accumulate(undivided, steps=1)
+everyone = comms.all_gather(once) - begin
+rows.append(("undivided loss, one step", count, distance(everyone[0], moved[1]), apart(everyone)))
 
 # %% tags=["plumbing"]
 headers = ["version", "collectives", "missed by", "ranks apart"]
@@ -381,6 +384,7 @@ comms.print(table(rows, headers, floats=".1e"))
 assert (rows[0][1], rows[2][1]) == (5 + 1, 5 * K + 1)
 assert max(rows[0][2], rows[2][2]) < 1e-9
 assert min(rows[1][2], rows[4][2]) > 0.01
+assert abs(rows[5][2] - (K - 1)) < 1e-6
 assert n == 1 or min(rows[3][2:]) > 1e-3
 
 # %% [markdown] index=["find_unused_parameters", "unused parameters"]
@@ -395,7 +399,8 @@ request 30](https://github.com/karpathy/build-nanogpt/pull/30), June 2024, eight
 ## Parameters that get no gradient
 
 A bucket waits for all of its gradients. If a forward pass leaves a parameter out, as models with
-branches do, one bucket is never full. In this model every rank picks one of three heads:
+branches do, one bucket is never full. This model has three heads, of which every rank picks one of
+the first two:
 """
 
 
@@ -577,13 +582,13 @@ call the same all-reduces in the same order. So every gradient and weight must a
 """
 
 # %%
-ours = DDP(new_model(0, torch.float32, dim=256), comms, bucket_cap_mb=1)
-theirs = TorchDDP(copy.deepcopy(ours.module), process_group=comms.group, bucket_cap_mb=1)
+ours = DDP(new_model(0, torch.float32, dim=128), comms, bucket_cap_mb=0.25)
+theirs = TorchDDP(copy.deepcopy(ours.module), process_group=comms.group, bucket_cap_mb=0.25)
 optimizers = [sgd(ours), sgd(theirs)]
 rows = []
 
 # %%
-for i, (x, y) in zip(range(5), batches(rank, n), strict=False):
+for i, (x, y) in enumerate(islice(batches(rank, n), 3)):
     counts = []
     for model, optimizer in zip((ours, theirs), optimizers, strict=True):
         optimizer.zero_grad()
@@ -635,6 +640,30 @@ WAYS = {
 }
 calls = {"one device": stage.step("none")}
 calls |= {name: stage.step(*way) for name, way in WAYS.items()}
+
+# %% [markdown]
+"""
+Hooks in Python take processor time, where PyTorch's are C++. So the processor time of both wrappers
+is taken in the same steps:
+"""
+
+# %%
+spent = {"microddp.DDP": [], "PyTorch's DDP": []}
+
+
+def counting(name, call):
+    """A call that also keeps the seconds of processor time that this rank takes in it."""
+
+    def counted():
+        begun = time.process_time()
+        call()
+        spent[name].append(time.process_time() - begun)
+
+    return counted
+
+
+# %%
+calls |= {name: counting(name, calls[name]) for name in spent}
 steps = measure(calls, comms, warmup=1, repeat=5)
 device = steps.pop("one device")
 
@@ -646,6 +675,19 @@ figures.speed_ups(
     n,
     title=f"{n} devices, by how gradients are averaged: up to {speeds[best].ratio:.2f}",
 )
+
+# %% tags=["plumbing"]
+predicted = dict.fromkeys(WAYS, "")
+if stage.sides and n > 1:
+    here = stage.sides[1]
+    least = human_seconds(max(here.compute, here.compute / 3 + here.messages))
+    predicted = dict.fromkeys(WAYS, f"at least {least}")
+    guess = here.compute + here.messages + here.layers * here.start
+    predicted["naive (03)"] = human_seconds(guess)
+rows = [(name, predicted[name], step, str(speeds[name])) for name, step in steps.items()]
+rows = [("one device", "", device, ""), *rows]
+headers = ["", "predicted", "step, median (quartiles)", "beside one device (ratios)"]
+comms.print(table(rows, headers))
 
 # %% tags=["plumbing"]
 gain, top = compare(steps[best], steps["naive (03)"]), speeds[best]
@@ -664,6 +706,10 @@ find(
     nothing=(n > 1 and not gain.faster, f"No way clearly beats the naive one. Fastest is {said}"),
     alone=(n == 1, "One rank has nothing to average."),
 )
+buckets = compare(steps["buckets (05)"], steps["hooks (04)"])
+said = buckets.say("A step of buckets", "one of hooks")
+said += ", so it shows nothing of what chapter 05 measures." if buckets.alike else "."
+find(comms, "buckets", **buckets.sides(said))
 wrappers = compare(steps["microddp.DDP"], steps["PyTorch's DDP"])
 said = wrappers.say("A step of microddp.DDP", "one of PyTorch's DDP") + "."
 find(comms, "wrappers", **wrappers.sides(said))
@@ -671,28 +717,15 @@ find(comms, "wrappers", **wrappers.sides(said))
 # %% [markdown]
 """
 **Explain.** None of these can hide what takes longer than backward. To send fewer bytes is the
-subject of chapters 10 and 11. Hooks in Python take processor time, where PyTorch's are C++. How
-much is that, and what becomes of it, where ranks share cores?
+subject of chapters 10 and 11. And the processor time, the mean over the ranks? Where ranks share
+cores, it is shared out among them:
 """
 
-
-# %%
-def processor_time(name):
-    """Seconds of processor time that a step takes, the mean over the ranks."""
-    comms.barrier()
-    begun = time.process_time()
-    calls[name]()
-    spent = torch.tensor(time.process_time() - begun, device=comms.device)
-    comms.all_reduce_mean(spent)
-    return spent.item()
-
-
-spent = {"microddp.DDP": [], "PyTorch's DDP": []}
-for name in (*spent,) * 7:
-    spent[name].append(processor_time(name))
-
 # %% tags=["plumbing"]
-mine, theirs = (round(1e3 * Timing(tuple(seconds)).median, 1) for seconds in spent.values())
+steps_timed = len(device.seconds)  # without the first, which warms up
+taken = torch.tensor([seconds[-steps_timed:] for seconds in spent.values()], device=comms.device)
+comms.all_reduce_mean(taken)
+mine, theirs = (round(1e3 * Timing(tuple(row)).median, 1) for row in taken.tolist())
 crowd = comms.ranks_on_cores / comms.cores
 said = (
     f"A step takes {mine:.1f} ms of a rank's processor time with microddp.DDP, and {theirs:.1f} ms"
@@ -728,8 +761,8 @@ How much each way gains follows from $n$, $M/C$ and the starts. What differs: th
 work, so Python costs nothing as long as the GPU has some left; and NCCL's kernels compute the sums
 on the GPU itself, and slow backward down meanwhile. Small models leave a GPU nothing: on an H100,
 NCCL with one rank, a step of `microddp.DDP` was 0.96 times as fast as one of PyTorch's (twelve
-cases of `python -m microddp.bench ddp`, torch 2.11, on 26 and on 28 November 2026), and 0.79 and
-0.84 times at worst, with 16 buckets of 4 MiB in 5 and 7 ms.
+cases of `python -m microddp.bench ddp`, torch 2.11, on 26 and on 28 November 2026). In the worst
+case, 16 buckets of 4 MiB, it was 0.79 times as fast on the first day, and 0.84 on the second.
 With $M/C$ below two thirds all can be hidden (chapter 04). Far below, as on 8 H100 of a node, there
 is little to hide, and the ways hardly differ.
 :::
@@ -742,38 +775,6 @@ is little to hide, and the ways hardly differ.
 - A missing gradient is an error in the next forward, and a missing rank one after the time-out. A
   sample or a micro-batch that counts too much is no error at all: compare with one device.
 
-## Appendix: what Python costs
-
-PyTorch's reducer is C++. This one runs some lines of Python for each gradient. That would show
-where a model has many small parameters and links hold nothing back, between ranks that have a core
-or a GPU of their own (the others leave here). Both wrappers keep gradients as views of the buckets:
-"""
-
-# %%
-usual = comms.box and comms.box.links[0].option
-if usual:
-    relink(comms, "30gbit")  # before the group is made: a connection keeps the pace it began with
-timed = comms.timed()
-part = [tuple(shard(t[:BATCH], timed.rank, timed.world_size) for t in digits.train.tensors)]
-models = [new_model(0, torch.float32, dim=32) for _ in range(3)]
-views = TorchDDP(models[2], process_group=timed.group, gradient_as_bucket_view=True)
-contestants = {"no averaging": models[0], "microddp.DDP": DDP(models[1], timed), "torch": views}
-calls = {name: partial(train, model, part, sgd(model)) for name, model in contestants.items()}
-small = measure(calls, timed, repeat=11)
-
-# %% tags=["plumbing"]
-timed.print(table(small.items(), ["many small gradients", "step, median (quartiles)"]))
-python = compare(small["microddp.DDP"], small["torch"])
-each = (small["microddp.DDP"].median - small["torch"].median) / len(list(models[0].parameters()))
-said = "With many small gradients a step of microddp.DDP is " + python.than("one of PyTorch's")
-gap = f": {each * 1e6:+.1f} us a gradient"
-if python.alike:
-    gap = ", so that what Python costs does not show in these rounds"
-said = f"{said}{gap}."
-find(timed, "python", **python.sides(said))
-
-# %% [markdown]
-r"""
 ## Exercises
 
 **The lab.** Write a small DDP that has no `finish()`. {doc}`It is checked </labs>` on 1, 2, 3 and 4
@@ -838,6 +839,4 @@ $ python -m microddp.labs start 06
 """
 
 # %%
-if usual:
-    relink(timed, usual)
 comms.close()
