@@ -493,15 +493,15 @@ pairs = [
     for a, b in itertools.permutations(WAYS, 2)
     if rounds[a] < rounds[b] and not compare(timings[a][small], timings[b][small]).faster
 ]
-failed = " and ".join(f"{a} ({rounds[a]} rounds) against {b} ({rounds[b]})" for a, b in pairs)
-said = f"At {human_bytes(small)} the way with fewer rounds is the faster one"
+failed = ", ".join(f"{a} ({rounds[a]} rounds) with {b} ({rounds[b]})" for a, b in pairs)
+said = f"At {human_bytes(small)} the way with fewer rounds"
 equal = compare(timings["naive"][small], timings["ring"][small])
 beside = equal.say("Naive", "the ring") + f", with {rounds['naive']} and {rounds['ring']} rounds."
 find(
     timed,
     "rounds",
-    all=(not pairs, f"{said} in every pair of ours. {beside}"),
-    some=(bool(pairs), f"{said}, but not in these pairs: {failed}. {beside}"),
+    all=(not pairs, f"{said} is the faster one in every pair of ours. {beside}"),
+    some=(bool(pairs), f"{said} is not the faster one in the pairs {failed}. {beside}"),
 )
 
 # %% tags=["plumbing"]

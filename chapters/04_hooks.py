@@ -125,7 +125,7 @@ if few:
     ready = few.all_gather_data([row.seconds for row in rows if row.name.endswith("weight")])[0]
     gaps = sorted(1e3 * (b - a) for a, b in itertools.pairwise(ready[:-1]))
     said = f"Between the hidden layers' weights pass {gaps[0]:.2f} to {gaps[-1]:.2f} ms"
-    odd = "something disturbed this backward, and this page does not show what"
+    odd = "not the same, and this page does not show why"
     even = gaps[-1] <= 1.2 * gaps[0]
     find(few, "even", even=(even, f"{said} each."), uneven=(not even, f"{said}: {odd}."))
     figures.gradient_order(
