@@ -1,7 +1,7 @@
 """The time of a step: its parts, how long it should take, and what limits it."""
 
 from microddp.performance.alive import bytes_alive
-from microddp.performance.analyzer import DDPPerformanceAnalyzer, StepSummary
+from microddp.performance.analyzer import DDPPerformanceAnalyzer, StepSummary, median_step
 from microddp.performance.calibration import measure_network, measured_work
 from microddp.performance.failures import Failures
 from microddp.performance.hiding import Sends

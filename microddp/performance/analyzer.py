@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 
 import torch
@@ -24,6 +24,11 @@ from microddp.timing import Timeline
 from microddp.torch_ddp import strategy_of
 
 PHASES = tuple(field.name for field in fields(StepTimes))
+
+
+def median_step(steps: Sequence[StepTimes]) -> StepTimes:
+    """Take the median of each time over several steps."""
+    return StepTimes(*map(statistics.median, zip(*map(astuple, steps), strict=True)))
 
 
 class DDPPerformanceAnalyzer:
@@ -105,14 +110,13 @@ class DDPPerformanceAnalyzer:
         return times
 
     def summary(self) -> StepSummary:
-        """Gather the median of each time over the steps so far, of every rank. A collective.
+        """Gather the median step of every rank so far. A collective.
 
         Raises:
             RuntimeError: on every rank, if one has timed no step.
         """
         self.comms.fail_together("" if self.steps else "none", "timed steps")
-        medians = [*map(statistics.median, zip(*map(astuple, self.steps), strict=True))]
-        everyone = self.comms.all_gather_data(medians)
+        everyone = self.comms.all_gather_data(astuple(median_step(self.steps)))
         return StepSummary(tuple(StepTimes(*times) for times in everyone))
 
 
