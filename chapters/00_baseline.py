@@ -264,18 +264,19 @@ find(
 )
 
 # %% tags=["plumbing"]
-bends = compare(of_a_sample(high, middle), of_a_sample(middle, low))
-low_cost, high_cost = (
-    human_seconds(of_a_sample(*pair).median) for pair in ((middle, low), (high, middle))
-)
+costs = [of_a_sample(middle, low), of_a_sample(high, middle)]
+rising = all(cost.spread[0] > 0 for cost in costs)
+straight = rising and compare(costs[1], costs[0]).alike
+low_cost, high_cost = (human_seconds(cost.median) for cost in costs)
 said = f"From {low} to {middle} a further sample costs {low_cost}, from {middle} to {high}"
 said = f"{said} {high_cost}"
 why = "the times do not lie on a line, and this page does not show why."
 find(
     comms,
     "line",
-    line=(bends.alike, f"{said}: not told apart, as on a line."),
-    bent=(not bends.alike, f"{said}: {why}"),
+    line=(straight, f"{said}: not told apart, as on a line."),
+    bent=(rising and not straight, f"{said}: {why}"),
+    flat=(not rising, f"{said}: a step is not told to take longer with more samples."),
 )
 beside = Prediction(sum(split["batch 1024"].values()), timings["1024"])
 said = f"The three phases of a step of 1024 added up to {human_seconds(beside.predicted)} above"

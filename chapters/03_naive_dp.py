@@ -329,7 +329,8 @@ if stage.sides and n > 1:
         comms,
         "starts",
         more=(share > all_starts, f"{said} cluster: {worse}."),
-        less=(share <= all_starts, f"{said} cluster."),
+        less=(0 < share <= all_starts, f"{said} cluster."),
+        unresolved=(share == 0, "This stage's start of a message is lost in the spread of M."),
     )
 
 # %% [markdown]

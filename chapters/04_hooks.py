@@ -528,8 +528,8 @@ what is under way during backward makes backward longer, and hooks gain less.
 
 **Measure.** Two ranks, on links much faster than their copies, and a model that computes for real;
 then the same gradients and messages with layers that pause in proportion to what each was measured
-to compute, in all for as long as a step of the cores took alone. (Ranks without a core of their own
-leave here.)
+to compute, with the optimizer's share for as long as a step of the cores took alone. (Ranks without
+a core of their own leave here.)
 """
 
 # %%

@@ -595,8 +595,8 @@ ways = [
 ]
 expected = rows and max(guesses[0][1], guesses[1][1]) / min(guesses[0][1], guesses[1][1]) - 1
 said = rows and (
-    f"The predictions from start/C differ by {expected:.0%} naively. A start is {rows[0][1]:.2%} "
-    f"of C on this chapter's stage, {rows[1][1]:.2%} on the other, and "
+    f"The predictions from start/C differ by {expected:.0%} naively. A start was measured as "
+    f"{rows[0][1]:.2%} of C on this chapter's stage, as {rows[1][1]:.2%} on the other, and is "
     f"{there.start / there.compute:.2%} on the cluster."
 )
 apart = f"The quartiles of the two stages' speed-ups lie apart {' and '.join(ways)}"

@@ -282,12 +282,13 @@ if here:
     best = " and ".join(repr(name) for name in ranked if ms[name] == min(ms.values()))
     said += f" The prediction names {'it too' if named == first else repr(named)}; for the cluster "
     said += f"it names {best}."
-won = compare(taken[first], base).faster
+won = compare(taken[first], base)
 find(
     comms,
     "first",
-    won=(n > 1 and won, said),
-    lost=(n > 1 and not won, f"{said} The run does not tell its gain from nothing."),
+    won=(n > 1 and won.faster, said),
+    alike=(n > 1 and won.alike, f"{said} The run does not tell its gain from nothing."),
+    lost=(n > 1 and won.slower, f"{said} In most rounds it was the slower step."),
     alone=(n == 1, "One rank sends nothing, so no message can be saved."),
 )
 

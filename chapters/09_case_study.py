@@ -281,6 +281,7 @@ said = (
     f"Outside the profiler a pair takes {human_seconds(split.median / size)} with one micro-batch, "
     f"and with two {accumulated}."
 )
+said += " This page does not show what else it does." if accumulated.longer else ""
 find(timed, "accumulated-pair", **accumulated.sides(said))
 
 # %% [markdown] index=["mixed precision", "bf16", "autocast"]
@@ -578,7 +579,8 @@ for where, speed in speeds.items():
     first = f"{speed[plain].ratio:.2f} times as fast as one by the split alone"
     if best != plain:
         first += f", at best {speed[best].ratio:.2f} times ({best})"
-    said.append(f"{where}, {n} devices train {first}; the top rung {speed[top].ratio:.2f} times")
+    last = f"the top rung, with a larger batch, {speed[top].ratio:.2f} times"
+    said.append(f"{where}, {n} devices train {first}; {last}")
 gains = [any(speed[rung].faster for rung in same) for speed in speeds.values()]
 ask = f"At the same global batch, to scale: {'. At the same global batch, '.join(said)}."
 find(

@@ -125,8 +125,8 @@ figures.speed_ups(
 
 # %% [markdown]
 r"""
-$C$ and $M$ leave out the starts of messages (chapter 03) and what the hook does beside sending. The
-section *Where it pays* measures that.
+$C$ and $M$ leave out the starts of messages (chapter 03) and what the hook does beside sending, of
+which *Where it pays* measures an example, on two ranks.
 
 PyTorch has this hook, too: `ddp.register_comm_hook(group, bf16_compress_hook)`.
 
@@ -548,13 +548,15 @@ if pair:
     )
     near = f"{said} Where it did, it was at least {least:.2g}: too near to give a threshold."
     mixed = f"{said} Where it did, it was {least:.2g} and more: the estimate gives no order."
+    known = all(map(math.isfinite, waiting.values()))
     find(
         pair,
         "momentum",
-        apart=(1.5 * most < least < math.inf, said),
-        near=(most / 1.5 <= least <= 1.5 * most, near),
-        mixed=(least < most / 1.5, mixed),
-        none=(least == math.inf, said),
+        apart=(known and 1.5 * most < least < math.inf, said),
+        near=(known and most / 1.5 <= least <= 1.5 * most, near),
+        mixed=(known and least < most / 1.5, mixed),
+        none=(known and least == math.inf, said),
+        unknown=(not known, "One diverged without momentum, too: what waited has no estimate."),
     )
 
 # %% [markdown]
@@ -718,7 +720,7 @@ def winner(mbit):
     best = min(times, key=times.get)
     close = [k for k in times if k != best and times[k] < 1.15 * times[best]]
     if "all-reduce" in (best, *close):
-        return "nothing is told apart from it"
+        return "nothing is told to be faster"
     beside = f" (not told apart: {', '.join(close)})" if close else ""
     return f"{best}{beside}, {times['all-reduce'] / times[best]:.1f} times as fast"
 
@@ -728,7 +730,7 @@ missing, said = "Left out: it takes two ranks on links whose speed can be set.",
 if LINKS:
     figures.lines(
         {name: (LINKS[::-1], [to_loss[m][name] for m in LINKS[::-1]]) for name in needed},
-        title=f"At 100 Mbit/s the fastest to the loss is {min(to_loss[100], key=to_loss[100].get)}",
+        title=f"To the loss at 100 Mbit/s: {winner(100)}",
         xlabel="speed of each link, Mbit/s",
         ylabel="seconds to the loss",
         log="xy",

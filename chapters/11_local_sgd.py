@@ -600,8 +600,8 @@ for name, sign in {"right": 1, "wrong sign": -1}.items():
 right, jumps = ([y[i] - y[i - 1] for i in (15, 31, 47, 63)] for y in seen.values())
 figures.lines(
     {name: (range(1, 65), losses) for name, losses in seen.items()},
-    title="Largest change of the loss at a meeting: "
-    f"{max(right):+.2f}, with the wrong sign {max(jumps):+.2f}",
+    title=f"At meetings the loss changes by {min(right):+.2f} to {max(right):+.2f}, "
+    f"with the wrong sign by {min(jumps):+.2f} to {max(jumps):+.2f}",
     xlabel="step",
     ylabel="loss on new text",
 )

@@ -252,10 +252,10 @@ if known:
 
 # %% [markdown] index=["straggler", "slow rank"]
 r"""
-**Explain.** With equal links there is nothing to shift, and each slice has starts of its own. The
-bounds count bytes only. What a ring or slices take beyond them, and why not equally much for each
-size, order and network, this page does not show. Below some speed (exercise 2) the slow link
-carries the tensor once each way, and only fewer bytes or meetings (chapters 10 and 11) help.
+**Explain.** With equal links there is nothing to shift. The bounds count bytes only. What a ring or
+slices take beyond them, and why not equally much for each size, order and network, this page does
+not show. Below some speed (exercise 2) the slow link carries the tensor once each way, and only
+fewer bytes or meetings (chapters 10 and 11) help.
 {func}`~microddp.performance.link_speed.probe_links` measures the speeds.
 
 ## The straggler that DDP hides
@@ -753,8 +753,7 @@ gets a preference that nobody asked for. Batches counted in *tokens* are uneven:
 ## What to take along
 
 - An all-reduce takes at least as long as its busiest link. Number the ranks rack by rack.
-- A slow link has to carry the tensor once each way. Others can do the rest, which pays where bytes
-  outweigh the starts.
+- A slow link has to carry the tensor once each way. Others can do the rest.
 - DDP hides a slow rank in every rank's backward. Compare the time from the step's begin to the last
   launch: without buffers to broadcast it contains no wait, and it needs no common clock. On GPUs,
   take it on the stream.

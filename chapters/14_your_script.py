@@ -412,8 +412,8 @@ the batch makes it $\sqrt k$ times smaller, so each step goes $\sqrt k$ times as
 of $\beta$ and $\epsilon$).
 
 What matters is the batch, not who computes it. So each rank trains some configurations alone, all
-over as many samples. SGD's own rule is the linear one, AdamW's the root rule: that should hold up
-to the largest $k$:
+over as many samples. SGD's own rule is the linear one, AdamW's the root rule: of the three rules
+each one's own should hold longest:
 """
 
 # %%
@@ -566,7 +566,7 @@ early, late = end in KS and 8 * end < low, held > high
 ups = sum(this > last for last, this in itertools.pairwise(sizes))
 said = (
     f"Noise scale of half epochs: {', '.join(f'{size:.0f}' for size in sizes)} samples, {ups} of "
-    f"{len(sizes) - 1} above the one before, the largest after epoch "
+    f"{len(sizes) - 1} above the one before, the largest in the half that ends with epoch "
     f"{max(points, key=lambda point: point[1], default=(0, 0))[0]:g}. With SGD the linear rule "
     f"held up to a batch of {held}"
 )

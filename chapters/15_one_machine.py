@@ -299,7 +299,8 @@ be. Added up *in place*, a rank reads the $n$ parts of its sum, $S$ bytes togeth
 sum into all $n$ tensors, $S$ bytes again: as a copy does, if what is half added up stays in the
 cache. microddp's
 {func}`~microddp.shared.collectives.shared_all_reduce` does so; up to 1 MiB, all ranks' together, it
-does as `one_barrier`, and checks that all ranks make the same call.
+does as `one_barrier`, and checks that all ranks make the same call; what that takes beside
+`one_barrier`, the figure shows.
 
 **Measure.** Small tensors are added up many times in a row. "No barrier" is `shared_sum` that waits
 for nobody, predicted without $2b$. "Copy" copies on all ranks at once. $p$ is measured beside each
@@ -363,8 +364,8 @@ if not ALONE:
     find(
         timed,
         "barriers-add",
-        more=(2 * more > len(added), f"{said} At most of the sizes they add more than predicted."),
-        less=(2 * more <= len(added), f"{said} At most of the sizes they add no more than that."),
+        more=(2 * more > len(added), f"{said} At {more} of {len(added)} they add more than that."),
+        less=(2 * more <= len(added), f"{said} At {more} of {len(added)} they add more than that."),
     )
 
 # %% tags=["plumbing"]

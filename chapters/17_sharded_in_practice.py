@@ -300,8 +300,8 @@ if usual and n > 1:
     half, less = 0.5 / LAYERS, between[2] / between[0]
     ddp, hsdp = (Sends(0, 0, b, b / LAYERS) for b in (1, less))
     third = Sends(0.5, half, 1 - half, half, waits=False)
-    each = zip(rows, (ddp, third, hsdp), strict=True)
-    rows = [(*row, allowed(sends)) for row, sends in each]
+    sent = (ddp, third, hsdp)
+    rows = [(*row, allowed(sends)) for row, sends in zip(rows, sent, strict=True)]
     headers.append("T_0 allows")
 else:
     comms.print("Left out: what T_0 allows, since these links have no known speed.")
@@ -316,6 +316,11 @@ said = (
     f"{speeds['DDP'].ratio:.2f} times, with stage 3 over all {speeds['stage 3'].ratio:.2f} times: "
     f"a step of HSDP is {gain.than('one of stage 3')}, and {beside.than('one of DDP')}."
 )
+if usual and n > 1:
+    C, M = (steps[name].median for name in ("one device", "M"))
+    bounds = {name: s.least(C, M, LAYERS) for name, s in zip(speeds, sent, strict=True)}
+    same = sorted(bounds, key=bounds.get) == sorted(bounds, key=lambda name: steps[name].median)
+    said += f" The order of the medians is {'that' if same else 'not that'} of T_0."
 find(comms, "levels-in-time", **gain.sides(said if n > 1 else "One rank has nothing to send."))
 figures.speed_ups(
     {name: speed.times for name, speed in speeds.items()},
@@ -345,12 +350,15 @@ known = bool(usual) and n > 1
 find(
     comms,
     "stage-3-waits",
-    part=(known and 0 < waits <= over, f"{said}. By T_1 {1e3 * waits:.0f} are those waits."),
+    part=(
+        known and 0 < waits <= over,
+        f"{said}. By T_1 {1e3 * waits:.0f} are those waits; for the rest it has no term.",
+    ),
     less=(
         known and waits > max(0, over),
         f"{said}. T_1 has {1e3 * waits:.0f} ms of waits, which are not seen in full.",
     ),
-    none=(known and waits == 0, f"{said}. With M as large there are no such waits."),
+    none=(known and waits == 0, f"{said}. At this M/C those waits cost nothing."),
     left_out=(not known, "Left out: these links have no known speed, or there is one rank."),
 )
 
@@ -980,9 +988,9 @@ sharded --ranks-per-node 8`, beside PyTorch's.
 
 - Two levels: reduce-scatter in the node, all-reduce between nodes. Count what leaves a node to
   find a swapped mesh.
-- Of what fits, take what sends least between nodes. In one precision that is HSDP; then stage 3
-  that keeps all (as much as DDP's one ring); then stage 3 that keeps the last block. With gathers
-  in bf16 and sums in fp32 count again (exercise 1).
+- Of what fits, take what sends least between nodes, and then time it: a link waits for gathers. In
+  one precision least is HSDP; then stage 3 that keeps all (as much as DDP's one ring); then stage 3
+  that keeps the last block. With gathers in bf16 and sums in fp32 count again (exercise 1).
 - Sum the squares of a norm over the ranks of one node (the shard dimension), not over all.
 - Gather in bf16: whole blocks and gathers halve. Sum in fp32, keep masters in fp32.
 - Accumulate sharded, and average between nodes once.

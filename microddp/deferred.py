@@ -29,7 +29,7 @@ def materialise(modules: Sequence[nn.Module], comms: Comms) -> list[Callable[[],
     waiting: list[Any] = [m for m in modules if any(t.is_meta for t in own_tensors(m))]
     lacking = [type(m).__name__ for m in waiting if not hasattr(m, "reset_parameters")]
     comms.fail_together(
-        f"a {lacking[0]} on the meta device without it" if lacking else "",
+        f"a {lacking[0]} on the meta device" if lacking else "",
         "modules with reset_parameters()",
         ValueError,
     )

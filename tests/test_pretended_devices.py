@@ -303,7 +303,8 @@ def test_chapter_with_nccl(chapter):
 # Those whose own code sends messages of several kinds, of which gloo takes few from a GPU.
 @pytest.mark.parametrize("chapter", ["02", "06", "07", "10"])
 def test_chapter_with_gloo(chapter):
-    logs = job(2, run_chapter, CHAPTERS[chapter], shortened(chapter), gpus=1)
+    ranks = 3 if chapter in ON_THREE else 2
+    logs = job(ranks, run_chapter, CHAPTERS[chapter], shortened(chapter), gpus=1)
     if chapter not in ("06", "07"):  # whose ranks disagree on purpose, to show what comes of it
         replay(logs)
 

@@ -62,7 +62,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hosts", type=positive(int), default=2, help="default: 2")
     parser.add_argument("--ranks-per-host", type=positive(int), default=1, help="default: 1")
     parser.add_argument("--link", default="1gbit", help="of each host, both ways (default: 1gbit)")
-    parser.add_argument("--delay", default="", help="of each link, as 1ms; needs netem")
+    parser.add_argument("--delay", default="", help="of each link, as 1ms, where --link has none")
     for name, metavar, example in (
         ("--link-of", "HOST=LINK", "as 3=100mbit or 3=1gbit+5ms"),
         ("--uplink", "HOSTS=LINK", "that hosts share, as 2,3=1gbit"),

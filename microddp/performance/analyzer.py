@@ -123,7 +123,7 @@ class DDPPerformanceAnalyzer:
 class _QuietTimeline(Timeline):
     """A timeline without the many moments at which gradients are ready."""
 
-    def mark(self, name: str, lane: str = "gradients") -> None:
+    def mark(self, name: str) -> None:
         pass
 
 

@@ -98,6 +98,8 @@ class TestLinks:
             (["--link", "fast"], "expected a link's speed"),
             (["--delay", "soon"], "as 100mbit or 1gbit+5ms, got '1gbit+soon'"),
             (["--delay", "10000ms"], "expected a delay from 0 to 10 seconds"),
+            (["--delay=-1ms"], "got '1gbit+-1ms'"),
+            (["--link", "1gbit+1ms", "--delay", "2ms"], "got '1gbit+1ms+2ms'"),
             (["--link-of", "2=1gbit"], "with a host from 0 to 1: '2=1gbit'"),
             (["--link-of", "fast"], "with a host from 0 to 1: 'fast'"),
             (["--hosts", "0"], "argument --hosts"),
