@@ -511,7 +511,8 @@ said = (
     f"{max(0.0, recovered - sum(parts)):.2f} s passed until it began to join, and "
     f"{sum(parts):.2f} s from there on, {parts[0]:.2f} s of them to join (in the restart's first "
     f"life {rows[0][1]:.2f} s; what the difference is, is not shown).{cores * (ran > 0)} Elastic "
-    f"took {cost['elastic']:.2f} s, {cost['elastic'] - predicted['elastic']:+.2f} s beside its prediction."
+    f"took {cost['elastic']:.2f} s, {cost['elastic'] - predicted['elastic']:+.2f} s beside its "
+    "prediction."
 )
 find(comms, "parts", measured=(True, said))
 

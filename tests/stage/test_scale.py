@@ -8,6 +8,7 @@ import torch
 from ranks import on_ranks
 
 from microddp.replicas import check_replicas
+from microddp.report import human_seconds
 from microddp.stage import (
     cluster,
     known_all_reduces,
@@ -89,6 +90,23 @@ def test_a_stage_has_the_clusters_ratio():
     assert work.seconds == pytest.approx(here.compute)
     assert work.values * 4 == 8 << 20
     assert sum(layer.backward for layer in work.layers) == pytest.approx(here.compute * 2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("start", "spread", "said", "share"),
+    [
+        (0.001, None, "1 ms", "0.0081"),
+        (0.001, (-0.002, 0.003), "1 ms (-2 ms to 3 ms)", "0.0081"),
+        (0.0, (-0.002, 0.003), "not resolved", ""),
+    ],
+)
+def test_a_start_that_is_lost_in_its_spread_is_not_called_nothing(start, spread, said, share):
+    there = cluster("a100", "25gbit", nodes=8, node=1, **GPT)
+    here = replace(stage_of(there, "here", 1 << 19, messages=0.123, start=start), compute=0.123)
+    words = replace(here, start_spread=spread).in_words()
+    assert (words["start of a message"], words["start/C"]) == (said, share)
+    alone = replace(here, devices=1, messages=0.0, start=0.0)
+    assert alone.in_words()["start of a message"] == human_seconds(0)
 
 
 def test_a_stage_that_is_too_quick_says_which_would_fit():
