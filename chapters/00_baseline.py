@@ -181,7 +181,7 @@ ratios = {name: parts["backward"] / parts["forward"] for name, parts in split.it
 small, middle, off = *list(ratios.values())[:2], ratios["batch 1024"] / (31 / 16) - 1
 said = (
     f"Backward takes {small:.2f} times as long as forward at batch 16, {middle:.2f} at 128 and "
-    f"{ratios['batch 1024']:.2f} at 1024, which is"
+    f"{ratios['batch 1024']:.2f} at 1024. At 1024 that is"
 )
 why = "This page does not show why: the prediction counts matrix products only."
 find(
@@ -194,7 +194,8 @@ find(
 falls = shares[-1] < shares[0]
 said = (
     f"The optimizer's share {'falls' if falls else 'does not fall: it goes'} from {shares[0]:.0%} "
-    f"of a step at batch 16 to {shares[-1]:.0%} at batch 1024."
+    f"of a step at batch 16 to {shares[-1]:.0%} at batch 1024. It takes "
+    f"{', '.join(human_seconds(parts['optimizer']) for parts in split.values())}, for equal work."
 )
 find(comms, "optimizer", falls=(falls, said), stays=(not falls, said))
 
@@ -258,7 +259,7 @@ said = f"Four samples take {four:.2f} times as long as one. {said}"
 find(
     comms,
     "throughput",
-    rises=(gain.faster, f"{said}: {middle} are too few to fill the device."),
+    rises=(gain.faster, f"{said}."),
     flat=(gain.alike, f"{said}: four times the batch gains nothing that can be told here."),
     falls=(gain.slower, f"{said}: the larger batch is the slower one."),
 )

@@ -388,8 +388,8 @@ message_seconds = {nbytes: timing.median for nbytes, timing in messages.items()}
 """
 The line that fits these times with the least *relative* error gives alpha and beta. Where the
 links' speed is known, that is beta, here and in what follows, and alpha is what small messages take
-beyond their bytes. (A shaped link lets the first 68 KiB after a pause through at once. So messages
-of up to that size may take less than their bytes would.)
+beyond their bytes. (A shaped link lets the first 68 KiB after a pause through at once. So a message
+may take less than its bytes would, by as much as 68 KiB take.)
 """
 
 # %% tags=["plumbing"]
@@ -535,6 +535,7 @@ if four > 1:
         f"The {rounds['direct']} rounds of the direct way, as long as such messages took above, "
         f"make {human_seconds(in_a_row.predicted)}. It took {in_a_row}."
     )
+    said += "" if in_a_row.held else " This page does not show why."
     find(timed, "direct", **in_a_row.sides(said))
 
 # %% [markdown]
@@ -544,8 +545,9 @@ carried in a second. It can be compared between algorithms and numbers of ranks.
 [nccl-tests'](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).)
 
 **Explain.** The model takes the rounds as if each began when the one before has ended. In the naive
-way the messages to rank 0 need not wait: all ranks send at once. In the upper rows the
+way neither the messages to rank 0 need wait for each other, nor those back. In the upper rows the
 links' first 68 KiB count, too, so they say little of the links, and of which way is best on others.
+How much of a row's error either is, this page does not show.
 gloo's own all-reduce is a ring
 [at every size](https://github.com/pytorch/gloo/blob/main/gloo/allreduce.cc), of $2(n-1)$
 rounds, each in pieces.

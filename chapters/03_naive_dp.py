@@ -193,7 +193,7 @@ find(
     ),
     alone=(
         0 < times <= 2**32,
-        f"{rounding}: {times / 2**29:.1f} times 2^29 as far apart, as the roundings are.",
+        f"{rounding}: {times / 2**29:.1f} times 2^29 as far apart.",
     ),
     exact=(apart[-1] == 0 < apart32[-1], f"{rounding}."),
 )
@@ -389,8 +389,8 @@ figures.speed_ups({"naive": speed.times}, n, title=f"{n} devices, naively: {spee
 # %% tags=["plumbing"]
 alone, whole, sent = (steps[name].median for name in ("alone", "naive", "messages"))
 said = speed.say(f"Averaging naively on {n} devices", "one device with all of their work")
-said = f"{said}. Of the {1e3 * whole:.0f} ms of a naive step {1 - alone / whole:.0%} come on top of"
-said = f"{said} the {1e3 * alone:.0f} ms of a device alone."
+said = f"{said}. A naive step takes {1e3 * whole:.0f} ms, a device alone {1e3 * alone:.0f}: the"
+said = f"{said} rest is {1 - alone / whole:.0%} of it."
 find(comms, "naive", **speed.sides(said if n > 1 else "One rank has nothing to average."))
 
 # %% tags=["plumbing"]
@@ -416,12 +416,12 @@ if stage.sides and n > 1:
 
 # %% [markdown]
 r"""
-**Explain.** Nothing is computed while messages travel. So each device waits for all of $M$, and
-for every start. (Where the messages alone take another time than $M$ and their starts, this page
-does not show why.) More tokens a device make that a smaller share, since $C$ grows with them and
-$M$ does not. Gradients of the last layers are ready before those of the first, so their all-reduce
-could start earlier (chapter 04). And small messages could travel together (chapter 05). Neither
-makes the bytes fewer.
+**Explain.** Nothing is computed while messages travel. So each device waits for all of $M$, and for
+every start. (Where the messages alone take another time than $M$ and their starts, or a step takes
+more than its two parts, this page does not show why.) With more tokens for each device the
+messages' share is smaller, since $C$ grows with them and $M$ does not. Gradients of the last layers
+are ready before those of the first, so their all-reduce could start earlier (chapter 04). And small
+messages could travel together (chapter 05). Neither makes the bytes fewer.
 
 :::{admonition} On GPUs
 Where starts are short, what a naive step gains follows from $n$ and $M/C$. Here is $n / (1 + M/C)$

@@ -123,7 +123,7 @@ if few:
     said = f"After half the time of backward {share:.1%} of the bytes are ready."
     find(few, "ready-early", early=(share > 0, said), late=(share == 0, said))
     ready = few.all_gather_data([row.seconds for row in rows if row.name.endswith("weight")])[0]
-    gaps = sorted(1e3 * (b - a) for a, b in itertools.pairwise(ready[:-1]))
+    gaps = sorted(1e3 * (b - a) for a, b in itertools.pairwise(ready[1:-1]))
     said = f"Between the hidden layers' weights pass {gaps[0]:.2f} to {gaps[-1]:.2f} ms"
     odd = "not the same, and this page does not show why"
     even = gaps[-1] <= 1.2 * gaps[0]
@@ -136,8 +136,8 @@ if few:
 
 # %% [markdown]
 """
-A larger dot is a larger gradient. The six hidden layers of equal size have the same work, so in a
-backward that nothing disturbs their dots lie on a straight line.
+A larger dot is a larger gradient. The six hidden layers of equal size have the same work: were all
+done equally fast, their dots would lie on a straight line.
 
 A parameter that is used twice, as an embedding that is the output layer, too, is ready when both
 uses are done. One that is frozen takes no hook, and one that the loss does not need has no time.
@@ -372,8 +372,8 @@ if stage.sides and n > 1:
 r"""
 **Explain.** What is longer than backward, two thirds of $C$, cannot hide behind it. Nothing is sent
 until the first gradient is there, and the last one is ready when backward ends. Every gradient
-still travels on its own, and pays for its start. (Where the step with hooks takes longer than the
-guess, this page does not show why.) Sending fewer and larger messages is the next chapter.
+still travels on its own, and pays for its start. (Where either step takes longer than was guessed,
+this page does not show why.) Sending fewer and larger messages is the next chapter.
 
 :::{admonition} On GPUs
 Where starts are short, the limit follows from $n$ and $M/C$. Here are both steps for the same model

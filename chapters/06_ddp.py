@@ -716,9 +716,10 @@ find(comms, "wrappers", **wrappers.sides(said))
 
 # %% [markdown]
 """
-**Explain.** None of these can hide what takes longer than backward. To send fewer bytes is the
-subject of chapters 10 and 11. And the processor time, the mean over the ranks? Where ranks share
-cores, it is shared out among them:
+**Explain.** None of these can hide what takes longer than backward. (Where a step takes longer than
+was predicted, this page does not show why.) To send fewer bytes is the subject of chapters 10 and
+11. And the processor time, the mean over the ranks? Where ranks share cores, a millisecond of each
+rank is several of a core:
 """
 
 # %% tags=["plumbing"]
@@ -736,8 +737,8 @@ find(
     "processor-time",
     shared=(
         n > 1 and crowd > 1,
-        f"{said}. Where {comms.ranks_on_cores} ranks have {comms.cores} cores, the "
-        f"{mine - theirs:+.1f} ms lengthen a step by up to {crowd * (mine - theirs):+.0f} ms.",
+        f"{said}. Where {comms.ranks_on_cores} ranks have {comms.cores} cores, the difference of "
+        f"{abs(mine - theirs):.1f} ms makes {crowd * abs(mine - theirs):.0f} ms of a step at most.",
     ),
     own=(n > 1 and crowd <= 1, f"{said}, and each rank has a core."),
     alone=(n == 1, "One rank waits for no other."),

@@ -374,17 +374,20 @@ if by_speed:
             f"{by_bytes:.2f} and the loop says {loop:.2f}"
         )
     losing = sum(gain.slower for gain, *_ in overlap.values())
+    most = max(overlap, key=lambda at: overlap[at][0].ratio)
+    by_loop = max(overlap, key=lambda at: overlap[at][2])
     said = (
         f"Overlap gains at {gaining} of {len(by_speed)} speeds"
         f"{f', and loses at {losing}' * bool(losing)}. With 8 buckets a "
-        f"step is so many times as fast as with one: {'; '.join(each)}."
+        f"step is so many times as fast as with one: {'; '.join(each)}. The median is highest at "
+        f"{most}, the loop's at {by_loop}."
     )
     find(comms, "overlap", some=(gaining > 0, said), none=(gaining == 0, said))
 
 # %% [markdown] index=["strong scaling", "weak scaling", "scaling efficiency"]
 r"""
-**Explain.** $C + M$ and the maximum count bytes, and the loop starts as well. What else keeps
-measured gains from it, this page does not show.
+**Explain.** $C + M$ and the maximum count bytes only; the loop counts starts as well. Where a gain
+is not the loop's, this page does not show why.
 
 ## More devices
 

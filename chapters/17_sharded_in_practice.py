@@ -515,7 +515,7 @@ rows = [(name, *map(human_bytes, bytes_), time) for name, bytes_, time in rows]
 comms.print(table(rows, ["gathered, summed in", "sent inside a node", "between", "a step"]))
 gain, both = (compare(steps[sums], steps["HSDP"]) for sums in (fp32, bf16))
 said = (
-    f"The prediction that gathers in bf16 gain nothing {'failed' if gain.faster else 'held'}: with "
+    f"The prediction that gathers in bf16 gain nothing {'held' if gain.alike else 'failed'}: with "
     f"them HSDP's step is {gain.than('one in fp32')}. With sums in bf16, too, it is "
     f"{both.than('one in fp32')}."
 )
