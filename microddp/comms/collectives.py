@@ -254,19 +254,23 @@ class Comms(PointToPoint):
             dist.all_to_all_single(result, wire, group=self.group)
         return result.to(tensor.device)
 
-    def scatter(self, tensor: torch.Tensor | None = None, src: int = 0) -> torch.Tensor:
+    def scatter(
+        self, tensor: torch.Tensor | Sequence[torch.Tensor] | None = None, src: int = 0
+    ) -> torch.Tensor:
         """Deal a tensor on rank ``src`` out to all ranks.
 
         Args:
-            tensor: on ``src``, what to split along its first dimension; where that does not
-                divide, the first ranks get one row more. Ignored elsewhere.
+            tensor: on ``src``, a tensor to split along its first dimension (where that does not
+                divide, the first ranks get one row more), or one tensor for each rank, of any
+                shapes and dtypes. Ignored elsewhere.
             src: the rank that deals.
 
         Returns:
             This rank's part, on its device.
 
         Raises:
-            ValueError: on every rank, if ``src`` passed no tensor with a dimension to split.
+            ValueError: on every rank, if ``src`` passed no tensor with a dimension to split and
+                not one tensor for each rank.
         """
         check_rank(self, "src", src)
         with self.agree(f"scatter(src={src})"):

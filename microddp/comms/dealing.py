@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,20 +19,31 @@ def _header(tensor: torch.Tensor) -> str:
     return " ".join([str(tensor.dtype).removeprefix("torch."), *map(str, tensor.shape)])
 
 
-def dealt(comms: Comms, tensor: torch.Tensor | None, src: int) -> torch.Tensor:
+def dealt(
+    comms: Comms, tensor: torch.Tensor | Sequence[torch.Tensor] | None, src: int
+) -> torch.Tensor:
     """Deal out what rank ``src`` has; returns this rank's part. See :meth:`Comms.scatter`."""
-    got = describe(tensor) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-    splits = isinstance(tensor, torch.Tensor) and tensor.dim() > 0
-    problem = got if comms.rank == src and not splits else ""
-    comms.fail_together(problem, "a tensor with rows to scatter", ValueError)
-    if comms.rank != src or tensor is None:
+    parts: list[torch.Tensor] = []
+    got = "a list of nothing" if tensor is None else type(tensor).__name__
+    if isinstance(tensor, torch.Tensor):
+        parts = list(tensor.tensor_split(comms.world_size)) if tensor.dim() else []
+        got = describe(tensor)
+    elif isinstance(tensor, Sequence):
+        parts = list(tensor)
+        got = f"a list of {', '.join(type(part).__name__ for part in parts) or 'nothing'}"
+    whole = len(parts) == comms.world_size and all(isinstance(p, torch.Tensor) for p in parts)
+    comms.fail_together(
+        "" if whole or comms.rank != src else got,
+        f"a tensor to scatter or a list of {comms.world_size} tensors",
+        ValueError,
+    )
+    if comms.rank != src:
         dtype, *shape = comms.headers.recv(src).split()
         part = torch.empty(
             [int(size) for size in shape], dtype=getattr(torch, dtype), device=comms.device
         )
         comms.recv(part, src)
         return part
-    parts = tensor.tensor_split(comms.world_size)
     sending: list[Pending] = []
     for peer, part in enumerate(parts):
         if peer != src:

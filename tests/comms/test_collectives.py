@@ -198,6 +198,20 @@ def test_scatter_deals_rows_and_gather_collects_them_again(comms):
                     assert again is None
 
 
+@on_ranks()
+def test_scatter_takes_one_tensor_for_each_rank_of_any_shape_and_dtype(comms):
+    def part(rank):
+        shapes = ((3,), (), (2, 0), (2, 3), (1, 1, 4))
+        dtypes = (torch.float32, torch.int16, torch.bool, torch.complex64, torch.float16)
+        return torch.ones(shapes[rank], dtype=dtypes[rank]) * 2
+
+    n, src = comms.world_size, comms.world_size - 1
+    parts = [part(rank) for rank in range(n)] if comms.rank == src else "ignored elsewhere"
+    mine = comms.scatter(parts, src)
+    assert mine.dtype == part(comms.rank).dtype
+    assert torch.equal(mine, part(comms.rank))
+
+
 @on_ranks(3)
 def test_scatter_takes_tensors_that_are_not_contiguous(comms):
     whole = torch.arange(12.0).view(4, 3).T  # 3 rows of 4
@@ -208,19 +222,18 @@ def test_scatter_takes_tensors_that_are_not_contiguous(comms):
 def test_scatter_refuses_what_cannot_be_dealt_on_every_rank(comms):
     n = comms.world_size
     wrong = {
-        "NoneType": None,
+        "a list of nothing": None,
         "int": 5,
         "float32 ()": torch.tensor(1.0),
-        "list": [torch.ones(1)] * n,
+        "a list of " + ", ".join(["Tensor"] * (n + 1)): [torch.ones(1)] * (n + 1),
+        "a list of " + ", ".join(["int"] * n): [1] * n,
     }
     for src in range(n):
         for got, argument in wrong.items():
-            with pytest.raises(
-                ValueError, match="expected a tensor with rows to scatter"
-            ) as caught:
+            with pytest.raises(ValueError, match="expected a tensor to scatter") as caught:
                 comms.scatter(argument if comms.rank == src else torch.ones(3).numpy(), src)
             assert str(caught.value).startswith(f"rank {comms.rank}: ")
-            assert str(caught.value).endswith(f"to scatter, got rank {src}: {got}")
+            assert str(caught.value).endswith(f"a list of {n} tensors, got rank {src}: {got}")
             assert still_works(comms)
 
 
