@@ -603,6 +603,8 @@ said = rows and (
     f"{rows[0][1]:.2%} of C on this chapter's stage, as {rows[1][1]:.2%} on the other, and is "
     f"{there.start / there.compute:.2%} on the cluster."
 )
+
+# %% tags=["plumbing"]
 apart = f"The quartiles of the two stages' speed-ups lie apart {' and '.join(ways)}"
 find(
     comms,

@@ -548,6 +548,9 @@ if pair:
     )
     near = f"{said} Where it did, it was at least {least:.2g}: too near to give a threshold."
     mixed = f"{said} Where it did, it was {least:.2g} and more: the estimate gives no order."
+
+# %% tags=["plumbing"]
+if pair:
     known = all(map(math.isfinite, waiting.values()))
     find(
         pair,

@@ -913,6 +913,8 @@ by_carrier = " and ".join(
     + f" ({carried})"
     for carried, ways in CARRIERS.items()
 )
+
+# %% tags=["plumbing"]
 said = f"By carriers the signed medians are, after those on slow links, {by_carrier}. {said}"
 find(
     comms,
