@@ -579,8 +579,8 @@ for where, speed in speeds.items():
     first = f"{speed[plain].ratio:.2f} times as fast as one by the split alone"
     if best != plain:
         first += f", at best {speed[best].ratio:.2f} times ({best})"
-    last = f"the top rung, with a larger batch, {speed[top].ratio:.2f} times"
-    said.append(f"{where}, {n} devices train {first}; {last}")
+    longest = f"the top rung, with a larger batch, {speed[top].ratio:.2f} times"
+    said.append(f"{where}, {n} devices train {first}; {longest}")
 gains = [any(speed[rung].faster for rung in same) for speed in speeds.values()]
 ask = f"At the same global batch, to scale: {'. At the same global batch, '.join(said)}."
 find(

@@ -300,8 +300,8 @@ if usual and n > 1:
     half, less = 0.5 / LAYERS, between[2] / between[0]
     ddp, hsdp = (Sends(0, 0, b, b / LAYERS) for b in (1, less))
     third = Sends(0.5, half, 1 - half, half, waits=False)
-    sent = (ddp, third, hsdp)
-    rows = [(*row, allowed(sends)) for row, sends in zip(rows, sent, strict=True)]
+    three = (ddp, third, hsdp)
+    rows = [(*row, allowed(sends)) for row, sends in zip(rows, three, strict=True)]
     headers.append("T_0 allows")
 else:
     comms.print("Left out: what T_0 allows, since these links have no known speed.")
@@ -318,7 +318,7 @@ said = (
 )
 if usual and n > 1:
     C, M = (steps[name].median for name in ("one device", "M"))
-    bounds = {name: s.least(C, M, LAYERS) for name, s in zip(speeds, sent, strict=True)}
+    bounds = {name: s.least(C, M, LAYERS) for name, s in zip(speeds, three, strict=True)}
     same = sorted(bounds, key=bounds.get) == sorted(bounds, key=lambda name: steps[name].median)
     said += f" The order of the medians is {'that' if same else 'not that'} of T_0."
 find(comms, "levels-in-time", **gain.sides(said if n > 1 else "One rank has nothing to send."))
