@@ -897,7 +897,8 @@ words = (
 find(
     comms,
     "starts-fitted",
-    alike=(0 < factor <= 3, f"{words}. Why they are {factor:.1f} times apart is not shown."),
+    alike=(0 < factor <= 1.2, f"{words}."),
+    near=(1.2 < factor <= 3, f"{words}. Why they are {factor:.1f} times apart is not shown."),
     apart=(factor > 3, f"{words}. They are {factor:.0f} times apart, so a fit was disturbed."),
     none=(factor == 0, "No start was fitted on both."),
 )
