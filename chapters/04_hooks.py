@@ -340,9 +340,11 @@ naive, hooks = (times[name] for name in kinds)
 # %% tags=["plumbing"]
 gain, best = compare(hooks, naive), speeds["one by one, by hooks"]
 said = gain.say("A step with hooks", "the naive one")
-verdict = {"alike": ": it does not show that hooks gain anything", "slower": ": hooks lose"}
-verdict = verdict["alike"] if gain.alike else verdict["slower"] if gain.slower else ""
-said = f"{said}{verdict}. {n} devices with hooks are {best} as one."
+if gain.alike:
+    said += ": it does not show that hooks gain anything"
+elif gain.slower:
+    said += ": hooks lose"
+said += f". {n} devices with hooks are {best} as one."
 find(comms, "hooks", **gain.sides(said if n > 1 else "One rank has nothing to average."))
 figures.speed_ups(
     {name: speed.times for name, speed in speeds.items()},

@@ -284,6 +284,7 @@ for sums in (fp32, bf16):
     calls[sums] = on_stage(inside, across, param_dtype=bf16, reduce_dtype=sums)
 steps = measure(calls, own, repeat=4, warmup=1)
 speeds = {name: stage.speed_up(steps[name], steps["one device"]) for name in [*calls][1:4]}
+C, M = (steps[name].median for name in ("one device", "M"))
 
 # %% tags=["plumbing"]
 rows = [(name, str(steps[name]), str(speed)) for name, speed in speeds.items()]
@@ -292,14 +293,13 @@ headers = ["", "a step", f"{n} devices beside one"]
 
 def allowed(sends):
     """Put n C/T_0 into words."""
-    C, M = (steps[name].median for name in ("one device", "M"))
     return f"{n * C / sends.least(C, M, LAYERS):.2f} times"
 
 
+half = 0.5 / LAYERS
+third = Sends(0.5, half, 1 - half, half, waits=False)
 if usual and n > 1:
-    half, less = 0.5 / LAYERS, between[2] / between[0]
-    ddp, hsdp = (Sends(0, 0, b, b / LAYERS) for b in (1, less))
-    third = Sends(0.5, half, 1 - half, half, waits=False)
+    ddp, hsdp = (Sends(0, 0, b, b / LAYERS) for b in (1, between[2] / between[0]))
     three = (ddp, third, hsdp)
     rows = [(*row, allowed(sends)) for row, sends in zip(rows, three, strict=True)]
     headers.append("T_0 allows")
@@ -317,7 +317,6 @@ said = (
     f"a step of HSDP is {gain.than('one of stage 3')}, and {beside.than('one of DDP')}."
 )
 if usual and n > 1:
-    C, M = (steps[name].median for name in ("one device", "M"))
     bounds = {name: s.least(C, M, LAYERS) for name, s in zip(speeds, three, strict=True)}
     same = sorted(bounds, key=bounds.get) == sorted(bounds, key=lambda name: steps[name].median)
     said += f" The order of the medians is {'that' if same else 'not that'} of T_0."
@@ -337,8 +336,6 @@ so its link waits twice in backward, and $T_0$ becomes $T_1$ (chapter 16):
 """
 
 # %% tags=["plumbing"]
-third = Sends(0.5, 0.5 / LAYERS, 1 - 0.5 / LAYERS, 0.5 / LAYERS, waits=False)
-C, M = (steps[name].median for name in ("one device", "M"))
 waits = third.one_ahead(C, M, LAYERS) - third.least(C, M, LAYERS) if n > 1 else 0.0
 by_round = zip(*(steps[name].seconds for name in ("stage 3", "one device", "M")), strict=True)
 over = median(step - third.least(*each, LAYERS) for step, *each in by_round)
@@ -408,7 +405,7 @@ for kept, keep in KEEP.items():
     row = (kept, *bytes_, str(steps[kept]))
     sends = Sends(0.5, 0.5 / LAYERS, 1 - part / 2, 0.5 / LAYERS, waits=keep > 1)
     rows.append((*row, allowed(sends)) if usual and n > 1 else row)
-    least[kept] = sends.least(*(steps[name].median for name in ("one device", "M")), LAYERS)
+    least[kept] = sends.least(C, M, LAYERS)
 headers += ["a step", "T_0 allows"][: len(rows[0]) - len(headers)]
 comms.print(table(rows, headers))
 

@@ -110,11 +110,9 @@ def set_stage(comms: Comms, there: Side, layer_bytes: int = 1 << 19) -> Stage:
         )
     if comms.device.type == "cuda" and not comms.crowded:
         return _on_gpus(comms)
-    here = None
+    here, messages, starts = None, 0.0, Timing((0.0,))
     while here is None:
-        several = comms.world_size > 1
-        messages, starts = 0.0, Timing((0.0,))
-        if several:
+        if comms.world_size > 1:
             messages, starts = _measure(comms, there.layers, layer_bytes)
         start = max(0.0, starts.median)
         try:
@@ -123,7 +121,7 @@ def set_stage(comms: Comms, there: Side, layer_bytes: int = 1 << 19) -> Stage:
             if layer_bytes >= LARGEST_LAYER:
                 raise
             layer_bytes *= 2
-    here = replace(here, start_spread=starts.spread if several else None)
+    here = replace(here, start_spread=starts.spread if comms.world_size > 1 else None)
     model, batch = pausing_model(work_of(here), comms.device), pausing_batch(comms.device)
     return Stage(comms, model, pausing_loss, batch, PausingOptimizer, (there, here))
 
