@@ -227,9 +227,9 @@ PROBES: dict[str, Callable[[], str]] = {
     "limits": _limits,
     "temporary files": _temporary_folder,
     "network": _network,
-    "hosts in a box": _hosts_in_a_box,
     "environment": _environment,
-    # Last, since a sick driver may never answer.
+    # Last, since these may never answer: a keeper of hosts has no time-out, nor a sick driver.
+    "hosts in a box": _hosts_in_a_box,
     "nvidia-smi": lambda: _answer("nvidia-smi", SMI_QUERY, "--format=csv"),
     "links": lambda: _answer("nvidia-smi", "topo", "-m"),
     "GPUs": _gpus,
