@@ -2,7 +2,8 @@
 
 A strategy is a class and a name in one place. Training, benchmarks, plans and the simulator read
 the table. Those that stand here are the book's first; :mod:`microddp.torch_ddp`,
-:mod:`microddp.sharding` and :mod:`microddp.local_sgd` register theirs when they are imported. A
+:mod:`microddp.sharding` and :mod:`microddp.local_sgd` register theirs when they are imported, as a
+new module has to be in :mod:`microddp.train.options` and :mod:`microddp.performance.simulator`. A
 strategy that sends anything but each gradient once says so by its own ``sent_bytes``.
 """
 
