@@ -195,23 +195,26 @@ falls = shares[-1] < shares[0]
 said = (
     f"The optimizer's share {'falls' if falls else 'does not fall: it goes'} from {shares[0]:.0%} "
     f"of a step at batch 16 to {shares[-1]:.0%} at batch 1024. It takes "
-    f"{', '.join(human_seconds(parts['optimizer']) for parts in split.values())}, for equal work."
+    f"{', '.join(human_seconds(parts['optimizer']) for parts in split.values())}, for equal work"
 )
+work = [parts["optimizer"] for parts in split.values()]
+said += "; why these differ, this page does not show." if max(work) > 1.1 * min(work) else "."
 find(comms, "optimizer", falls=(falls, said), stays=(not falls, said))
 
 # %% [markdown] index=["throughput"]
 """
-**Explain.** Where a small batch takes more time a sample than a large one, each layer's fixed cost
-shows: the call itself, and reading its weights. Both are the same for one sample and for many. The
-optimizer does the same work at every batch.
+**Explain.** Where a small batch takes more time a sample than a large one, part of a step does not
+grow with the batch. A layer's call takes time of its own, and its weights have to be read, for one
+sample as for many; this page does not tell the two apart. The optimizer does the same work at every
+batch.
 
 ## Throughput
 
 *Throughput* is the number of samples that are trained on in a second.
 
-**Predict.** Suppose a step costs a fixed start-up time plus a time for each sample. Then throughput
-rises with the batch as long as most of a step is start-up, and levels off when most of it is
-arithmetic.
+**Predict.** Suppose a step costs a fixed start-up time plus a time for each sample. Then
+throughput rises almost as fast as the batch while start-up is nearly all of a step, and less and
+less the more of it is arithmetic.
 
 **Measure.** The batch sizes take turns, so that a disturbance of the machine meets all of them.
 Beside the median stand the *quartiles*, between which half of all steps lie:
@@ -252,10 +255,10 @@ def of_a_sample(batch, less=0):
 
 
 low, middle, high = SIZES[-3:]
-four = timings["4"].ratio(timings["1"]).median
+four = compare(timings["1"], timings["4"]).say("A step of one sample", "one of four")
 gain = compare(of_a_sample(high), of_a_sample(middle))
 said = gain.say(f"A sample of a batch of {high}", f"one of {middle}")
-said = f"Four samples take {four:.2f} times as long as one. {said}"
+said = f"{four}. {said}"
 find(
     comms,
     "throughput",
@@ -275,7 +278,7 @@ why = "the times do not lie on a line, and this page does not show why."
 find(
     comms,
     "line",
-    line=(straight, f"{said}: not told apart, as on a line."),
+    line=(straight, f"{said}: not told apart, as if these three lay on a line."),
     bent=(rising and not straight, f"{said}: {why}"),
     flat=(not rising, f"{said}: a step is not told to take longer with more samples."),
 )
@@ -293,10 +296,10 @@ share of $t_0$, and throughput comes nearer to $1/c$.
 ## Memory
 
 **Predict.** With $P$ parameters of 4 bytes, training holds $4P$ bytes of weights, $4P$ of
-gradients and, for momentum, $4P$ more. None of them depends on the batch. The activations do:
-every layer keeps its input until the backward pass has used it, and the loss keeps the output and
-the target. That makes 16 + 2 rows of 256 numbers a sample. ReLU adds nothing, because what it
-needs, its output, is the next layer's input.
+gradients and, for momentum, $4P$ more. None of them depends on the batch. The *activations*,
+what layers compute on the way, do: every layer keeps its input until the backward pass has used it,
+and the loss keeps the output and the target. That makes 16 + 2 rows of 256 numbers a sample. ReLU
+adds nothing, because what it needs, its output, is the next layer's input.
 
 **Build.** Autograd calls a function of ours, a *hook*, with every tensor that it saves. Weights
 are among them, but they are counted already:
@@ -424,9 +427,9 @@ ranks, it also lets all of them begin each call together.
 
 :::{admonition} On GPUs
 The same shape, with other numbers: a call costs some microseconds of the CPU, which queues it, and
-a GPU has so much arithmetic that a small network leaves most of it idle. Published trainings of
-transformers reached, for example, 51 % of an A100's 312 TFLOP/s in bf16, and 40 % of an H100's 989
-(MPT-7B and MPT-13B,
+a GPU has so much arithmetic that a small network leaves most of it idle. Published trainings of a
+transformer reached, for example, 64 % of an A100's 312 TFLOP/s ($10^{12}$ operations a second) in
+bf16, numbers of 2 bytes, and 46 % of an H100's 989 (MPT-7B on eight, sequences of 2048,
 [llm-foundry](https://github.com/mosaicml/llm-foundry/tree/main/scripts/train/benchmarking)).
 :::
 

@@ -40,9 +40,9 @@ $$
 = \frac{1}{n} \sum_{k=1}^{n} \left( \frac{n}{B} \sum_{i \in \text{shard } k} \nabla \ell_i \right)
 $$
 
-In exact arithmetic the two sides are equal. In floating point they are summed in different
-orders, so they should differ by rounding: about $10^{-7}$ of the gradient in `float32`,
-$10^{-16}$ in `float64`.
+In exact arithmetic the two sides are equal. In floating point they divide and sum in different
+orders, so they should differ by rounding: a few times $10^{-7}$ of the gradient at most in
+`float32`, a few times $10^{-16}$ in `float64`.
 
 **Build.** One model, one batch of real digits, and a function for the gradient of any part of it:
 """
@@ -90,7 +90,8 @@ find(comms, "rounding", rounding=(most < 10, said))
 
 # %% [markdown]
 """
-**Explain.** What is left is the order of the sums: it decides where each of them is rounded.
+**Explain.** What is left is the order in which each side sums and divides: it decides where numbers
+are rounded.
 
 ## Two replicas that stay together
 
@@ -207,7 +208,8 @@ find(
 # %% [markdown] index=["unequal shards"]
 r"""
 A rounding of `float64` is $2^{29}$ times smaller than one of `float32`. So tests in this book that
-compare whole training runs use `float64`: a real mistake, however small, stands out.
+compare whole training runs use `float64`, where a mistake stands out that rounding would hide in
+`float32`.
 
 ## Where it breaks: unequal shards
 
@@ -328,15 +330,15 @@ find(
 # %% [markdown]
 r"""
 Summed gradients make SGD's step twice as long, so it misses by the whole length of a step. Adam
-divides by the size of the gradient and hides the mistake, until something that depends on that
-size, such as gradient clipping, brings it out. Averaging weights is harmless with plain SGD, whose
+divides by the size of the gradient and hides the mistake, until something depends on that size: a
+limit for clipping that only the summed gradient exceeds, for example. Averaging weights is harmless with plain SGD, whose
 step is linear in the gradient, but for rounding. Adam's is not, and the result is another
 algorithm. A mistake that one optimizer hides is found by testing with another.
 
 :::{admonition} On GPUs
 All of this holds there, with larger roundings. A matrix product may use TF32, with 11 significant
-bits, where PyTorch is told that it may (`torch.backends.cuda.matmul.fp32_precision`), and under
-autocast bf16 has 8. A sum's order can also change from run to run, where a kernel adds atomically.
+bits, where PyTorch is told that it may (`torch.backends.cuda.matmul.fp32_precision`); bf16, which
+layers compute in where `torch.autocast` says so, has 8. A sum's order can also change from run to run, where a kernel adds atomically.
 So compare replicas with each other, to the bit, on GPUs, and with one device in `float64`, on a
 CPU.
 :::
@@ -370,8 +372,8 @@ $ python -m microddp.labs start 01
    never changes. That holds for SGD, with momentum or without, and for Adam. The gradient is an
    average over two different models and fits neither.
 
-   The optimizer's weight decay brings them together, because its step depends on the weights. With
-   SGD without momentum it multiplies their difference by $1 - \eta \lambda$ in each step, where
+   With SGD, weight decay brings them together, because its step depends on the weights. Without
+   momentum it multiplies their difference by $1 - \eta \lambda$ in each step, where
    $\eta$ is the learning rate and $\lambda$ the decay. For $\eta = 0.01$ and $\lambda = 10^{-4}$ it
    takes about 700,000 steps to halve the difference.
 

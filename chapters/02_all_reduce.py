@@ -313,8 +313,8 @@ $$ t(m) = \alpha + \beta m . $$
 
 On the website this chapter runs on eight *hosts in a box*: one machine, in which each rank has a
 network of its own, with a *shaped* link: the kernel lets so many bits through a second and no more.
-The ranks share the machine's cores. That is fair for sending, because the link is the bottleneck,
-and unfair for computing. ({doc}`/install` says what such hosts need. Without them, only as many
+The ranks share the machine's cores. Where what a rank waits for is its link, as with large
+messages, that is fair. Where ranks compute, it is not. ({doc}`/install` says what such hosts need. Without them, only as many
 ranks are timed as there are cores or GPUs; the others leave at `timed()`.)
 """
 
@@ -460,7 +460,7 @@ for nbytes, backend in timings["backend"].items():
     ratios = [compare(timings[name][nbytes], backend).ratio for name in WAYS]
     marked = mark_least([f"{ratio:.2f}" for ratio in ratios], [-ratio for ratio in ratios])
     bus = bus_bandwidth(nbytes, timings["ring"][nbytes].median, four) / 1e9
-    rows.append((human_bytes(nbytes), backend, *marked, bus))
+    rows.append((human_bytes(nbytes), backend, *marked, f"{bus:.2g}"))
 timed.print("our four: times as fast as the backend; * the fastest of them")
 timed.print(table(rows, ["size", "backend", *WAYS, "ring GB/s"]))
 rows = [
@@ -545,10 +545,10 @@ carried in a second. It can be compared between algorithms and numbers of ranks.
 [nccl-tests'](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).)
 
 **Explain.** The model takes the rounds as if each began when the one before has ended. In the naive
-way neither the messages to rank 0 need wait for each other, nor those back. In the upper rows the
-links' first 68 KiB count, too, so they say little of the links, and of which way is best on others.
-How much of a row's error either is, this page does not show.
-gloo's own all-reduce is a ring
+way neither the messages to rank 0 need wait for each other, nor those back. And tensors of up to some
+hundred KiB may pass in the links' first 68 KiB, at once: their rows say little of these links, and
+of which way is best on links without such a start. How much of a row's error either is, this page
+does not show. gloo's own all-reduce is a ring
 [at every size](https://github.com/pytorch/gloo/blob/main/gloo/allreduce.cc), of $2(n-1)$
 rounds, each in pieces.
 
@@ -657,10 +657,10 @@ $ python -m microddp.labs start 02
    $$ 2(n-1)\left(\alpha + \beta \frac{S}{n}\right) = (n-1)(\alpha + \beta S), \quad
    \text{so} \quad S = \frac{n}{n-2} \cdot \frac{\alpha}{\beta} . $$
 
-   For 8 ranks that is $\frac{4}{3}\,\alpha/\beta$. (A message of $\alpha/\beta$ bytes is one whose
-   bytes take as long as its start.) Put in the alpha and beta of your run. Where your table has a
-   crossing at another size, the model is off there. For 2 ranks there is no such size: both ways
-   send the same bytes, and the ring needs one round more.
+   For the 4 ranks of the table that is $2\,\alpha/\beta$, for 8 it is $\frac{4}{3}\,\alpha/\beta$.
+   (A message of $\alpha/\beta$ bytes is one whose bytes take as long as its start.) Put in the alpha
+   and beta of your run. Where your table has a crossing at another size, the model is off there. For
+   2 ranks there is no such size: both ways send the same bytes, and the ring needs one round more.
 
    </details>
 

@@ -173,7 +173,8 @@ r"""
 **Explain.** The sums are formed in another order than on one device, so they are rounded otherwise.
 A rounding of `float32` is $2^{29}$ times as large as one of `float64`. The factor is larger if an
 input of a ReLU that is next to 0 comes out above it in one model and below it in the other, as
-happens to larger roundings first. Among the ranks no bit differs, since all get the same sums:
+happens to larger roundings first. Among the ranks no bit differs, since all get the same sums.
+Between them and one device:
 """
 
 # %% tags=["plumbing"]
@@ -275,9 +276,9 @@ assert not torch.equal(first, second)
 ## What it costs
 
 In `microddp`, the book's package, one function takes every step, and how gradients are averaged is
-an object, the *strategy*. {func}`~microddp.schedule.naive_data_parallel_step` takes it with the
-naive one. It calls the same all-reduces in the same order as the version above, so every bit must
-be the same:
+an object, the *strategy*. {func}`~microddp.schedule.naive_data_parallel_step` takes a step with the
+naive strategy. It calls the same all-reduces in the same order as the version above, so every bit
+must be the same:
 """
 
 # %%
@@ -292,16 +293,20 @@ assert distance(theirs, ours) == 0.0
 """
 ## A cluster to scale
 
-What does averaging cost on devices that are worth having? Many ranks cannot compute at once on few
+What does averaging cost on devices such as people train on? Many ranks cannot compute at once on few
 cores. So the ranks of this section are *devices of known speed*: a layer only sleeps, for as long
 as such a device would compute. Its parameters, gradients and messages are real, on links whose
 speed is known as well: those of the hosts in a box, as in chapter 02. Such devices and links are
 the book's *stage*.
 
-For how long should it sleep? What a step gains depends on a few numbers without units: how many
-devices and messages there are; the time $M$ of all gradients in one message, with nothing beside
-it, divided by the time $C$ of all computing; the start of a message, divided by $C$; and the share
-of backward, here two thirds.
+For how long should it sleep? What a step gains depends on a few numbers without units:
+
+- how many devices there are, and how many messages a step has;
+- $M/C$: the time $M$ of all gradients in one message, with nothing beside it, by the time $C$ of all
+  computing;
+- the *start* of a message, what it takes beyond its share of $M$, by $C$;
+- the share of backward in $C$, here two thirds.
+
 A stage on which these are equal is a cluster *to scale*: of another speed, with the same ratios. So
 $M$ is measured, and $C$ is chosen so that $M/C$ is the cluster's. One number cannot be scaled, the
 start of a message: the table's last row says what one start weighs on the cluster and on the stage.
@@ -342,9 +347,9 @@ So n devices should be
 $$ \frac{n\,C}{C + M} = \frac{n}{1 + M/C} $$
 
 times as fast as one, and less by what starts cost: a step has a message for each parameter, and
-here a layer has only one. (The table's "start of a message" is the time of one layer's all-reduce,
-less its share of $M$: a small difference of two long times, so it has a wide spread, and differs
-from chapter to chapter.)
+here a layer has only one. (For the table's "start of a message" all layers' all-reduces are timed,
+one after another, and all gradients in one: the difference, by the number of layers. It is small
+beside both, and may differ from chapter to chapter by more than its quartiles.)
 
 **Measure.** First a look at a step: of three, the one of median length, on two of the devices.
 """

@@ -282,8 +282,8 @@ comms.print(table(rows, headers))
 (_, _, naively), (_, under_way, left) = rows
 backward = 1e3 * sum(s.end - s.start for s in rank_0["hooks"] if s.name == "backward")
 said = (
-    f"In the drawn steps rank 0 waits {naively:.0f} ms naively, and {left:.0f} ms with hooks. With "
-    f"hooks a message is under way or queued in {under_way:.0f} ms of its computing; its backward "
+    f"In the drawn steps rank 0 waits {naively:.0f} ms naively, and {left:.0f} ms with hooks, "
+    f"{left / (naively or 1):.0%} of that. With hooks a message is under way or queued in {under_way:.0f} ms of its computing; its backward "
     f"took {backward:.0f} ms"
 )
 said += f", of which {1e3 * stage.sides[1].compute * 2 / 3:.0f} are pauses." if stage.sides else "."
@@ -361,7 +361,8 @@ if stage.sides and n > 1:
     guess = Prediction(max(device, device / 3 + once), hooks)
     at_once = compare(times["at once"], times["in turn"])
     said = at_once.say("Sending all messages at once", "sending them one after another")
-    find(comms, "at-once", **at_once.sides(f"{said}."))
+    said = f"{said}: {human_seconds(once)} and {human_seconds(turns)}."
+    find(comms, "at-once", **at_once.sides(said))
     said = (
         f"A device alone and the messages one after another make {human_seconds(device + turns)}; "
         f"the naive step took {naively}. The limit of one with hooks is {human_seconds(least)}, "
@@ -430,7 +431,8 @@ def train_and_watch(make_hooks):
 # %% [markdown]
 """
 There is no error. But what it averages is the weights, in the middle of backward, and the gradients
-stay each rank's own:
+stay each rank's own. (They differ by the distance of all ranks' gradients from rank 0's, in units of
+its norm.)
 """
 
 # %%
@@ -520,7 +522,7 @@ hooks.finish()
 
 # %% [markdown]
 r"""
-They cannot notice the first step. Chapter 06 builds a wrapper that calls `finish` by itself.
+The step that the optimizer took before they cannot notice. Chapter 06 builds a wrapper that calls `finish` by itself.
 
 ## Where the cores carry the messages
 
@@ -529,9 +531,9 @@ does not: it copies a message from process to process itself, and cannot compute
 what is under way during backward makes backward longer, and hooks gain less.
 
 **Measure.** Two ranks, on links much faster than their copies, and a model that computes for real;
-then the same gradients and messages with layers that pause in proportion to what each was measured
-to compute, with the optimizer's share for as long as a step of the cores took alone. (Ranks without
-a core of their own leave here.)
+then the same gradients and messages with layers that only pause, each for its share of the time
+that a step of the cores took alone. What such a step takes beyond its pauses is Python's. (Ranks
+without a core of their own leave here.)
 """
 
 # %%
@@ -574,16 +576,19 @@ headers = ["computing is done by", "alone", "naive", "hooks", "hooks against nai
 timed.print(table(rows, headers))
 (low, high), (from_, to) = (gains[who].times.spread for who in ("cores", "devices"))
 several = timed.world_size > 1
+longer = carried["devices"]["none"].median / carried["cores"]["none"].median - 1
 beyond = [f"{1e3 * (t['naive'].median - t['none'].median):.0f} ms" for t in carried.values()]
 said = (
     f"Where cores compute and carry, hooks are {gains['cores'].than('naive')}; where they only "
-    f"carry, hooks are {gains['devices'].than('naive')}. (A naive step takes {beyond[0]} more than "
-    f"one alone where cores compute, and {beyond[1]} more where devices do.) The gain is"
+    f"carry, hooks are {gains['devices'].than('naive')}. (Alone, a step of pauses takes "
+    f"{longer:+.0%} beside one of the cores. A naive step takes {beyond[0]} more than one alone "
+    f"where cores compute, and {beyond[1]} more where devices do.) The gain is"
 )
+unseen = "How much longer backward is there, this page does not show."
 find(
     timed,
     "who-carries",
-    less=(several and high < from_, f"{said} less where cores compute, as predicted."),
+    less=(several and high < from_, f"{said} less where cores compute, as predicted. {unseen}"),
     more=(several and low > to, f"{said} more where cores compute. The prediction failed."),
     unclear=(several and high >= from_ and low <= to, f"{said} not told apart: no test."),
     alone=(not several, "One rank has nothing to carry."),

@@ -22,7 +22,6 @@ from microddp.strategies import STRATEGIES
 from microddp.timing import Timing, measure
 from microddp.workloads.transformer import Transformer, token_loss
 
-ROW = 8  # messages in a row, as a step sends them
 LARGEST_LAYER = 1 << 25  # bytes
 # What GPUs train, in the order of the arguments: 92 million parameters, on four sequences each, so
 # that the seven replicas of a chapter fit one of 24 GB.
@@ -130,19 +129,17 @@ def _measure(comms: Comms, layers: int, layer_bytes: int) -> tuple[float, Timing
     """Seconds of one all-reduce of all gradients, and of a layer's beyond its share of that.
 
     The second is a difference, which may come out below 0: taken round by round, so that it has a
-    spread.
+    spread. Layers follow one another as a step sends them.
     """
     whole = torch.zeros(layers * layer_bytes // 4, device=comms.device)
-    layer = torch.zeros(layer_bytes // 4, device=comms.device)
-
-    def row() -> None:
-        for _ in range(ROW):
-            comms.all_reduce(layer)
-
-    calls: dict[str, Callable[[], object]] = {"whole": partial(comms.all_reduce, whole), "row": row}
+    parts = whole.split(layer_bytes // 4)
+    calls: dict[str, Callable[[], object]] = {
+        "whole": partial(comms.all_reduce, whole),
+        "parts": lambda: [*map(comms.all_reduce, parts)],
+    }
     times = measure(calls, comms, warmup=1, repeat=5)
-    pairs = zip(times["row"].seconds, times["whole"].seconds, strict=True)
-    return times["whole"].median, Timing(tuple(row / ROW - whole / layers for row, whole in pairs))
+    pairs = zip(times["parts"].seconds, times["whole"].seconds, strict=True)
+    return times["whole"].median, Timing(tuple((sent - once) / layers for sent, once in pairs))
 
 
 def _on_gpus(comms: Comms) -> Stage:
