@@ -331,16 +331,16 @@ find(
 r"""
 Summed gradients make SGD's step twice as long, so it misses by the whole length of a step. Adam
 divides by the size of the gradient and hides the mistake, until something depends on that size: a
-limit for clipping that only the summed gradient exceeds, for example. Averaging weights is harmless with plain SGD, whose
-step is linear in the gradient, but for rounding. Adam's is not, and the result is another
-algorithm. A mistake that one optimizer hides is found by testing with another.
+limit for clipping that only the summed gradient exceeds, for example. Averaging weights is harmless
+with plain SGD, whose step is linear in the gradient, but for rounding. Adam's is not, and the
+result is another algorithm. A mistake that one optimizer hides is found by testing with another.
 
 :::{admonition} On GPUs
 All of this holds there, with larger roundings. A matrix product may use TF32, with 11 significant
 bits, where PyTorch is told that it may (`torch.backends.cuda.matmul.fp32_precision`); bf16, which
-layers compute in where `torch.autocast` says so, has 8. A sum's order can also change from run to run, where a kernel adds atomically.
-So compare replicas with each other, to the bit, on GPUs, and with one device in `float64`, on a
-CPU.
+layers compute in where `torch.autocast` says so, has 8. A sum's order can also change from run to
+run, where a kernel adds atomically. So compare replicas with each other, to the bit, on GPUs, and
+with one device in `float64`, on a CPU.
 :::
 
 ## What to take along

@@ -314,8 +314,9 @@ $$ t(m) = \alpha + \beta m . $$
 On the website this chapter runs on eight *hosts in a box*: one machine, in which each rank has a
 network of its own, with a *shaped* link: the kernel lets so many bits through a second and no more.
 The ranks share the machine's cores. Where what a rank waits for is its link, as with large
-messages, that is fair. Where ranks compute, it is not. ({doc}`/install` says what such hosts need. Without them, only as many
-ranks are timed as there are cores or GPUs; the others leave at `timed()`.)
+messages, that is fair. Where ranks compute, it is not. ({doc}`/install` says what such hosts need.
+Without them, only as many ranks are timed as there are cores or GPUs; the others leave at
+`timed()`.)
 """
 
 # %%
@@ -545,12 +546,12 @@ carried in a second. It can be compared between algorithms and numbers of ranks.
 [nccl-tests'](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).)
 
 **Explain.** The model takes the rounds as if each began when the one before has ended. In the naive
-way neither the messages to rank 0 need wait for each other, nor those back. And tensors of up to some
-hundred KiB may pass in the links' first 68 KiB, at once: their rows say little of these links, and
-of which way is best on links without such a start. How much of a row's error either is, this page
-does not show. gloo's own all-reduce is a ring
-[at every size](https://github.com/pytorch/gloo/blob/main/gloo/allreduce.cc), of $2(n-1)$
-rounds, each in pieces.
+way neither the messages to rank 0 need wait for each other, nor those back. And tensors of up to
+some hundred KiB may pass in the links' first 68 KiB, at once: their rows say little of these links,
+and of which way is best on links without such a start. How much of a row's error either is, this
+page does not show. gloo's own all-reduce is a ring [at every
+size](https://github.com/pytorch/gloo/blob/main/gloo/allreduce.cc), of $2(n-1)$ rounds, each in
+pieces.
 
 Naive's bytes pass through rank 0's link one way, then the other: $2(n-1)S$. The ring sends and
 receives at once, each way $\frac{2(n-1)}{n}S$, which is $n$ times less. Between processes of one
@@ -658,9 +659,10 @@ $ python -m microddp.labs start 02
    \text{so} \quad S = \frac{n}{n-2} \cdot \frac{\alpha}{\beta} . $$
 
    For the 4 ranks of the table that is $2\,\alpha/\beta$, for 8 it is $\frac{4}{3}\,\alpha/\beta$.
-   (A message of $\alpha/\beta$ bytes is one whose bytes take as long as its start.) Put in the alpha
-   and beta of your run. Where your table has a crossing at another size, the model is off there. For
-   2 ranks there is no such size: both ways send the same bytes, and the ring needs one round more.
+   (A message of $\alpha/\beta$ bytes is one whose bytes take as long as its start.) Put in the
+   alpha and beta of your run. Where your table has a crossing at another size, the model is off
+   there. For 2 ranks there is no such size: both ways send the same bytes, and the ring needs one
+   round more.
 
    </details>
 

@@ -293,17 +293,17 @@ assert distance(theirs, ours) == 0.0
 """
 ## A cluster to scale
 
-What does averaging cost on devices such as people train on? Many ranks cannot compute at once on few
-cores. So the ranks of this section are *devices of known speed*: a layer only sleeps, for as long
-as such a device would compute. Its parameters, gradients and messages are real, on links whose
+What does averaging cost on devices such as people train on? Many ranks cannot compute at once on
+few cores. So the ranks of this section are *devices of known speed*: a layer only sleeps, for as
+long as such a device would compute. Its parameters, gradients and messages are real, on links whose
 speed is known as well: those of the hosts in a box, as in chapter 02. Such devices and links are
 the book's *stage*.
 
 For how long should it sleep? What a step gains depends on a few numbers without units:
 
 - how many devices there are, and how many messages a step has;
-- $M/C$: the time $M$ of all gradients in one message, with nothing beside it, by the time $C$ of all
-  computing;
+- $M/C$: the time $M$ of all gradients in one message, with nothing beside it, by the time $C$ of
+  all computing;
 - the *start* of a message, what it takes beyond its share of $M$, by $C$;
 - the share of backward in $C$, here two thirds.
 

@@ -283,8 +283,8 @@ comms.print(table(rows, headers))
 backward = 1e3 * sum(s.end - s.start for s in rank_0["hooks"] if s.name == "backward")
 said = (
     f"In the drawn steps rank 0 waits {naively:.0f} ms naively, and {left:.0f} ms with hooks, "
-    f"{left / (naively or 1):.0%} of that. With hooks a message is under way or queued in {under_way:.0f} ms of its computing; its backward "
-    f"took {backward:.0f} ms"
+    f"{left / (naively or 1):.0%} of that. With hooks a message is under way or queued in "
+    f"{under_way:.0f} ms of its computing; its backward took {backward:.0f} ms"
 )
 said += f", of which {1e3 * stage.sides[1].compute * 2 / 3:.0f} are pauses." if stage.sides else "."
 find(comms, "hidden", several=(n > 1, said), alone=(n == 1, "One rank has nothing to hide."))
@@ -431,8 +431,8 @@ def train_and_watch(make_hooks):
 # %% [markdown]
 """
 There is no error. But what it averages is the weights, in the middle of backward, and the gradients
-stay each rank's own. (They differ by the distance of all ranks' gradients from rank 0's, in units of
-its norm.)
+stay each rank's own. (They differ by the distance of all ranks' gradients from rank 0's, in units
+of its norm.)
 """
 
 # %%
@@ -522,7 +522,8 @@ hooks.finish()
 
 # %% [markdown]
 r"""
-The step that the optimizer took before they cannot notice. Chapter 06 builds a wrapper that calls `finish` by itself.
+The step that the optimizer took before they cannot notice. Chapter 06 builds a wrapper that calls
+`finish` by itself.
 
 ## Where the cores carry the messages
 

@@ -69,8 +69,9 @@ for nbytes in ROW:
 
 # %% [markdown]
 r"""
-However small it is, an all-reduce has $2(n-1)$ rounds around a ring, one after the other. So this chapter's model has a floor $t_0$; above it count the bytes, and an
-$\alpha$ for what a large message takes beyond them:
+However small it is, an all-reduce has $2(n-1)$ rounds around a ring, one after the other. So this
+chapter's model has a floor $t_0$; above it count the bytes, and an $\alpha$ for what a large
+message takes beyond them:
 
 $$ t(m) = \max(t_0, \; \alpha + \beta m) . $$
 
@@ -411,10 +412,10 @@ comms.print(stage)
 
 # %% [markdown]
 r"""
-(The book has four prices of a message. Chapter 02's $\alpha$ is of one message between two ranks. The
-others are of an all-reduce, which has $2(n-1)$ rounds of them: $t_0$ is all that a small one takes;
-this chapter's $\alpha$ what one of 256 KiB or more takes beyond its bytes; the stage's *start* what
-one of all layers' takes beyond its share of a single one with all gradients.)
+(The book has four prices of a message. Chapter 02's $\alpha$ is of one message between two ranks.
+The others are of an all-reduce, which has $2(n-1)$ rounds of them: $t_0$ is all that a small one
+takes; this chapter's $\alpha$ what one of 256 KiB or more takes beyond its bytes; the stage's
+*start* what one of all layers' takes beyond its share of a single one with all gradients.)
 """
 
 
@@ -628,12 +629,12 @@ for all of them; what it says of the cluster holds only as far as starts weigh a
 
 :::{admonition} On GPUs
 A large all-reduce takes some 0.2 ms to start ($2(n-1)$ rounds of 14 us, NCCL's own figure for its
-large messages, for eight machines; small ones go by a quicker protocol, chapter 02), and 25 MiB take 0.9 ms on links of 400 Gbit/s: at PyTorch's default
-cap less than a fifth is start-up. A layer of this chapter's cluster has 28 MiB, so at that cap no
-bucket holds two whole ones. Some of PyTorch's developers call it too small for today's models, and
-one proposes 100 MB ([issue 118421](https://github.com/pytorch/pytorch/issues/118421)). Try
-`bucket_cap_mb` of 5, 25 and 100 on your job. (One that you give holds for the first bucket, too,
-which is of 1 MiB otherwise.)
+large messages, for eight machines; small ones go by a quicker protocol, chapter 02), and 25 MiB
+take 0.9 ms on links of 400 Gbit/s: at PyTorch's default cap less than a fifth is start-up. A layer
+of this chapter's cluster has 28 MiB, so at that cap no bucket holds two whole ones. Some of
+PyTorch's developers call it too small for today's models, and one proposes 100 MB ([issue
+118421](https://github.com/pytorch/pytorch/issues/118421)). Try `bucket_cap_mb` of 5, 25 and 100 on
+your job. (One that you give holds for the first bucket, too, which is of 1 MiB otherwise.)
 :::
 
 ## Where it breaks: a bucket that is never emptied
@@ -736,7 +737,8 @@ different sizes only, since these hooks do not say whose gradients they send.)
 
 ## What to take along
 
-- An all-reduce has a price, however small it is. Join messages whose bytes take no longer than that.
+- An all-reduce has a price, however small it is. Join messages whose bytes take no longer than
+  that.
 - A plan needs three rules: reverse order, fill up to the cap, split no parameter.
 - The best cap depends on alpha, on beta and on how much of the communication the hardware hides.
   Measure it where you train.
@@ -797,9 +799,9 @@ $ python -m microddp.labs start 05
    </details>
 
 2. A byte of gradients takes $\beta$ seconds to send and $b$ seconds of backward to compute. Let
-   messages travel during backward, and $\beta > b$: then a step waits for the network. Which bucket size
-   $m$ is best for $S$ bytes of gradients, all layers alike? How much larger must a model be before
-   twice that size is best?
+   messages travel during backward, and $\beta > b$: then a step waits for the network. Which bucket
+   size $m$ is best for $S$ bytes of gradients, all layers alike? How much larger must a model be
+   before twice that size is best?
 
    <details class="solution"><summary>Solution</summary>
 

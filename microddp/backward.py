@@ -140,6 +140,7 @@ class Backward:
     Attributes:
         arrived: the parameters whose gradients are ready, in that order.
         missing: by bucket, the number of gradients that are not ready.
+        waiting: by bucket, the gradients that are ready and not copied into it yet, by slot.
         works: the collectives of the buckets that were sent, in order.
     """
 
@@ -147,6 +148,7 @@ class Backward:
         self.buckets = buckets
         self.arrived: dict[int, None] = {}
         self.missing = [len(members) for members in buckets.plan]
+        self.waiting: list[dict[int, torch.Tensor | None]] = [{} for _ in buckets.plan]
         self.works: list[Any] = []
 
     def mark_ready(self, i: int, grad: torch.Tensor | None) -> None:
@@ -154,14 +156,14 @@ class Backward:
         buckets = self.buckets
         self.arrived[i] = None
         index, slot = buckets.places[i]
-        bucket = buckets.all[index]
-        bucket.grads[slot] = grad
-        if bucket.copies_eagerly:
-            bucket.copy_in([slot], buckets.divisor, buckets.as_view)
+        bucket, waiting = buckets.all[index], self.waiting[index]
+        divisor, as_view = buckets.divisor, buckets.as_view
+        if not (bucket.large[slot] and bucket.copy_in_large(slot, grad, divisor, as_view)):
+            waiting[slot] = grad
         self.missing[index] -= 1
         if not self.missing[index]:
-            if not bucket.copies_eagerly:
-                bucket.copy_in(range(len(bucket.grads)), buckets.divisor, buckets.as_view)
+            bucket.copy_in(waiting, divisor, as_view)
+            waiting.clear()
             self.send_full()
 
     def send_full(self) -> None:

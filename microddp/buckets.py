@@ -7,7 +7,7 @@ about the same time travel together, in one flat buffer.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 
 import torch
@@ -17,9 +17,9 @@ BUCKET_CAP_MB = 25.0
 # A small first bucket, so that communication begins early in backward. PyTorch's own default; its
 # developers disagree on what it gains (PyTorch issue 118421).
 FIRST_BUCKET_CAP_MB = 1.0
-# Gradients below this size are brought into their bucket in one call. Above, a call costs less than
-# the bytes, which are still in the cache, and a full bucket leaves sooner. A GPU's calls cost more.
-LARGE_BYTES, LARGE_ON_GPUS = 1 << 18, 1 << 20
+# Smaller gradients are copied into their bucket in one call, when the last is ready. A larger one
+# has left the caches by then: a call of its own, at once, costs less.
+LARGE_BYTES = 1 << 20
 
 
 def bucket_caps(bucket_cap_mb: float | None) -> list[int]:
@@ -85,8 +85,7 @@ class GradientBucket:
     Attributes:
         views: views of the buffer, one for each parameter in its shape; none if it is sparse.
         sparse: True if it holds a single gradient, which is sparse.
-        copies_eagerly: True if a gradient is copied as soon as it is ready, not with all others.
-        grads: by slot, the gradients that are ready and not copied yet; ``None`` for zero.
+        large: for each slot, True if its gradient is copied as soon as it is ready.
     """
 
     def __init__(
@@ -107,9 +106,7 @@ class GradientBucket:
             part.as_strided(p.shape, torch.empty_like(p, device="meta").stride())
             for p, part in zip(dense, torch.split(self._flat, sizes), strict=True)
         ]
-        large = LARGE_BYTES if self._flat.is_cpu else LARGE_ON_GPUS
-        self.copies_eagerly = max(p.nbytes for p in parameters) >= large
-        self.grads: list[torch.Tensor | None] = [None] * len(self._parameters)
+        self.large = [p.nbytes >= LARGE_BYTES and not sparse for p in parameters]
         self._absent: list[int] = []  # the slots without a gradient, which count as zero
 
     def index(self) -> int:
@@ -136,29 +133,45 @@ class GradientBucket:
         """The parameters whose gradients it holds."""
         return self._parameters
 
-    def copy_in(self, slots: Sequence[int], divisor: int, as_view: bool) -> None:
-        """Copy ready gradients into the buffer, divided by ``divisor``.
+    def copy_in_large(
+        self, slot: int, grad: torch.Tensor | None, divisor: int, as_view: bool
+    ) -> bool:
+        """Do as :meth:`copy_in` with a large gradient, at once; return if that could be."""
+        if grad is None or torch.is_grad_enabled():
+            return False
+        view = self.views[slot]
+        if grad is view:
+            view.div_(divisor)
+        else:
+            torch.mul(grad, 1 / divisor, out=view)
+            if as_view:
+                self._parameters[slot].grad = view
+        return True
+
+    def copy_in(
+        self, ready: Mapping[int, torch.Tensor | None], divisor: int, as_view: bool
+    ) -> None:
+        """Copy the gradients that are not in the buffer yet, when all are ready, divided.
 
         Args:
-            slots: slots of the gradients.
+            ready: the gradients by slot; ``None`` for zero.
             divisor: the number of ranks that average.
             as_view: let ``.grad`` become a view of the buffer.
         """
         if torch.is_grad_enabled():
-            if any(grad is not None and grad.requires_grad for grad in self.grads):
+            if any(grad is not None and grad.requires_grad for grad in ready.values()):
                 warnings.warn("gradients are averaged, not gradients of gradients", stacklevel=2)
             with torch.no_grad():
-                self.copy_in(slots, divisor, as_view)
+                self.copy_in(ready, divisor, as_view)
             return
         if self.sparse:
-            self._flat = self._sparse_gradient() / divisor
+            self._flat = self._sparse_gradient(*ready.values()) / divisor
             return
         self._flat = self._home  # a hook may have set another, in a backward that raised
         at_home: list[torch.Tensor] = []
         grads, views = [], []
-        for slot in slots:
-            grad, view = self.grads[slot], self.views[slot]
-            self.grads[slot] = None
+        for slot, grad in ready.items():
+            view = self.views[slot]
             if grad is view:
                 at_home.append(view)
             elif grad is None:
@@ -171,18 +184,17 @@ class GradientBucket:
                     self._parameters[slot].grad = view
         # Multiplied here, divided below: as PyTorch does, so that not a bit differs from its DDP.
         # For many one call: each alone costs more than its bytes.
-        if len(grads) == len(self.views) > 1:
+        if views:
             torch._foreach_copy_(views, grads)
-            self._home.mul_(1 / divisor)
-        else:
-            for view, grad in zip(views, grads, strict=True):
-                torch.mul(grad, 1 / divisor, out=view)
+            if len(views) == len(self.views):
+                self._home.mul_(1 / divisor)
+            else:  # by a tensor: a number would be rounded to the gradients' dtype first
+                torch._foreach_mul_(views, torch.tensor(1 / divisor, dtype=torch.float64))
         for part in [self._home] if len(at_home) == len(self.views) else at_home:
             part.div_(divisor)
 
-    def _sparse_gradient(self) -> torch.Tensor:
-        (grad,), (parameter,) = self.grads, self._parameters
-        self.grads = [None]
+    def _sparse_gradient(self, grad: torch.Tensor | None) -> torch.Tensor:
+        (parameter,) = self._parameters
         if grad is not None:
             return grad.detach()
         nowhere = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ class Carrier:
 
     def __init__(self, comms: Comms) -> None:
         self.comms = comms
+        self._transport: Any = None  # known while the buckets of one backward are sent
 
     @property
     def maker(self) -> Callable[[Comms], Carrier]:
@@ -40,14 +42,18 @@ class Carrier:
         """Begin to overwrite a contiguous tensor by that of rank ``src``."""
         return self.comms.broadcast(tensor, src, async_op=True)
 
-    def start(self, buffer: torch.Tensor, is_last: bool) -> Launched:  # noqa: ARG002
+    def start(self, buffer: torch.Tensor, is_last: bool) -> Launched:
         """Begin to add a buffer up over the ranks, in place.
 
         Args:
             buffer: of gradients.
-            is_last: whether no other is to follow in this backward, which matters to others.
+            is_last: whether no other is to follow in this backward.
 
         Returns:
             What to wait for.
         """
-        return self.comms.group.allreduce([buffer])
+        transport = self._transport or self.comms.transport
+        self._transport = None if is_last else transport
+        # For sparse gradients on GPUs the group calls another method of the backend.
+        work: Launched = (self.comms.group if buffer.is_sparse else transport).allreduce([buffer])
+        return work

@@ -128,12 +128,14 @@ def parameters_of(*shapes, dtype=torch.float32):
 
 
 def copy_in(bucket, divisor, as_view):
-    for slot, p in enumerate(bucket.parameters()):
-        bucket.grads[slot] = p.grad
-        if bucket.copies_eagerly:
-            bucket.copy_in([slot], divisor, as_view)
-    if not bucket.copies_eagerly:
-        bucket.copy_in(range(len(bucket.grads)), divisor, as_view)
+    with torch.no_grad():  # as in backward
+        grads = {slot: p.grad for slot, p in enumerate(bucket.parameters())}
+        left = {
+            slot: grad
+            for slot, grad in grads.items()
+            if not (bucket.large[slot] and bucket.copy_in_large(slot, grad, divisor, as_view))
+        }
+        bucket.copy_in(left, divisor, as_view)
 
 
 def test_a_bucket_holds_gradients_side_by_side():
@@ -160,7 +162,7 @@ def test_many_gradients_in_one_call_are_scaled_as_one_by_one(dtype):
         if channels in shapes:
             parameters[0] = nn.Parameter(parameters[0].data.to(memory_format=torch.channels_last))
         bucket = GradientBucket(parameters)
-        assert bucket.copies_eagerly == (large in shapes)
+        assert bucket.large == [shape == large for shape in shapes]
         for at_home in (False, True):  # as copies or none, and as views of the bucket
             grads = [torch.randn(p.shape).to(dtype) for p in parameters]
             for p, view, grad in zip(parameters, bucket.views, grads, strict=True):
@@ -170,12 +172,11 @@ def test_many_gradients_in_one_call_are_scaled_as_one_by_one(dtype):
                 assert torch.equal(view, grad / 3 if at_home else grad * (1 / 3)), shapes
 
 
-def test_a_sparse_gradient_is_let_go_of_once_it_is_on_its_way():
+def test_a_sparse_gradient_is_divided():
     (p,) = parameters_of((3, 2))
     bucket = GradientBucket([p], sparse=True)
     p.grad = torch.eye(3, 2).to_sparse(1)
     copy_in(bucket, 2, as_view=False)
-    assert bucket.grads == [None]
     assert bucket.buffer().to_dense().equal(torch.eye(3, 2) / 2)
 
 

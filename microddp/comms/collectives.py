@@ -65,7 +65,7 @@ class Comms(PointToPoint):
         comms = cls(group, device, local_rank, local_world_size, DEFAULT_TIMEOUT)
         comms.joined = True
         with suppress(AttributeError, RuntimeError):  # not every backend has options
-            comms.timeout = comms._transport.options._timeout.total_seconds()
+            comms.timeout = comms.transport.options._timeout.total_seconds()
         return comms
 
     def subgroup(self, ranks: Sequence[int], timeout: float | None = None) -> Comms | None:

@@ -49,10 +49,10 @@ class PointToPoint(Identity, Scratch):
     on_send: Callable[[torch.Tensor, int], None] | None = None
 
     @property
-    def _transport(self) -> Any:
-        # The backend itself. The group's own send and recv go through torch's dispatcher, and what
-        # that touches has left the caches after every message of a megabyte: a ring took 1 to 4 %
-        # longer over it. Not kept, because its threads end when the last reference to it goes.
+    def transport(self) -> Any:
+        """The backend itself. Keep no reference to it: with the last one its threads end."""
+        # The group's own methods go through torch's dispatcher, and what that touches has left the
+        # caches after every message of a megabyte: a ring took 1 to 4 % longer over it.
         return self.group._get_backend(self.wire_device)
 
     def send(self, tensor: torch.Tensor, dst: int, *, async_op: bool = False) -> Pending:
@@ -130,7 +130,7 @@ class PointToPoint(Identity, Scratch):
             return lambda outgoing, incoming: exchange(
                 self._recv(incoming, src), self._send(outgoing, dst)
             )
-        send, recv = self._transport.send, self._transport.recv
+        send, recv = self.transport.send, self.transport.recv
         return lambda outgoing, incoming: exchange(
             recv([incoming], src, 0).wait, send([outgoing], dst, 0).wait
         )
@@ -140,7 +140,7 @@ class PointToPoint(Identity, Scratch):
         if self.on_send:
             self.on_send(tensor, dst)
         header = self.headers.send(describe(tensor), dst) if self.debug else None
-        message: Callable[[], object] = self._transport.send([self.to_wire(tensor)], dst, 0).wait
+        message: Callable[[], object] = self.transport.send([self.to_wire(tensor)], dst, 0).wait
         return message if header is None else Pending(header.wait, message).wait
 
     def _recv(self, tensor: torch.Tensor, src: int) -> Callable[[], object]:
@@ -150,7 +150,7 @@ class PointToPoint(Identity, Scratch):
         if self.debug:  # the header must be read before the message can be
             self._coming[src].append(wire)
         else:
-            message = self._transport.recv([wire], src, 0).wait
+            message = self.transport.recv([wire], src, 0).wait
         return message if wire is tensor else Pending(message, partial(tensor.copy_, wire)).wait
 
     def _exchange_batched(

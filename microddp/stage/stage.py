@@ -132,7 +132,7 @@ def _measure(comms: Comms, layers: int, layer_bytes: int) -> tuple[float, Timing
     spread. Layers follow one another as a step sends them.
     """
     whole = torch.zeros(layers * layer_bytes // 4, device=comms.device)
-    parts = whole.split(layer_bytes // 4)
+    parts = torch.split(whole, layer_bytes // 4)
     calls: dict[str, Callable[[], object]] = {
         "whole": partial(comms.all_reduce, whole),
         "parts": lambda: [*map(comms.all_reduce, parts)],

@@ -212,6 +212,10 @@ class Transport:
         self._recorder.record(self._group, "recv", tensors, _size(tensors), src)
         return self._real.recv(tensors, src, tag)
 
+    def allreduce(self, tensors: Any) -> Any:
+        self._recorder.record(self._group, "all_reduce", tensors, _size(tensors), None)
+        return self._real.allreduce(tensors)
+
     def __getattr__(self, name: str) -> Any:
         if name in ("supports_splitting", "options") or name.startswith("supports_"):
             return getattr(self._real, name)
