@@ -191,6 +191,8 @@ find(
     more=(off > 0.05, f"{said} {off:.0%} more than the predicted 1.94. {why}"),
     less=(off < -0.05, f"{said} {-off:.0%} less than the predicted 1.94. {why}"),
 )
+
+# %% tags=["plumbing"]
 falls = shares[-1] < shares[0]
 said = (
     f"The optimizer's share {'falls' if falls else 'does not fall: it goes'} from {shares[0]:.0%} "

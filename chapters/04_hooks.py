@@ -579,6 +579,8 @@ timed.print(table(rows, headers))
 several = timed.world_size > 1
 longer = carried["devices"]["none"].median / carried["cores"]["none"].median - 1
 beyond = [f"{1e3 * (t['naive'].median - t['none'].median):.0f} ms" for t in carried.values()]
+
+# %% tags=["plumbing"]
 said = (
     f"Where cores compute and carry, hooks are {gains['cores'].than('naive')}; where they only "
     f"carry, hooks are {gains['devices'].than('naive')}. (Alone, a step of pauses takes "

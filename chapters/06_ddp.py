@@ -206,8 +206,9 @@ assert shown(lambda: DDP(odd, comms)) == (n > 1)
 
 # %% [markdown]
 """
-Different values are no error: rank 0's replace the others', also if only another rank has loaded a
-checkpoint. With `verify_replicas=True`, which PyTorch's wrapper lacks, they must be equal already:
+Different values are no error: rank 0's replace the others', and a checkpoint that only another rank
+has loaded is lost. With `verify_replicas=True`, which PyTorch's wrapper lacks, they must be equal
+already:
 """
 
 # %%
@@ -711,13 +712,16 @@ said = buckets.say("A step of buckets", "one of hooks")
 said += ", so it shows nothing of what chapter 05 measures." if buckets.alike else "."
 find(comms, "buckets", **buckets.sides(said))
 wrappers = compare(steps["microddp.DDP"], steps["PyTorch's DDP"])
-said = wrappers.say("A step of microddp.DDP", "one of PyTorch's DDP") + "."
+said = wrappers.say("A step of microddp.DDP", "one of PyTorch's DDP")
+alike = compare(steps["microddp.DDP"], steps["buckets (05)"])
+said = f"{said}. {alike.say('It', 'a step of the buckets, which send the same')}."
 find(comms, "wrappers", **wrappers.sides(said))
 
 # %% [markdown]
 """
-**Explain.** None of these can hide what takes longer than backward. (Where a step takes longer than
-was predicted, this page does not show why.) To send fewer bytes is the subject of chapters 10 and
+**Explain.** None of these can hide what takes longer than backward. (Where a step takes another
+time than was predicted, this page does not show why.) To send fewer bytes is the subject of
+chapters 10 and
 11. And the processor time, the mean over the ranks? Where ranks share cores, a millisecond of each
 rank is several of a core:
 """
@@ -728,17 +732,18 @@ taken = torch.tensor([seconds[-steps_timed:] for seconds in spent.values()], dev
 comms.all_reduce_mean(taken)
 mine, theirs = (round(1e3 * Timing(tuple(row)).median, 1) for row in taken.tolist())
 crowd = comms.ranks_on_cores / comms.cores
-said = (
-    f"A step takes {mine:.1f} ms of a rank's processor time with microddp.DDP, and {theirs:.1f} ms"
-)
+said = f"A step takes {mine:.1f} ms of a rank's processor time with microddp.DDP, {theirs:.1f} ms"
 said = f"{said} with PyTorch's"
+ours, pytorchs = (1e3 * steps[name].median for name in spent)
 find(
     comms,
     "processor-time",
     shared=(
         n > 1 and crowd > 1,
-        f"{said}. Where {comms.ranks_on_cores} ranks have {comms.cores} cores, the difference of "
-        f"{abs(mine - theirs):.1f} ms makes {crowd * abs(mine - theirs):.0f} ms of a step at most.",
+        f"{said}. All {comms.ranks_on_cores} ranks' keep the {comms.cores} cores busy for "
+        f"{crowd * mine / ours:.0%} of a step with microddp.DDP, {crowd * theirs / pytorchs:.0%} "
+        f"with PyTorch's. Shared by the cores alone, the ranks' difference is "
+        f"{crowd * (mine - theirs):+.1f} ms; the steps differ by {ours - pytorchs:+.1f} ms.",
     ),
     own=(n > 1 and crowd <= 1, f"{said}, and each rank has a core."),
     alone=(n == 1, "One rank waits for no other."),
@@ -748,24 +753,23 @@ find(
 """
 ## What I would set
 
-| argument | set it | because |
-|---|---|---|
-| `gradient_as_bucket_view` | `True` | half the memory of gradients and buckets (chapter 05) |
-| `bucket_cap_mb` | try 5, 25 and 100 | the best depends on alpha, beta and backward (chapter 05) |
-| `find_unused_parameters` | only if a forward leaves some out | it searches each forward's graph |
-| `static_graph` | if every step uses the same parameters | it finds unused ones once |
-| `forward_sync_buffers` | `False` if no buffer ever changes | nobody needs its broadcast |
-| `no_sync()` | around forward *and* backward of all but the last | one average a step |
+| argument | set it | because | |---|---|---| | `gradient_as_bucket_view` | `True` | half the memory
+of gradients and buckets (chapter 05) | | `bucket_cap_mb` | try 5, 25 and 100 | the best depends on
+alpha, beta and backward (chapter 05) | | `find_unused_parameters` | only if a forward leaves some
+out | it searches each forward's graph | | `static_graph` | if every step uses the same parameters |
+it finds unused ones once | | `forward_sync_buffers` | `False` if no buffer ever changes | then a
+broadcast in each forward serves nobody | | `no_sync()` | around forward *and* backward of all but
+the last | one average a step |
 
 :::{admonition} On GPUs
-How much each way gains follows from $n$, $M/C$ and the starts. What differs: the CPU only queues
-work, so Python costs nothing as long as the GPU has some left; and NCCL's kernels compute the sums
-on the GPU itself, and slow backward down meanwhile. Small models leave a GPU nothing: on an H100,
-NCCL with one rank, a step of `microddp.DDP` was 0.96 times as fast as one of PyTorch's (twelve
-cases of `python -m microddp.bench ddp`, torch 2.11, on 26 and on 28 November 2026). In the worst
-case, 16 buckets of 4 MiB, it was 0.79 times as fast on the first day, and 0.84 on the second.
-With $M/C$ below two thirds all can be hidden (chapter 04). Far below, as on 8 H100 of a node, there
-is little to hide, and the ways hardly differ.
+What each way can gain at most follows from $n$, $M/C$ and the starts. What differs: the CPU only
+queues work, so Python costs nothing as long as the GPU has some left; and NCCL's kernels compute
+the sums on the GPU itself, and slow backward down meanwhile. Small models leave a GPU nothing: on
+an H100, NCCL with one rank, a step of `microddp.DDP` was 0.96 times as fast as one of PyTorch's
+(geometric mean of the twelve cases of `python -m microddp.bench ddp`, torch 2.11, the same on 26
+and on 28 November 2026). In the worst case, 16 buckets of 4 MiB, it was 0.79 times as fast on the
+first day, and 0.84 on the second. With $M/C$ below two thirds all can be hidden (chapter 04). Far
+below, as on 8 H100 of a node, there is little to hide, and the ways hardly differ.
 :::
 
 ## What to take along

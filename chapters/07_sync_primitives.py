@@ -54,7 +54,7 @@ comms.print(comms.describe())
 
 Nobody leaves a *barrier* before everybody has come to it. It is needed before something that is not
 a message: before a clock is read, or a file that another rank wrote. Before a collective you need
-none: it waits for the others' data.
+none: who receives in it waits for the data, and who only sends has nothing to wait for.
 """
 
 # %% [markdown] index=["collectives", "all_gather", "reduce_scatter", "subgroup"]
@@ -72,9 +72,10 @@ The others move data:
 - *All-to-all*: every rank deals out, and every rank collects: in a mixture of experts, where ranks
   hold different parts of a layer, each token travels to the ranks that are to compute it.
 
-**Predict.** Let part $p$ of rank $r$ be the number $(p + 1) \cdot 10^r$. Then every rank writes to
-a decimal digit of its own, and a sum tells who is in it. Four ranks are a group: all ranks call
-`subgroup` for every group, in one order. `BRINGS` has what this rank brings:
+**Predict.** To see who has what, let part $p$ of rank $r$ be the number $(p + 1) \cdot 10^r$. Then
+every rank writes to a decimal digit of its own, and a sum should tell who is in it. Four ranks are
+a group: all ranks call `subgroup` for every group, in one order. `BRINGS` has what this rank
+brings:
 """
 
 # %%
@@ -118,7 +119,7 @@ and then an all-gather make an all-reduce (chapter 02's ring).
 ## What they are for
 
 Large jobs arrange ranks in a grid, a *device mesh*, with a group for each row and column
-({func}`microddp.register_mesh`). Three uses of collectives have a trap.
+({func}`microddp.register_mesh`); chapter 16 uses one. Three uses of collectives have a trap.
 
 **Stop together: the maximum of flags.** Each rank looks at the loss on *its* images to decide
 whether to stop. One that stopped alone would leave the others waiting. So each says 0 or 1, and the
@@ -212,8 +213,8 @@ busiest link: the most that a rank sends, or receives.
 
 - gloo broadcasts by a tree. Each of $\lceil\log_2 n\rceil$ rounds reaches twice as many ranks, and
   rank 0 sends $S$ in each.
-- NCCL broadcasts around a ring, and in no other way
-  ([tuning.cc](https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc) skips all others):
+- NCCL broadcasts around a ring, and in no other way (its
+  [tuning.cc](https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc) skips all others):
   each rank passes on a piece as soon as it has it. So nobody sends more than $S$.
 - In the others a rank sends, or receives, $n-1$ parts of $S/n$; in an all-reduce twice as many.
 
@@ -310,8 +311,9 @@ the end, not what it costs to get there.
 Who has what stays, and so does the order of calls. A broadcast's bytes do not grow with $n$; a
 reduce-scatter has half an all-reduce's. On 8 H200, with 16 GiB, a link carried 368 GB/s in an
 all-reduce around a ring (`NCCL_NVLS_ENABLE=0`), 363 in a reduce-scatter and 361 in an all-gather
-([ML engineering](https://github.com/stas00/ml-engineering/tree/master/network), August 2026): the
-same, so half the bytes take half the time. On yours, run `reduce_scatter_perf` of nccl-tests.
+([ML engineering](https://github.com/stas00/ml-engineering/tree/master/network), August 2026):
+within 2 %, so half the bytes take about half the time. On yours, run `reduce_scatter_perf` of
+nccl-tests.
 :::
 """
 
@@ -323,7 +325,7 @@ Collectives are paired by their order, and a rank in one waits for the others, t
 until the time-out. Each mistake below is a function. All ranks call it, with a group and most often
 with the ranks that go wrong in it. `outcomes` calls it with a new group, whose time-out is one
 second, and returns how each rank fared: its error, or "went on". (With NCCL a time-out ends the
-process, so there none is made.)
+process, so there nothing is called that would wait for it.)
 """
 
 # %%
@@ -433,8 +435,9 @@ assert {*FARED["sums in another order"], *FARED["another shape"]} == {"went on"}
 
 # %% [markdown]
 """
-Nor can you count on that: a tensor too *long* for its receiver ends the process in gloo, and NCCL
-promises nothing ("undefined behavior, including hangs, crashes, or data corruption", [its user
+Nor can you count on that: a tensor too *long* for its receiver ends the process in gloo (not tried
+here, where the page would end with it), and NCCL promises nothing ("undefined behavior, including
+hangs, crashes, or data corruption", [its user
 guide](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/collectives.html)).
 
 With `MICRODDP_DEBUG=1` all ranks first tell each other what they are about to do. On a difference

@@ -60,7 +60,7 @@ comms.print(stage)
 
 # %% [markdown]
 """
-("Start of a message": what an all-reduce takes beside the time of its bytes, chapter 03. It is
+("Start of a message": what a layer's all-reduce takes beyond its share of $M$, chapter 03. It is
 measured anew in each chapter, and varies.)
 
 **Predict.** If gradients are averaged one by one after backward, all of their communication is
@@ -156,7 +156,7 @@ recorded = record(steps)
 # %% [markdown]
 """
 {func}`~microddp.step_times.break_down` follows the same rule, and adds the phases. A step takes as
-long as its slowest rank. The parts are medians over all rounds and ranks:
+long as its slowest rank. The parts are medians over all rounds and ranks, which need not add up:
 """
 
 
@@ -379,8 +379,8 @@ if by_speed:
     said = (
         f"Overlap gains at {gaining} of {len(by_speed)} speeds"
         f"{f', and loses at {losing}' * bool(losing)}. With 8 buckets a "
-        f"step is so many times as fast as with one: {'; '.join(each)}. The median is highest at "
-        f"{most}, the loop's at {by_loop}."
+        f"step is so many times as fast as with one: {'; '.join(each)}. The highest median is "
+        f"that at {most}, the loop's at {by_loop}."
     )
     find(comms, "overlap", some=(gaining > 0, said), none=(gaining == 0, said))
 
@@ -543,8 +543,9 @@ if pair:
 
 # %% [markdown]
 """
-**Explain.** The starts of messages do not cancel: the stage's $C$ was scaled to an all-reduce of
-$2(n-1)$ rounds, and that of two ranks has 2. A device with few tokens reaches less of its peak.
+**Explain.** Starts of messages do not cancel: an all-reduce of two ranks has 2 rounds, and the
+stage's $C$ was scaled to one of $2(n-1)$. Nor does what Python takes of a step. A real device with
+few tokens reaches less of its peak.
 
 {func}`~microddp.performance.worth.step_budget` does the same arithmetic, and adds the best case:
 all that fits into the last backward is hidden. As a form:
@@ -571,8 +572,8 @@ Exposed and hidden, the inequality and the slow rank stay. Three things differ.
 - *The clock.* A launch returns before the GPU has done the work, so a Python clock times the
   launch. microddp's clock waits for the device where a phase ends; [CUDA
   events](https://docs.pytorch.org/docs/stable/notes/cuda.html) are recorded on the GPU's stream.
-- *The price of hiding.* NCCL's kernels use the GPU's processors. Products beside them get 30 to
-  40 % slower, says the author of [PyTorch pull request
+- *The price of hiding.* NCCL's kernels use the GPU's processors. Matrix products beside them get 30
+  to 40 % slower, says the author of [PyTorch pull request
   179937](https://github.com/pytorch/pytorch/pull/179937) (April 2026).
 - *Bandwidth depends on the message.* Eight H200 reach a {term}`bus bandwidth` of 256 GB/s at
   16 MiB, and 482 at 16 GiB ([ML
@@ -606,8 +607,8 @@ Before you buy a network, in this order:
 
 1. Time the step without averaging (DDP's `no_sync()`), on as many ranks. What averaging adds is all
    that can be won.
-2. Look at every rank. Beside what hiding costs, the network costs no more than the shortest wait of
-   any rank. What others wait longer is for slow ranks.
+2. Look at every rank. The one that waits least is the one that the others wait for: what they wait
+   longer than it is not the network's.
 3. Split communication into exposed and hidden. Exposed costs its time, hidden as much as it slows
    computing.
 4. Rank what can be changed by the milliseconds that it saves, predict before you try, and try.

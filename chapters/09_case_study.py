@@ -202,7 +202,8 @@ if n > 1:
 # %% [markdown] index=["profiler", "profile"]
 r"""
 **Explain.** Half a batch computes for half as long at best, and what the link then takes is above.
-Cores share caches and memory, and carry the messages, too.
+Cores also share caches and memory, and carry the messages; what either costs, this page does not
+show.
 
 ## The profile
 
@@ -386,8 +387,9 @@ timed.print(f"derived: f = {f * 1e3:.0f} ms a step, c = {c * 1e3:.1f} ms a pair"
 
 # %% [markdown]
 r"""
-**Predict.** Messages begin with backward, two thirds of $t$, and the last bucket of share $l$
-begins when it ends. So $k$ micro-batches of $b$ pairs, with messages of $M$ in all, take
+**Predict.** Messages begin with backward, which we take for two thirds of $t$, and the last bucket
+of share $l$ begins when it ends. So $k$ micro-batches of $b$ pairs, with messages of $M$ in all,
+take
 
 $$ k\,t(b) + \max(l M, \; M - \tfrac{2}{3} t(b)) . $$
 
@@ -615,10 +617,10 @@ r"""
 gains much; each device pays $f$ in full, however few its pairs. In the published profile kernels
 run in a small part of a step, and the CPU, which starts them, works through most of it. So larger
 micro-batches, `torch.compile` or CUDA graphs come first. By the formula one GPU with 32 pairs takes
-$f/32 + c = 3.6$ ms a pair. Two with 8 each take 3.4, so the second adds little: fill one GPU before
-you add another. Between machines bytes
-come first, at the same global batch: send half, if two devices are worth it at all (above). Where
-the batch may grow, more pairs a device share both $f$ and $M$.
+$f/32 + c = 3.6$ ms a pair, hardly more than two with 8 pairs each, 3.4. So where the batch may
+grow, fill one GPU before you add another. Between machines bytes come first, at the same global
+batch: send half, if two devices are worth it at all (above). Where the batch may grow, more pairs a
+device share both $f$ and $M$.
 
 The formula leaves out the Python that runs between the pauses, of one device's step, too; the
 starts of messages, of which a smaller cap needs more (chapter 03 says what a start is); and the
@@ -626,11 +628,11 @@ hook, which converts on the CPU, but only once for two micro-batches, which gain
 these was slowed down with the stage as the computing was, and all only add time.
 
 :::{admonition} On GPUs
-By the formula what the rungs gain follows from $M/t$, the same on stage and cluster; the starts and
-the hook, which are dearer here, change it on the stage. NCCL's kernels take processors from
-backward while they send, so less is hidden than the formula says. Run it with
-`torchrun --nproc-per-node=2` on a GPU node. Here is the formula for 8 devices, with the same 16
-pairs (on the top rung 16 for each device, twice):
+By the formula what rungs gain by their messages follows from $M/t$, and what they gain by more
+pairs from $f$ and $c$, all to scale on stage and cluster; the starts and the hook, which are dearer
+here, change it on the stage. NCCL's kernels take processors from backward while they send, so less
+is hidden than the formula says. Run it with `torchrun --nproc-per-node=2` on a GPU node. Here is
+the formula for 8 devices, with the same 16 pairs (on the top rung 16 for each device, twice):
 :::
 """
 

@@ -228,7 +228,7 @@ as below, with 16.
 
 *fp16* has 11 significant bits, but less room than bf16: its largest value is 65504, its smallest
 0.00000006, and what is below half of that becomes 0. **Predict.** The sum of two values of 60000
-does not fit. Divided before the sum it does, but then small values vanish:
+does not fit. Divided before the sum it does, rounded to the 11 bits, but then small values vanish:
 """
 
 # %%
@@ -508,8 +508,9 @@ r"""
 **Predict.** Error feedback makes gradients late. In a valley of curvature $L$ SGD with a rate of
 $\eta$ is stable while $\eta L < 2$; with gradients many steps old, $\tau$, only while $\eta L <
 \pi/2\tau$. Momentum of 0.9 is ten times the rate in the end. So where most waits, runs should
-diverge first. We estimate $\tau$: the norm of what ranks keep at the end without momentum (their
-mean), by that of the mean gradient above.
+diverge first. A rough measure of that is the norm of what ranks keep at the end without momentum
+(their mean), by that of the mean gradient above, which is of a younger model: so many gradients
+wait.
 
 **Measure.** A rate of 0.1. A run *diverges* if its last epoch's loss is above its first:
 """
@@ -566,14 +567,15 @@ if pair:
 r"""
 **Explain.** `random-k:0.01` sends a value once in a hundred steps. `sign` sends a block's mean
 magnitude for every value: too much for small ones, which are taken back later, and too little for
-large ones, which wait. `top-k` sends what has piled up to most. Where much waits, by the formula a
-lower rate helps; [deep gradient compression](https://arxiv.org/abs/1712.01887) applies momentum
-before the choice (Lin and others, 2018).
+large ones, which wait. `top-k` sends what has piled up to most. (Which of that makes a run diverge,
+this page does not show.) Where much waits, by the formula a lower rate helps; [deep gradient
+compression](https://arxiv.org/abs/1712.01887) applies momentum before the choice (Lin and others,
+2018).
 
 ## Where it pays
 
-To compress takes a processor $c$ seconds. With $S_0$ bytes to send, or $S_c$ compressed, and none
-hidden, both take equally long over a link of
+To compress costs $c$ seconds, of the processor and of more messages. With $S_0$ bytes to send, or
+$S_c$ compressed, and none hidden, both take equally long over a link of
 
 $$ B^* = \frac{S_0 - S_c}{c} $$
 
@@ -581,7 +583,7 @@ bytes a second, the *break-even*. On a slower link compression pays.
 
 **Measure.** Two ranks, 8 MiB, messages alone, over 1 Gbit/s. Of each round $c$ is the compressed
 time, less the plain one, plus the sending that was saved, $(S_0 - S_c)/B$. Noise can make it
-negative. So its upper quartile counts, and gives a bandwidth below which compression pays at least:
+negative. So its upper quartile counts, and gives a cautious $B^*$:
 """
 
 # %%
@@ -616,7 +618,8 @@ def pays_below(name):
 
 
 if pair:
-    said = f"On these cores they pay at least below, in Gbit/s: {'; '.join(map(pays_below, made))}."
+    said = "On these cores, by the upper quartile of c, they pay below, in Gbit/s: "
+    said += f"{'; '.join(map(pays_below, made))}."
     missing = "Left out: it takes two ranks on links whose speed can be set."
     find(pair, "break-even", measured=(bool(made), said), left_out=(not made, missing))
 
@@ -630,7 +633,7 @@ compressed hidden, to $(S_0 - S_c)/(c + b)$.
 
 **Predict.** A step in two buckets takes what the formula above gives with the $M$ of what is sent.
 Fewer bytes gain most where $M$ is most of it; once $M$ is below $\frac{2}{3}C$, half of $M$ at
-best. And what leaves out much needs more steps: what counts is steps, times a step.
+best. And what leaves out much may need more steps: what counts is steps, times a step.
 
 **Measure.** The stage's devices, with this chapter's own hooks, on links from 100 Mbit/s to 800:
 """

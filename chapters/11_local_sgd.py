@@ -199,8 +199,8 @@ figures.lines(
 after = drifts["H = 16"][30] / drifts["H = 16"][16] if n > 1 else 1.0
 said = (
     f"Never, ranks are {further:.1f} times as far apart after 64 steps as after 4, where 4 was "
-    f"predicted. From the first to the 15th step after a meeting they part {after:.1f} times; the "
-    "root says 3.9."
+    f"predicted. In the 15th step after a meeting they are {after:.1f} times as far apart as in "
+    "the first; the root says 3.9."
 )
 find(
     comms,
@@ -212,10 +212,11 @@ find(
 
 # %% [markdown] index=["asynchronous averaging", "large batch"]
 r"""
-**Explain.** AdamW's first steps go by the sign of one gradient; later ones by averaged gradients,
-which partly cancel, and at a rate that falls. A meeting does not share these averages: after it
-each rank goes on in its own direction. *Post-local* SGD ([Lin and others,
-2018](https://arxiv.org/abs/1808.07217)) first averages gradients, then meets less often.
+**Explain.** The prediction took steps of equal length in directions that have nothing to do with
+each other. AdamW's first steps go by the sign of one gradient, later ones by averaged gradients, at
+a rate that falls; and a meeting does not share these averages, so after it each rank goes on in its
+own direction. (How much each of these does, this page does not show.) *Post-local* SGD ([Lin and
+others, 2018](https://arxiv.org/abs/1808.07217)) first averages gradients, then meets less often.
 
 ## Loss by steps, by bytes, by time
 
@@ -347,8 +348,9 @@ find(comms, "accumulate", **this.sides(other, sentence))
 # %% [markdown]
 r"""
 **Explain.** What $H = 1$ loses is no price of meeting rarely. With AdamW, DDP and $H = 1$ are not
-the same: each rank divides by the size of its own, noisier gradients. The prediction looked at
-meetings only. Accumulation also takes fewer steps, better ones, but few in a run as short as this.
+the same: each rank averages and divides by its own gradients, of fewer samples. The prediction
+looked at meetings only. Accumulation also takes fewer steps, better ones, but few in a run as short
+as this.
 
 **Predict.** Let $c$ be a step of never, and $t_S$ a message of all weights. DDP hides what it can
 behind backward, two thirds of $c$. Meetings add $t_S/H$ to $c$; a late one hides behind a step:
@@ -437,8 +439,8 @@ r"""
 **Predict.** The time to a loss is its steps times the time of one, here for the stage's cluster on
 several links. The unit is $C$, computing without the optimizer, and the cluster's $M/C$ is taken
 for $t_S/c$ (on the stage, both are printed above). Losses were looked at every 8 steps, so steps
-are good to 8, and one look may change who is first; a large model has others. Stars mark a column's
-best and what is within 15 %:
+are good to 8, and one look may change who is first; a large model needs others. Stars mark a
+column's best and what is within 15 %:
 """
 
 # %%
@@ -585,7 +587,7 @@ times less communication (C4, 8 workers, 2023). [Streaming DiLoCo](https://arxiv
 
 ## Where it breaks: the wrong sign
 
-The pseudo-gradient is easily turned round; a well-known library [had it
+The pseudo-gradient is easily turned round; [torchft had it
 so](https://github.com/meta-pytorch/torchft/pull/233). **Predict.** Then each meeting takes the
 ranks back to beyond where they came from. Without momentum:
 """
@@ -656,8 +658,8 @@ comms.print(table(rows, ["", "t_S / c", "DDP, or H at most"]))
 r"""
 ## What to take along
 
-- With plain SGD, averaging weights after each step is averaging gradients. Of others ask what share
-  of the gap between DDP and never a way loses.
+- With plain SGD, averaging weights after each step is averaging gradients. With another optimizer
+  it is another algorithm: compare its losses with DDP's, and with those of ranks that never meet.
 - A step takes $c + t_S/H$: beyond $H = 10\,t_S/c$ less than a tenth of $c$ is left to win.
 
 ## Exercises
@@ -673,10 +675,8 @@ $ python -m microddp.labs start 11
 
    <details class="solution"><summary>Solution</summary>
 
-   Worse than each of them: in a run with this chapter's model worse even than guessing by how often
-   each character comes. It averages unlike neurons: networks that compute the same can have them in
-   another order
-   ([Entezari and others, 2021](https://arxiv.org/abs/2110.06296)).
+   Worse than each of them. It averages unlike neurons: networks that compute the same can have them
+   in another order ([Entezari and others, 2021](https://arxiv.org/abs/2110.06296)).
 
    </details>
 

@@ -122,8 +122,9 @@ if known:
 r"""
 **Explain.** A ring sends as much over every host's link, so the slowest sets its least time. A
 shared uplink counts as often as the ring crosses it, so number the ranks rack by rack. `torchrun`
-keeps a machine's together. With `--node-rank` the order of machines is yours; with the `c10d`
-rendezvous it is that of their names as text, `node10` before `node2` ([torch
+keeps a machine's together. With `--node-rank` the order of machines is yours; where they meet on
+their own, by the `c10d` rendezvous (chapter 13), it is that of their names as text, `node10` before
+`node2` ([torch
 2.13](https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/elastic/rendezvous/dynamic_rendezvous.py)).
 
 ## Bytes taken from a slow link
@@ -265,7 +266,7 @@ each rank, show it?
 
 **Predict.** Not if it is slow in backward. DDP's backward ends when all gradients are averaged, so
 the others wait *inside* theirs, and it takes equally long on all ranks. (With 200 ms planted on one
-of four T4s, the four backwards took 292 to 293 ms: [traceml issue
+of four GPUs (T4), the four backwards took 292 to 293 ms: [traceml issue
 252](https://github.com/traceopt-ai/traceml/issues/252), July 2026.)
 
 What differs is what a rank does *before* it waits. In DDP nothing waits before the end of backward
@@ -499,7 +500,8 @@ shorter by 4 %. It names a *link* if ranks wait for transfers for 4 % of the tim
 over it, and over no other link, are less than half as fast as over the rest. (It sends them itself;
 the cell above does, once for each network.) `python -m microddp.train --report` prints it. In its
 table, a rank *works* while it does not wait in a collective, *holds others up* by the time that a
-step would be shorter without it, and *comes last* to a share of the collectives. Of the last scene:
+step would be shorter without it, and *comes last* to a share of the collectives, whether it is slow
+or its link is. Of the last scene:
 """
 
 # %%
@@ -638,8 +640,8 @@ find(
 # %% [markdown] index=["heterogeneous"]
 r"""
 **Explain.** Clocks also *run* at different speeds: NTP allows for 15 microseconds in a second. So
-estimate before and after the recorded steps. (microddp's timelines begin after a barrier, a coarser
-estimate.)
+estimate before and after the recorded steps. (microddp's timelines take the end of a barrier for
+the same moment on all ranks, a coarser estimate of where the clocks differ.)
 
 What makes a rank slow? A hot GPU, another process, a late loader, longer samples, a garbage
 collection. A link? A bad cable, another job's messages, half the lanes of a PCIe slot. Repair it;

@@ -257,9 +257,9 @@ find(
 # %% [markdown]
 r"""
 **Explain.** gloo sends bytes, and whoever adds up a part reads them as its own dtype. The bits of
-the integer 1, read as a float, are $10^{-45}$; those of the float 1.0, read as an integer, are
-1 065 353 216, those of 2.0 1 073 741 824. `MICRODDP_DEBUG=1` compares calls before they are made,
-by a round of messages, and raises on all ranks (chapter 07).
+the integer 1, read as a float, are $1.4 \cdot 10^{-45}$; those of the float 1.0, read as an
+integer, are 1 065 353 216, those of 2.0 1 073 741 824. `MICRODDP_DEBUG=1` compares calls before
+they are made, by a round of messages, and raises on all ranks (chapter 07).
 
 Last, an exception on one rank, in a job of its own: {download}`raise_on_one_rank.py
 <../_downloads/raise_on_one_rank.py>`.
@@ -462,7 +462,7 @@ cost = {way: fault(told)[2] - fault(told)[0] for way, told in events.items()}
 comms.print(f"R {R:.2f} s, B {B:.2f} s, a step {human_seconds(s)}\n")
 rows = [("nothing", predicted["nothing"], None, None)]
 rows += [(way, predicted[way], cost[way], cost[way] / predicted[way]) for way in WAYS]
-headers = ["a fault costs", "predicted, s", "measured, s", "measured / predicted"]
+headers = ["a fault costs", "predicted, s", "measured once, s", "measured / predicted"]
 comms.print(table(rows, headers))
 
 
@@ -512,7 +512,7 @@ said = (
     f"{sum(parts):.2f} s from there on, {parts[0]:.2f} s of them to join (in the restart's first "
     f"life {rows[0][1]:.2f} s; what the difference is, is not shown).{cores * (ran > 0)} Elastic "
     f"took {cost['elastic']:.2f} s, {cost['elastic'] - predicted['elastic']:+.2f} s beside its "
-    "prediction."
+    "prediction. (Where a quotient in the table is 1, differences may have cancelled.)"
 )
 find(comms, "parts", measured=(True, said))
 
@@ -568,11 +568,11 @@ spares for GPUs (March 2025).
 
 Elastic ranks wait for the fourth here. With one rank less sums would be rounded otherwise.
 
-Where nobody dies, a spare costs a machine; elastic, in each step, the $2(n-1)\,\alpha$ of the
-message with the losses, and a wait for it. Hold what a fault costs, times how often there is one,
-against that. On 64 H200, with a fault every 45 to 75 minutes, 3000 steps of Llama-4 Scout took 818
-minutes with restarts, 930 with torchft, whose averages across replicas went over gloo, and 405 with
-TorchPass, which moves to a spare ([Clockwork][clockwork], who sell it).
+Where nobody dies, a spare costs a machine; elastic, in each step, a message more, with the losses
+(chapter 02: $2(n-1)\,\alpha$), and a wait for it. Hold what a fault costs, times how often there is
+one, against that. On 64 H200, with a fault every 45 to 75 minutes, 3000 steps of Llama-4 Scout took
+818 minutes with restarts, 930 with torchft, whose averages across replicas went over gloo, and 405
+with TorchPass, which moves to a spare ([Clockwork][clockwork], who sell it).
 
 [clockwork]:
 https://clockwork.io/blog/keeping-distributed-training-running-through-failures
@@ -586,13 +586,13 @@ $$ \text{lost} = \frac{c}{\tau} + \frac{\tau}{2M} + \frac{r}{M}, \qquad
 \tau^* = \sqrt{2 c M}. $$
 
 That is [Young's interval](https://doi.org/10.1145/361147.361115) (1974). Twice or half as long
-costs a quarter more of the first two terms. `Failures`, below, has Daly's formula (2006). It counts
-faults during checkpoints and restarts, too, but no checkpoints for time that is lost.
+costs a quarter more of the first two terms. `Failures`, below, has Daly's formula (2006). It also
+counts faults during checkpoints and restarts, and checkpoints only of the time that is kept.
 
 $$ \text{kept} = \frac{\tau}{M e^{r/M} (e^{(\tau + c)/M} - 1)}. $$
 
-**Measure.** Months of 1024 GPUs with a fault every 7.9 hours are simulated: 40 for each interval,
-with faults drawn at random:
+**Measure.** Months of 1024 GPUs with a fault every 7.9 hours are simulated, with $c$ of 60 seconds
+and $r$ of 600: 40 months for each interval, with faults drawn at random:
 """
 
 # %%
@@ -615,7 +615,7 @@ figures.lines(
         "a month, lower quartile": (minutes, [100 * months[t].spread[0] for t in TIMES]),
         "upper quartile": (minutes, [100 * months[t].spread[1] for t in TIMES]),
     },
-    title=f"Every {young / 60:.0f} min {lost[1]:.1%} are lost on average, "
+    title=f"Every {young / 60:.0f} min {lost[1]:.1%} are lost by the formula, "
     f"{low:.1%} to {high:.1%} in half of the months",
     xlabel="minutes between checkpoints",
     ylabel="time lost, %",
@@ -628,7 +628,7 @@ worse = lost[2] - lost[1]
 said = (
     f"Young's interval is {young / 60:.0f} min, and loses {lost[1]:.1%}. Half of it loses "
     f"{lost[0.5]:.1%}, and twice {lost[2]:.1%}. "
-    f"Half of the months lose {low:.1%} to {high:.1%}: luck changes the loss"
+    f"The middle half of the months lose {low:.1%} to {high:.1%}: in it luck changes the loss"
 )
 find(
     comms,

@@ -312,7 +312,9 @@ def lost_and_repeated(ranks, begin, taken=range(48)):
 # %% tags=["plumbing"]
 rows = [(*lost_and_repeated(ranks, 12 * ranks), *lost_and_repeated(ranks, 48)) for ranks in (3, 8)]
 (_, twice, *fewer), (gone, _, *more) = rows
-said = f"With a rank's index, 3 ranks repeat {twice} of 48 samples, and 8 leave out {gone}"
+said = (
+    f"With a rank's index, 3 ranks repeat {twice} of 48 samples, and 8 leave out {gone} later ones"
+)
 whole = not any((*fewer, *more))
 find(
     comms,
@@ -384,7 +386,11 @@ said = pair.say(
 )
 reached = f"After the first, rows reach {min(parts):.0%} to {max(parts):.0%} of what was predicted"
 reached += "; above 100%, a sample cost less than in the first" * over
-find(comms, "loader", **pair.sides(f"{said}, by the median of the rounds' ratios. {reached}."))
+find(
+    comms,
+    "loader",
+    **pair.sides(f"{said}, by the median of the ratios, repetition by repetition. {reached}."),
+)
 
 # %% [markdown]
 r"""
@@ -493,7 +499,10 @@ for kind in MAKE:
         comms,
         f"rate-{kind.lower()}",
         longest=(mine > others, f"{said} As predicted, the {name} rule holds longest."),
-        tied=(mine == others, f"{said} Another holds as long as the {name} rule."),
+        tied=(
+            mine == others,
+            f"{said} Another holds as long as the {name} rule: not as predicted.",
+        ),
         against=(mine < others, against),
     )
 
@@ -933,25 +942,24 @@ environment. These set them, and start the job again (pages read in November 202
   - the agents: all workers, `--max-restarts` times
 * - Slurm's [srun](https://slurm.schedmd.com/srun.html)
   - nobody: let srun start one torchrun a machine
-  - [`sbatch --requeue`](https://slurm.schedmd.com/sbatch.html)
-* - Kubernetes with a [Kubeflow
-  `TrainJob`](https://github.com/kubeflow/trainer/blob/master/pkg/runtime/framework/plugins/torch/torch.go)
+  - [`sbatch --requeue`](https://slurm.schedmd.com/sbatch.html) * - Kubernetes with a [Kubeflow
+    `TrainJob`](https://github.com/kubeflow/trainer/blob/master/pkg/runtime/framework/plugins/torch/torch.go)
   - torchrun, whose options come from a controller
-  - [JobSet](https://github.com/kubernetes-sigs/jobset): all pods, `maxRestarts` times
-* - [Ray
+  - [JobSet](https://github.com/kubernetes-sigs/jobset), several jobs as one: all pods,
+    `maxRestarts` times * - [Ray
     Train](https://docs.ray.io/en/latest/train/api/doc/ray.train.torch.TorchConfig.html)
   - Ray, which also calls `init_process_group`
   - Ray: all workers, [`max_failures`
     times](https://docs.ray.io/en/latest/train/user-guides/fault-tolerance.html)
 :::
 
-The script then goes on from its checkpoint. For Slurm there is one in {doc}`/rebuild`.
+The script then goes on from its checkpoint. {doc}`/rebuild` has a job script for Slurm.
 
 :::{admonition} On GPUs
 The mistakes are the same: tokens, a stream's state, counts, an early clip. But NCCL chooses the
-order of a sum by size, topology and version. Goyal and others held the linear rule with warm-up on
-ImageNet up to a batch of 8192, on 256 GPUs ([2017](https://arxiv.org/abs/1706.02677)). Run
-`torchrun --nproc-per-node=8 chapters/14_your_script.py`, with one rank a GPU.
+order of a sum by size, topology and version. Goyal and others found the linear rule to hold, with
+warm-up, on ImageNet up to a batch of 8192, on 256 GPUs ([2017](https://arxiv.org/abs/1706.02677)).
+Run `torchrun --nproc-per-node=8 chapters/14_your_script.py`, with one rank a GPU.
 :::
 """
 
@@ -1070,10 +1078,11 @@ samples. What changes in the file:
 ```
 
 The optimizer is made after, of sharded parameters. Clipping stays: the norm is that of all shards.
-Each rank writes its part with DCP (chapter 13), to a disk that all see. Rank 0's small file comes
-last, and so says that a checkpoint is whole. `dcp.load` fills what is there: a new optimizer's
-momentum is made first, by `get_optimizer_state_dict`. A forward is a collective here, so ranks must
-evaluate equally many batches, as they do in this file. Old parts stay; `--compile` does nothing.
+Each rank writes its part with `torch.distributed.checkpoint` (DCP, chapter 13), to a disk that all
+see. Rank 0's small file comes last, and so says that a checkpoint is whole. `dcp.load` fills what
+is there: a new optimizer's momentum is made first, by `get_optimizer_state_dict`. A forward is a
+collective here, so ranks must evaluate equally many batches, as they do in this file. Parts of
+older checkpoints stay on the disk. The script's `--compile` has no effect here.
 `tests/docs/test_downloads.py` applies the listing, and demands of two ranks DDP's losses, to
 $10^{-4}$, also where one goes on alone.
 
@@ -1082,8 +1091,8 @@ $10^{-4}$, also where one goes on alone.
 - Test first that $n$ ranks train as one does, for ten steps.
 - Equal on all ranks: weights, order, step. Different: shards and noise.
 - Count before you divide: losses by the tokens of the global batch, results by all samples.
-- Scale the learning rate with the batch of all ranks; gradient norms before and after
-  averaging tell roughly which batch is worth it.
+- Scale the learning rate with the batch of all ranks, and try it; gradient norms before and after
+  averaging give the noise scale, which varies along a training.
 - Clip, and scale, gradients that are averaged.
 - Save nothing that depends on the number of ranks: then another can go on.
 

@@ -350,8 +350,8 @@ timed.print(table(rows, headers))
 s, two, guess, bare, work = max(parts, key=lambda each: abs(math.log(each[1] / each[2])))
 miss = Prediction(guess, timings[s]["two barriers"])
 said = (
-    f"Farthest from its prediction is a sum of {human_bytes(s)}: it takes {miss}. The work alone "
-    f"takes {bare / work:.2g} times the predicted time."
+    f"Farthest from its prediction is a sum of {human_bytes(s)}: it takes {miss}. Without "
+    f"barriers it takes {bare / work:.2g} times what was predicted for that."
 )
 find(timed, "model", **miss.sides(said))
 added = [two - bare for _, two, _, bare, _ in parts]
@@ -383,7 +383,7 @@ figures.times_by_size(
     title=said,
 )
 faster = sum(gain.faster for gain in gains)
-said += f"; round by round it is faster, beyond the quartiles, at {faster} of {len(gains)} sizes."
+said += f"; at {faster} of {len(gains)} sizes the quartiles of the ratios say that it is faster."
 if not ALONE:
     find(timed, "memory", shared=(True, said))
 
@@ -397,6 +397,10 @@ said = " ".join(
     for (s, two), guess in guesses.items()
 )
 held = all(guess.held for guess in guesses.values())
+verdict = (
+    "A barrier less saves what was predicted." if held else "A barrier less saves more or less."
+)
+said = f"{said} {verdict}"
 copied = Prediction(large["copy"].median, large["microddp"])
 if not ALONE:
     find(timed, "one-barrier", held=(held, said), failed=(not held, said))
@@ -410,7 +414,8 @@ too, beside being woken. In a row of barriers alone there is none. And the model
 equally far away. But a core has *caches*, small and fast memories. A copy that is made again and
 again can stay in its own core's, where a sum fetches what another core has just written; and where
 nothing fits any more, a copy may have to fetch what it overwrites. Which of these decides at which
-size, this page does not measure.
+size, this page does not measure, nor why $p$ is another at each size, or why barriers can seem to
+take less than nothing.
 
 ## Several machines: each sum once
 
@@ -463,12 +468,12 @@ if across:
 
 # %% [markdown]
 r"""
-And a step? **Predict.** The stage (chapter 03) is a scale model of machines with as many A100 each
-and a link of 25 Gbit/s. Computing alone takes $C$, two thirds of it backward. Of three buckets the
-first leaves after a third of that. If all messages, the backend's $M$, take longer than backward's
-rest, a step takes $\frac{5}{9}C + M$. By machine $M$ shrinks as the bytes do. The hook calls
-{func}`~microddp.shared.hierarchical.hierarchical_all_reduce`. (Bytes are all that this counts: what
-the all-reduce alone takes beyond them, above, a step takes, too.)
+And a step? **Predict.** The stage (chapter 03) is a scale model of as many machines, each with as
+many A100 and with a link of 25 Gbit/s. Computing alone takes $C$, two thirds of it backward. Of
+three buckets the first leaves after a third of that. If all messages, the backend's $M$, take
+longer than backward's rest, a step takes $\frac{5}{9}C + M$. By machine $M$ shrinks as the bytes
+do. The hook calls {func}`~microddp.shared.hierarchical.hierarchical_all_reduce`. (Bytes are all
+that this counts: what the all-reduce alone takes beyond them, above, a step may take, too.)
 """
 
 # %%

@@ -401,10 +401,10 @@ send, which stage 1 here makes of all gradients; and DDP's buckets, here beside 
 
 The hooks above unshard a layer when it is needed, and wait for it. microddp's
 {func}`~microddp.sharding.fully_shard.fully_shard` *prefetches*: while one block, here a layer,
-computes, it unshards the next one (forward goes by the order of the step before, backward by
-forward's), and reduce-scatters gradients while backward goes on. Two blocks are whole at a time.
-`shard_blocks` calls it for each block, then for the rest. It leaves the *last* block whole after
-forward, because backward begins with it.
+computes, it unshards the next one (in the order of the step before, in backward of its forward),
+and reduce-scatters gradients while backward goes on. Two blocks are whole at a time. `shard_blocks`
+calls it for each block, then for the rest. It leaves the *last* block whole after forward, because
+backward begins with it.
 
 **Predict.** Two gathers and a reduction make 3, and of $L$ equal blocks the last is gathered once:
 $(3 - \frac{1}{L}) \frac{n-1}{n}S$ bytes in a step:
@@ -673,7 +673,7 @@ taken = [halves / 2 * side.start / side.compute for side in base.sides] or [0, 0
 said = (
     f"The starts of a step of stage 3, as long as those of {halves / 2:g} of gloo's all-reduces, "
     f"take {taken[0]:.2g} times C on the cluster, and on this stage "
-    f"{f'{taken[-1]:.2g} times C' if taken[-1] else 'nothing that its measurement shows'}"
+    f"{f'{taken[-1]:.2g} times C' if taken[-1] else 'less than its measurement can tell'}"
 )
 scaled, similar = n > 1 and bool(base.sides), taken[-1] - taken[0] <= 0.1
 find(
@@ -811,7 +811,9 @@ for key, found in times.items():
     predicted = sends.one_ahead(C, M, layers)
     expected[key] = sends.hidden(predicted, C, M, layers) if n > 1 else 1.0
     less += [label[key]] if share.spread[1] < expected[key] - 0.005 else []
-    said.append(f"{share.median:.2f} at {label[key]} (predicted {expected[key]:.2f})")
+    low, high = share.spread
+    said.append(f"{share.median:.2f} ({low:.2f} to {high:.2f}; predicted {expected[key]:.2f})")
+    said[-1] += f" at {label[key]}"
 said = f"Of what can be hidden stage 3 hid {', '.join(said)}"
 find(
     own,
@@ -845,8 +847,6 @@ find(own, "rings", **rings.sides(f"{said}. {rest}." if rest else f"{said}."))
 
 # %% [markdown]
 r"""
-Whether cores take a part is asked in *Who carries?*, by other links.
-
 ## Beside PyTorch's own
 
 **Predict.** PyTorch's `fully_shard` prefetches on CUDA streams. A CPU has none, so there it starts
@@ -956,7 +956,11 @@ alike = judged and not less and not more
 find(
     comms,
     "faster-links",
-    less=(less, f"{said}. On faster links stage 3 hid less, as predicted."),
+    less=(
+        less,
+        f"{said}. On faster links stage 3 hid less, as predicted; a cost of each message that "
+        "is not a core's would do that, too.",
+    ),
     more=(more, f"{said}. On faster links stage 3 hid more: not as predicted."),
     alike=(
         alike,
@@ -976,7 +980,8 @@ find(
 r"""
 **Predict.** Where CPUs compute, the same cores carry (chapter 04). So there the second gather,
 which stage 3 sends beside DDP's bytes, should show while $M$ is below $\frac{2}{3} C$, where $T_0$
-is $C + M/L$ for both. Where devices pause as long, on the same links, it should not.
+is $C + M/L$ for both: by half or more of the time that it takes alone. Where devices pause as long,
+on the same links, it should by less than half.
 
 **Measure.** On ranks with a core of their own (only they go on from here), and the links that this
 chapter began with: a model that computes, and one that pauses as long, for messages as large:

@@ -332,7 +332,8 @@ if usual:
 # %% [markdown]
 r"""
 **Explain.** $T_0$ lets messages follow each other without a pause. Stage 3 gathers one block ahead,
-so its link waits twice in backward, and $T_0$ becomes $T_1$ (chapter 16):
+so its link waits twice in backward, and $T_0$ becomes $T_1$ (chapter 16). (What HSDP takes beyond
+its $T_0$, this page does not take apart.)
 """
 
 # %% tags=["plumbing"]
@@ -349,7 +350,7 @@ find(
     "stage-3-waits",
     part=(
         known and 0 < waits <= over,
-        f"{said}. By T_1 {1e3 * waits:.0f} are those waits; for the rest it has no term.",
+        f"{said}. By T_1 {1e3 * waits:.0f} ms of it are those waits; it has no more.",
     ),
     less=(
         known and waits > max(0, over),
@@ -420,7 +421,7 @@ said = (
     f"keeps all is {every.than('one that keeps the last')}"
 )
 by_least, by_waits = (each / least["all blocks"] for each in (last_block, last_block + waits))
-said += f" ({by_least:.2f} times is what T_0 allows, {by_waits:.2f} times with T_1 for the one)."
+said += f" ({by_least:.2f} times is what T_0 allows, {by_waits:.2f} times with the last one's T_1)."
 find(comms, "what-to-keep", **last.sides(said if n > 1 else "One rank gathers nothing."))
 
 # %% [markdown]
@@ -512,9 +513,9 @@ rows = [(name, *map(human_bytes, bytes_), time) for name, bytes_, time in rows]
 comms.print(table(rows, ["gathered, summed in", "sent inside a node", "between", "a step"]))
 gain, both = (compare(steps[sums], steps["HSDP"]) for sums in (fp32, bf16))
 said = (
-    f"The prediction that gathers in bf16 gain nothing {'held' if gain.alike else 'failed'}: with "
-    f"them HSDP's step is {gain.than('one in fp32')}. With sums in bf16, too, it is "
-    f"{both.than('one in fp32')}."
+    "The prediction that gathers in bf16 gain nothing "
+    f"{'is not contradicted' if gain.alike else 'failed'}: with them HSDP's step is "
+    f"{gain.than('one in fp32')}. With sums in bf16, too, it is {both.than('one in fp32')}."
 )
 find(comms, "precision-in-time", **both.sides(said if n > 1 else "One rank sends nothing."))
 
@@ -972,11 +973,11 @@ for the pipeline, and 128 for sharded data parallelism ([2024, table
 
 :::{admonition} On GPUs
 With rings the bytes kept and sent are the same on GPUs. Times change with the ratio of the links.
-Eight NICs of 400 Gbit/s together carry what a ring over H100's NVLink does (368 GB/s, measured on
-H200), a ratio of 1; with a single link of 100 Gbit/s it is 29. With many nodes HSDP also saves
-latency: each ring of stage 3 pays it $n-1$ times. On 64 H100 in nodes of 8 (with pipeline and
-expert parallelism), a run of Qwen3-30B-A3B went from 293,000 to 392,000 tokens a second by HSDP
-instead of sharding over all, for 5.6 GB more on each device ([PithTrain
+Eight network cards of 400 Gbit/s together carry what a ring over H100's NVLink does (368 GB/s,
+measured on H200), a ratio near 1; with a single link of 100 Gbit/s it is 29. With many nodes HSDP
+also saves latency: each ring of stage 3 pays it $n-1$ times. On 64 H100 in nodes of 8 (with
+pipeline and expert parallelism), a run of Qwen3-30B-A3B went from 293,000 to 392,000 tokens a
+second by HSDP instead of sharding over all, for 5.6 GB more on each device ([PithTrain
 40](https://github.com/mlc-ai/pith-train/pull/40), May 2026). On yours: `python -m microddp.bench
 sharded --ranks-per-node 8`, beside PyTorch's.
 :::
@@ -985,9 +986,10 @@ sharded --ranks-per-node 8`, beside PyTorch's.
 
 - Two levels: reduce-scatter in the node, all-reduce between nodes. Count what leaves a node to
   find a swapped mesh.
-- Of what fits, take what sends least between nodes, and then time it: a link waits for gathers. In
-  one precision least is HSDP; then stage 3 that keeps all (as much as DDP's one ring); then stage 3
-  that keeps the last block. With gathers in bf16 and sums in fp32 count again (exercise 1).
+- Of what fits, time what sends least between nodes, and what sends little more: a link also waits
+  for gathers, so the least need not be the fastest. In one precision least is HSDP; then stage 3
+  that keeps all (as much as DDP's one ring); then stage 3 that keeps the last block. With gathers
+  in bf16 and sums in fp32 count again (exercise 1).
 - Sum the squares of a norm over the ranks of one node (the shard dimension), not over all.
 - Gather in bf16: whole blocks and gathers halve. Sum in fp32, keep masters in fp32.
 - Accumulate sharded, and average between nodes once.
