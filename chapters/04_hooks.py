@@ -577,15 +577,15 @@ headers = ["computing is done by", "alone", "naive", "hooks", "hooks against nai
 timed.print(table(rows, headers))
 (low, high), (from_, to) = (gains[who].times.spread for who in ("cores", "devices"))
 several = timed.world_size > 1
-longer = carried["devices"]["none"].median / carried["cores"]["none"].median - 1
+longer = carried["devices"]["none"].median / carried["cores"]["none"].median
 beyond = [f"{1e3 * (t['naive'].median - t['none'].median):.0f} ms" for t in carried.values()]
 
 # %% tags=["plumbing"]
 said = (
     f"Where cores compute and carry, hooks are {gains['cores'].than('naive')}; where they only "
     f"carry, hooks are {gains['devices'].than('naive')}. (Alone, a step of pauses takes "
-    f"{longer:+.0%} beside one of the cores. A naive step takes {beyond[0]} more than one alone "
-    f"where cores compute, and {beyond[1]} more where devices do.) The gain is"
+    f"{longer:.2f} times as long as one of the cores. A naive step takes {beyond[0]} more than one "
+    f"alone where cores compute, and {beyond[1]} more where devices do.) The gain is"
 )
 unseen = "How much longer backward is there, this page does not show."
 find(
