@@ -1,6 +1,7 @@
 """One backward pass: gradients that are ready, and their buckets on the way.
 
-How it ends is not here: in DDP see :mod:`microddp.ddp.reducer`, of hooks their ``finish()``.
+How it ends is not here: in DDP see :mod:`microddp.ddp.reducer`, of hooks their ``finish()``, in
+``fully_shard`` :mod:`microddp.sharding.context`.
 """
 
 from __future__ import annotations

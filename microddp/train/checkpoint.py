@@ -2,7 +2,8 @@
 
 Only rank 0 writes and reads them. It sends the bytes to the others, so that all ranks go on from
 the same state, also where they share no disk. A file is written while training goes on, from a
-copy of the state, and gets its name when it is whole.
+copy of the state, and gets its name when it is whole. What is in it, and what ``--resume`` takes of
+it, is in :mod:`microddp.train.loop`.
 """
 
 from __future__ import annotations
