@@ -50,7 +50,7 @@ class PointToPoint(Identity, Scratch):
 
     @property
     def transport(self) -> Any:
-        """The backend itself. Keep no reference to it: with the last one its threads end."""
+        """The backend itself, whose threads end with the last reference to it."""
         # The group's own methods go through torch's dispatcher, and what that touches has left the
         # caches after every message of a megabyte: a ring took 1 to 4 % longer over it.
         return self.group._get_backend(self.wire_device)
