@@ -753,13 +753,14 @@ find(
 """
 ## What I would set
 
-| argument | set it | because | |---|---|---| | `gradient_as_bucket_view` | `True` | half the memory
-of gradients and buckets (chapter 05) | | `bucket_cap_mb` | try 5, 25 and 100 | the best depends on
-alpha, beta and backward (chapter 05) | | `find_unused_parameters` | only if a forward leaves some
-out | it searches each forward's graph | | `static_graph` | if every step uses the same parameters |
-it finds unused ones once | | `forward_sync_buffers` | `False` if no buffer ever changes | then a
-broadcast in each forward serves nobody | | `no_sync()` | around forward *and* backward of all but
-the last | one average a step |
+| argument | set it | because |
+|---|---|---|
+| `gradient_as_bucket_view` | `True` | half the memory of gradients and buckets (chapter 05) |
+| `bucket_cap_mb` | try 5, 25 and 100 | the best depends on alpha, beta and backward (chapter 05) |
+| `find_unused_parameters` | only if a forward leaves some out | it searches each forward's graph |
+| `static_graph` | if every step uses the same parameters | it finds unused ones once |
+| `forward_sync_buffers` | `False` if no buffer ever changes | it serves nobody then |
+| `no_sync()` | around forward *and* backward of all but the last | one average a step |
 
 :::{admonition} On GPUs
 What each way can gain at most follows from $n$, $M/C$ and the starts. What differs: the CPU only

@@ -942,11 +942,13 @@ environment. These set them, and start the job again (pages read in November 202
   - the agents: all workers, `--max-restarts` times
 * - Slurm's [srun](https://slurm.schedmd.com/srun.html)
   - nobody: let srun start one torchrun a machine
-  - [`sbatch --requeue`](https://slurm.schedmd.com/sbatch.html) * - Kubernetes with a [Kubeflow
-    `TrainJob`](https://github.com/kubeflow/trainer/blob/master/pkg/runtime/framework/plugins/torch/torch.go)
+  - [`sbatch --requeue`](https://slurm.schedmd.com/sbatch.html)
+* - Kubernetes with a [Kubeflow
+  `TrainJob`](https://github.com/kubeflow/trainer/blob/master/pkg/runtime/framework/plugins/torch/torch.go)
   - torchrun, whose options come from a controller
-  - [JobSet](https://github.com/kubernetes-sigs/jobset), several jobs as one: all pods,
-    `maxRestarts` times * - [Ray
+  - [JobSet](https://github.com/kubernetes-sigs/jobset), jobs as one: all pods, `maxRestarts`
+    times
+* - [Ray
     Train](https://docs.ray.io/en/latest/train/api/doc/ray.train.torch.TorchConfig.html)
   - Ray, which also calls `init_process_group`
   - Ray: all workers, [`max_failures`
