@@ -205,10 +205,10 @@ find(comms, "optimizer", falls=(falls, said), stays=(not falls, said))
 
 # %% [markdown] index=["throughput"]
 """
-**Explain.** Where a small batch takes more time a sample than a large one, part of a step does not
-grow with the batch. A layer's call takes time of its own, and its weights have to be read, for one
-sample as for many; this page does not tell the two apart. The optimizer does the same work at every
-batch.
+**Explain.** Where a small batch takes more time a sample than a large one, not all of a step grows
+in proportion to the batch. A layer's call takes time of its own, and its weights have to be read,
+for one sample as for many; what each of these takes, or something else, this page does not show.
+The optimizer does the same work at every batch.
 
 ## Throughput
 

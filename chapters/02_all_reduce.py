@@ -546,10 +546,10 @@ carried in a second. It can be compared between algorithms and numbers of ranks.
 [nccl-tests'](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).)
 
 **Explain.** The model takes the rounds as if each began when the one before has ended. In the naive
-way neither the messages to rank 0 need wait for each other, nor those back. And tensors of up to
-some hundred KiB may pass in the links' first 68 KiB, at once: their rows say little of these links,
-and of which way is best on links without such a start. How much of a row's error either is, this
-page does not show. gloo's own all-reduce is a ring [at every
+way neither the messages to rank 0 need wait for each other, nor those back. And of a small tensor
+most passes in the links' first 68 KiB, at once: such rows say little of these links, and of which
+way is best on links without such a start. In a row of rounds alpha may be another, too. How much of
+a row's error each of these is, this page does not show. gloo's own all-reduce is a ring [at every
 size](https://github.com/pytorch/gloo/blob/main/gloo/allreduce.cc), of $2(n-1)$ rounds, each in
 pieces.
 

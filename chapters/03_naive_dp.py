@@ -348,8 +348,8 @@ $$ \frac{n\,C}{C + M} = \frac{n}{1 + M/C} $$
 
 times as fast as one, and less by what starts cost: a step has a message for each parameter, and
 here a layer has only one. (For the table's "start of a message" all layers' all-reduces are timed,
-one after another, and all gradients in one: the difference, by the number of layers. It is small
-beside both, and may differ from chapter to chapter by more than its quartiles.)
+one after another, and all gradients in one: the difference, by the number of layers. It may differ
+from chapter to chapter by more than its quartiles.)
 
 **Measure.** First a look at a step: of three, the one of median length, on two of the devices.
 """
@@ -381,7 +381,7 @@ for r in range(n):
 """
 Now the times in turns: of a device alone with its shard, of the naive step, and of the messages
 alone, one after another as the step sends them. One device that does all work takes n shards, one
-after the other, each as long as measured here: that is $C$ and what a step of Python adds.
+after the other, each as long as measured here: that is $C$ and what a step takes beside its pauses.
 """
 
 # %%

@@ -431,8 +431,8 @@ def train_and_watch(make_hooks):
 # %% [markdown]
 """
 There is no error. But what it averages is the weights, in the middle of backward, and the gradients
-stay each rank's own. (They differ by the distance of all ranks' gradients from rank 0's, in units
-of its norm.)
+stay each rank's own. (The table has the distance of all ranks' gradients from rank 0's,
+divided by the norm of rank 0's.)
 """
 
 # %%
@@ -533,7 +533,7 @@ what is under way during backward makes backward longer, and hooks gain less.
 
 **Measure.** Two ranks, on links much faster than their copies, and a model that computes for real;
 then the same gradients and messages with layers that only pause, each for its share of the time
-that a step of the cores took alone. What such a step takes beyond its pauses is Python's. (Ranks
+that a step of the cores took alone. (Such a step takes something beyond its pauses, too. Ranks
 without a core of their own leave here.)
 """
 

@@ -153,7 +153,8 @@ gain = compare(one, many)
 guess = guesses[0] / guesses[1]
 said = (
     f"In one message the same bytes are {gain.than(f'in {P}')}; {guess:.1f} times was predicted, "
-    f"and the median is {gain.ratio / guess - 1:+.0%} beside that."
+    f"and the median is {abs(gain.ratio / guess - 1):.0%} "
+    f"{'more' if gain.ratio > guess else 'less'}."
 )
 find(comms, "together", **gain.sides(said))
 
@@ -415,7 +416,8 @@ r"""
 (The book has four prices of a message. Chapter 02's $\alpha$ is of one message between two ranks.
 The others are of an all-reduce, which has $2(n-1)$ rounds of them: $t_0$ is all that a small one
 takes; this chapter's $\alpha$ what one of 256 KiB or more takes beyond its bytes; the stage's
-*start* what one of all layers' takes beyond its share of a single one with all gradients.)
+*start* what one of all layers' takes beyond its share of a single one with all gradients. By the
+line the last two should be almost equal; each is measured by itself.)
 """
 
 
@@ -624,8 +626,8 @@ find(
 # %% [markdown]
 r"""
 **Explain.** The two stages have the same $n$ and $M/C$; starts differ, and each is measured, as a
-small difference of long times. Chapter 06 compares ways on one stage, where the speed is the same
-for all of them; what it says of the cluster holds only as far as starts weigh as much there.
+difference of two times. Chapter 06 compares ways on one stage, where the speed is the same for all
+of them; what it says of the cluster holds only as far as starts weigh as much there.
 
 :::{admonition} On GPUs
 A large all-reduce takes some 0.2 ms to start ($2(n-1)$ rounds of 14 us, NCCL's own figure for its

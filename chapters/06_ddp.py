@@ -621,9 +621,9 @@ from which every rank makes the same plan.
 ## What it all gained
 
 **Predict.** On the stage of chapters 03 to 05, a step that averages naively takes $C + M$ and all
-starts. Hooks, buckets and both wrappers hide what they can, and nothing can take less than
-$\max(C, \frac{1}{3} C + M)$. ($C$ is the pauses alone; speed-ups divide by the whole step of one
-device.) The wrappers send what the buckets send.
+starts. Hooks, buckets and both wrappers hide what they can, and nothing can take less than $\max(C,
+\frac{1}{3} C + M)$. ($C$ is the pauses alone; speed-ups count the whole step of one device.) The
+wrappers send what the buckets send.
 
 **Measure.** All ways, in turns, buckets with a cap of 1 MiB:
 """
@@ -740,7 +740,7 @@ find(
     "processor-time",
     shared=(
         n > 1 and crowd > 1,
-        f"{said}. All {comms.ranks_on_cores} ranks' keep the {comms.cores} cores busy for "
+        f"{said}. All {comms.ranks_on_cores} ranks together keep the {comms.cores} cores busy for "
         f"{crowd * mine / ours:.0%} of a step with microddp.DDP, {crowd * theirs / pytorchs:.0%} "
         f"with PyTorch's. Shared by the cores alone, the ranks' difference is "
         f"{crowd * (mine - theirs):+.1f} ms; the steps differ by {ours - pytorchs:+.1f} ms.",
