@@ -616,9 +616,10 @@ share.
 :::{admonition} On GPUs
 NCCL's rings send what these do. It also has trees, for small tensors; two protocols with less to
 wait for at a message's start, which carry fewer bytes a second; and it can let switches of the
-network add up what passes through them. It chooses by an estimate of its own, which counts a link
-between nodes once a node. By that estimate ({mod}`microddp.performance.nccl`), with the latencies
-and bandwidths that `microddp/plan/library.toml` has sources for, an all-reduce takes:
+network add up what passes through them. It chooses by an estimate of its own, in which what passes
+between nodes counts once a node, not once a device. By that estimate
+({mod}`microddp.performance.nccl`), with the latencies and bandwidths that
+`microddp/plan/library.toml` has sources for, an all-reduce takes:
 :::
 """
 

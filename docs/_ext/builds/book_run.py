@@ -210,9 +210,9 @@ def measured_on(facts: dict[str, Any], script: Path) -> list[str]:
     if facts.get("timed"):
         lines.append(f"Timed: {facts['timed']}.")
     lines.append(
-        "A sentence with ◆ was not typed: the run chose it by its results. In 1.4 times as fast "
-        "(1.3 to 1.5) stand the median of the ratios, repetition by repetition, and their "
-        "quartiles: the ratio of two medians may be another."
+        "A sentence with ◆ was not typed: the run chose it by its results. The numbers of "
+        '"1.4 times as fast (1.3 to 1.5)" are the median and the quartiles of ratios, repetition '
+        "by repetition: the ratio of two medians may be another."
     )
     return [":::{div} measured-on\n" + "\n".join(lines) + "\n:::"]
 
