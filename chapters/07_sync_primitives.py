@@ -383,8 +383,8 @@ assert set(outcomes(log_loss, [])) == {"went on"}  # nobody is away: all average
 # %% [markdown]
 """
 The error names neither the collective nor the ranks that did not come. It is raised where the
-program is right to wait. The culprits went on: with a time-out of minutes they hang by now at their
-own next collective, somewhere else.
+program is right to wait. The culprits went on: with a time-out of minutes they would now hang at
+their own next collective, somewhere else.
 
 ## Where it breaks: another order, another shape
 

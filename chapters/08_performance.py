@@ -3,9 +3,9 @@ r"""
 # 08. Where the time goes
 
 Where does the time of a step go, and when is a second device worth it? A faster network is bought
-in an hour and paid for years, and may change nothing. This chapter takes a step of eight devices
-apart, ranks what can be changed by the milliseconds that it saves, shows how one slow rank passes
-for a slow network, and works out and tries from which batch on two devices beat one.
+in an hour and paid for over years, and may change nothing. This chapter takes a step of eight
+devices apart, ranks what can be changed by the milliseconds that it saves, shows how one slow rank
+passes for a slow network, and works out and tries from which batch on two devices beat one.
 """
 
 # %% tags=["imports"]
@@ -608,7 +608,7 @@ Before you buy a network, in this order:
 1. Time the step without averaging (DDP's `no_sync()`), on as many ranks. What averaging adds is all
    that can be won.
 2. Look at every rank. The one that waits least is the one that the others wait for: what they wait
-   longer than it is not the network's.
+   beyond that is not the network's.
 3. Split communication into exposed and hidden. Exposed costs its time, hidden as much as it slows
    computing.
 4. Rank what can be changed by the milliseconds that it saves, predict before you try, and try.

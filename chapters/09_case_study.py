@@ -282,7 +282,7 @@ said = (
     f"Outside the profiler a pair takes {human_seconds(split.median / size)} with one micro-batch, "
     f"and with two {accumulated}."
 )
-said += " This page does not show what else it does." if accumulated.longer else ""
+said += " What else takes time then, this page does not show." if accumulated.longer else ""
 find(timed, "accumulated-pair", **accumulated.sides(said))
 
 # %% [markdown] index=["mixed precision", "bf16", "autocast"]

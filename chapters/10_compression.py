@@ -567,10 +567,10 @@ if pair:
 r"""
 **Explain.** `random-k:0.01` sends a value once in a hundred steps. `sign` sends a block's mean
 magnitude for every value: too much for small ones, which are taken back later, and too little for
-large ones, which wait. `top-k` sends what has piled up to most. (Which of that makes a run diverge,
-this page does not show.) Where much waits, by the formula a lower rate helps; [deep gradient
-compression](https://arxiv.org/abs/1712.01887) applies momentum before the choice (Lin and others,
-2018).
+large ones, which wait. `top-k` sends the largest of what has piled up. (Which of that makes a run
+diverge, this page does not show.) Where much waits, by the formula a lower rate helps; [deep
+gradient compression](https://arxiv.org/abs/1712.01887) applies momentum before the choice (Lin and
+others, 2018).
 
 ## Where it pays
 
@@ -726,7 +726,7 @@ def winner(mbit):
     best = min(times, key=times.get)
     close = [k for k in times if k != best and times[k] < 1.15 * times[best]]
     if "all-reduce" in (best, *close):
-        return "nothing is told to be faster"
+        return "nothing is ahead by 15 %"
     beside = f" (not told apart: {', '.join(close)})" if close else ""
     return f"{best}{beside}, {times['all-reduce'] / times[best]:.1f} times as fast"
 

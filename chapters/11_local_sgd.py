@@ -163,7 +163,7 @@ sgd = partial(torch.optim.SGD, lr=0.1)
 begin, theirs = flat(new_model(0)), flat(train(ddp, make=sgd, steps=8)[0])
 mine = flat(train(local_sgd(1), make=sgd, steps=8)[0])
 off = ((mine - theirs).norm() / (theirs - begin).norm()).item()
-comms.print(f"off by {off:.1e} of how far DDP's moved")
+comms.print(f"off by {off:.1e} of how far DDP's weights moved")
 assert off < 1e-3
 
 # %% [markdown] index=["post-local SGD"]

@@ -641,7 +641,7 @@ find(
 r"""
 **Explain.** Clocks also *run* at different speeds: NTP allows for 15 microseconds in a second. So
 estimate before and after the recorded steps. (microddp's timelines take the end of a barrier for
-the same moment on all ranks, a coarser estimate of where the clocks differ.)
+the same moment on all ranks, a coarser estimate of how far the clocks are apart.)
 
 What makes a rank slow? A hot GPU, another process, a late loader, longer samples, a garbage
 collection. A link? A bad cable, another job's messages, half the lanes of a PCIe slot. Repair it;

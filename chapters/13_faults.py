@@ -505,12 +505,12 @@ _, *parts, ran, waited = rows[-1]
 restart, recovered = parts_of["restart"], parts_of["warm"]["recover"]
 cores = f" One main thread ran for {ran:.2f} s of these, and waited for a core for {waited:.2f} s."
 said = (
-    f"Imports took {R - B:.2f} s in the first life; after the death {restart['imports']:.2f} s, "
-    f"when all had started, for which {restart['processes start']:.2f} s passed. The warm "
-    f"restart recovered in {recovered:.2f} s, for a B of {B:.2f} s: "
+    f"Imports took {R - B:.2f} s in the first life. After the death processes took "
+    f"{restart['processes start']:.2f} s to start, and imports {restart['imports']:.2f} s. The "
+    f"warm restart recovered in {recovered:.2f} s, for a B of {B:.2f} s: "
     f"{max(0.0, recovered - sum(parts)):.2f} s passed until it began to join, and "
-    f"{sum(parts):.2f} s from there on, {parts[0]:.2f} s of them to join (in the restart's first "
-    f"life {rows[0][1]:.2f} s; what the difference is, is not shown).{cores * (ran > 0)} Elastic "
+    f"{sum(parts):.2f} s from there on (in the restart's first life {sum(rows[0][1:4]):.2f} s; why "
+    f"the parts in the table differ is not shown).{cores * (ran > 0)} Elastic "
     f"took {cost['elastic']:.2f} s, {cost['elastic'] - predicted['elastic']:+.2f} s beside its "
     "prediction. (Where a quotient in the table is 1, differences may have cancelled.)"
 )
@@ -628,7 +628,7 @@ worse = lost[2] - lost[1]
 said = (
     f"Young's interval is {young / 60:.0f} min, and loses {lost[1]:.1%}. Half of it loses "
     f"{lost[0.5]:.1%}, and twice {lost[2]:.1%}. "
-    f"The middle half of the months lose {low:.1%} to {high:.1%}: in it luck changes the loss"
+    f"The middle half of the months lose {low:.1%} to {high:.1%}: within it luck changes the loss"
 )
 find(
     comms,

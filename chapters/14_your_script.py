@@ -625,9 +625,9 @@ r"""
 **Predict.** Compiled code hands out gradients when a *piece* of it, compiled as one, is done. With
 the whole model in one piece, nothing is left to hide an all-reduce behind. So PyTorch cuts a model
 at the borders of DDP's buckets, and its [note on
-DDP](https://docs.pytorch.org/docs/2.13/notes/ddp.html) says to wrap before compiling. But a model
-is compiled in its first forward, and by then both orders have the wrapper. Count the pieces of
-four layers:
+DDP](https://docs.pytorch.org/docs/2.13/notes/ddp.html) says to wrap before compiling, for that. But
+a model is compiled in its first forward, and by then both orders have the wrapper. Count the pieces
+of four layers:
 """
 
 
@@ -671,8 +671,8 @@ said = (
 find(
     comms,
     "compile",
-    cut=(inside > 1, f"{said}. This disagrees with the note: inside is cut, too."),
-    whole=(inside <= 1, f"{said}. As the note says, inside is not cut."),
+    cut=(inside > 1, f"{said}. By this the order does not matter: inside is cut, too."),
+    whole=(inside <= 1, f"{said}. As the note would have it, inside is not cut."),
 )
 
 # %% [markdown] index=["SyncBatchNorm", "batch normalization"]
@@ -1005,7 +1005,8 @@ r"""
 ## Under other names
 
 What takes the place of this book's parts, looked up in the installed PyTorch. (Checkpoints have no
-pair: microddp writes one file, by rank 0, and `torch.distributed.checkpoint` shards of all ranks.)
+pair: `microddp.train` writes one file, by rank 0, and `torch.distributed.checkpoint` one of each
+rank.)
 """
 
 # %% tags=["plumbing"]

@@ -397,10 +397,9 @@ said = " ".join(
     for (s, two), guess in guesses.items()
 )
 held = all(guess.held for guess in guesses.values())
-verdict = (
-    "A barrier less saves what was predicted." if held else "A barrier less saves more or less."
-)
-said = f"{said} {verdict}"
+saved = [two - timings[s]["one barrier"].median for s, two in guesses]
+said = f"{said} A barrier less saves {' and '.join(map(human_seconds, saved))}"
+said = f"{said}; {human_seconds(b)} was predicted."
 copied = Prediction(large["copy"].median, large["microddp"])
 if not ALONE:
     find(timed, "one-barrier", held=(held, said), failed=(not held, said))

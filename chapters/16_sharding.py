@@ -401,10 +401,10 @@ send, which stage 1 here makes of all gradients; and DDP's buckets, here beside 
 
 The hooks above unshard a layer when it is needed, and wait for it. microddp's
 {func}`~microddp.sharding.fully_shard.fully_shard` *prefetches*: while one block, here a layer,
-computes, it unshards the next one (in the order of the step before, in backward of its forward),
-and reduce-scatters gradients while backward goes on. Two blocks are whole at a time. `shard_blocks`
-calls it for each block, then for the rest. It leaves the *last* block whole after forward, because
-backward begins with it.
+computes, it unshards the next one (in the order of the step before; in backward, in the reverse of
+forward's), and reduce-scatters gradients while backward goes on. Two blocks are whole at a time.
+`shard_blocks` calls it for each block, then for the rest. It leaves the *last* block whole after
+forward, because backward begins with it.
 
 **Predict.** Two gathers and a reduction make 3, and of $L$ equal blocks the last is gathered once:
 $(3 - \frac{1}{L}) \frac{n-1}{n}S$ bytes in a step:

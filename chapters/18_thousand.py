@@ -344,8 +344,9 @@ find(
 """
 **Explain.** For each round of a ring the simulator takes the longer of two times: the link's, and
 that of all cores for the round's messages. In truth a message first waits for a core, and then
-takes its link. That is left out, so where both times are long too much is promised: how much, this
-page does not measure. Errors below 0 have other causes, which it does not show. Which strategy is
+takes its link. That is left out, so where both times are long too much should be promised, other
+things equal: how much, this page does not measure. Errors below 0 have other causes, which it does
+not show. Which strategy is
 the fastest can still be right:
 """
 
@@ -384,7 +385,7 @@ for messages is left out, and NCCL chooses how they go.
   NCCL's [tuning.cc](https://github.com/NVIDIA/nccl/blob/v2.18.5-1/src/graph/tuning.cc). NVLS
   (chapter 15) is left out of trainings. A ring's chunk crosses the network once a *node*, not once
   a device. For trees a measured share of the bandwidth replaces NCCL's own estimate (of 16 MiB on
-  4 nodes of 8 B200, a row that is compared, too).
+  4 nodes of 8 B200).
 - *Computing* is slower while messages are under way, since they share memory and processors: by
   18.9 % on average, for GPT and LLaMA on A100, H100, MI210 and MI250
   ([2025](https://arxiv.org/abs/2507.03114)).
@@ -775,9 +776,8 @@ find(
 r"""
 Real steps are no such draws. On a cluster of over 10,000 GPUs, devices and links that were slow for
 a while made jobs take 1.34 times as long, on average ([Wu and
-others](https://ar5iv.labs.arxiv.org/html/2410.12588), 2024; where only its abstract is given, it is
-1.34 %).
-The simulator has none of that.
+others](https://ar5iv.labs.arxiv.org/html/2410.12588), 2024; listings of its abstract have 1.34 %
+instead). The simulator has none of that.
 
 ## A thousand fail
 
@@ -839,9 +839,9 @@ comms.print(answer.getvalue().partition("Error ")[0].strip())
 
 # %% [markdown]
 r"""
-The command goes on with its errors where it was checked. (On 128 torchtitan also published 5605:
-its H100 have 96 GB, and not 80, the limit `memory` here.) `--library` lists devices and links, with
-sources.
+After that the command prints how far off it was where it was checked. (On 128 torchtitan also
+published 5605: its H100 have 96 GB, and not 80, the limit `memory` here.) `--library` lists devices
+and links, with sources.
 
 Ask it what share of a measured speed more devices of one class keep, up to some 512: beyond, little
 is published to check it (above). How links, stages and numbers of tokens compare was not checked.

@@ -222,9 +222,9 @@ def ranges(rows: Sequence[Compared]) -> str:
     kept = "shares of speed kept"
     what, source = ("speeds", "utilisation") if rows[0].kind == "speed" else (kept, kept)
     return (
-        f"Ranges: eight of ten published {what} lie within them, as multiples of what was "
-        f"predicted from other publishers' {source}: of {len(rows)} figures those on at least an "
-        f"eighth as many devices, and {LEAST} at least."
+        f"Ranges: divided by what was predicted from other publishers' {source}, eight of ten "
+        f"published {what} lie within them. Of {len(rows)} figures a range takes those on an "
+        f"eighth as many devices or more; where they are fewer, the {LEAST} on the most devices."
     )
 
 

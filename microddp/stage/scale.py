@@ -70,10 +70,10 @@ class Side:
         return {
             "": self.words,
             "devices": str(self.devices),
-            "layers, a message each": str(self.layers),
+            "layers": str(self.layers),
             "gradients": human_bytes(self.nbytes),
             "C, computing alone": human_seconds(self.compute),
-            "M, messages alone": human_seconds(self.messages),
+            "M, all gradients at once": human_seconds(self.messages),
             "M/C": f"{self.ratio:.2f}",
             "start of a message": "not resolved" if unresolved else start,
             "start/C": "" if unresolved else f"{self.start / self.compute:.4f}",
