@@ -714,7 +714,7 @@ find(comms, "buckets", **buckets.sides(said))
 wrappers = compare(steps["microddp.DDP"], steps["PyTorch's DDP"])
 said = wrappers.say("A step of microddp.DDP", "one of PyTorch's DDP")
 alike = compare(steps["microddp.DDP"], steps["buckets (05)"])
-said = f"{said}. {alike.say('It', 'a step of the buckets, which send the same')}."
+said = f"{said}. {alike.say('One of microddp.DDP', 'one of the buckets, which send the same')}."
 find(comms, "wrappers", **wrappers.sides(said))
 
 # %% [markdown]
