@@ -31,7 +31,8 @@ def watch(owner, name, half, nbytes):
     setattr(owner, name, call)
 
 
-watch(dist.ProcessGroup, "allreduce", "all_reduce", lambda args: args[1][0].nbytes)
+for owner in (dist.ProcessGroup, type(comms.transport)):  # DDP calls the backend itself
+    watch(owner, "allreduce", "all_reduce", lambda args: args[1][0].nbytes)
 scatter, gather = "reduce_scatter_single", "all_gather_single"
 if not hasattr(dist, gather):  # before PyTorch 2.13
     scatter, gather = "reduce_scatter_tensor", "all_gather_into_tensor"
