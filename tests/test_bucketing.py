@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,12 +15,14 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from microddp.backward import Backward
 from microddp.bucketing import BucketedDDPHooks
 from microddp.buckets import GradientBucket, bucket_caps, plan_buckets
 from microddp.ddp import DDP
 from microddp.model import FullMLP
 from microddp.replicas import broadcast_parameters, check_replicas
 from microddp.report import MIB
+from microddp.timing import NOT_RECORDED
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -128,14 +131,16 @@ def parameters_of(*shapes, dtype=torch.float32):
 
 
 def copy_in(bucket, divisor, as_view):
-    with torch.no_grad():  # as in backward
-        grads = {slot: p.grad for slot, p in enumerate(bucket.parameters())}
-        left = {
-            slot: grad
-            for slot, grad in grads.items()
-            if not (bucket.large[slot] and bucket.copy_in_large(slot, grad, divisor, as_view))
-        }
-        bucket.copy_in(left, divisor, as_view)
+    """Bring all gradients in, as a backward does that has only this bucket."""
+    slots = range(len(bucket.parameters()))
+    places = {slot: (0, slot) for slot in slots}
+    alone = {"plan": [slots], "places": places, "all": [bucket], "send": lambda _: None}
+    how = {"divisor": divisor, "as_view": as_view, "timeline": NOT_RECORDED}
+    backward = Backward(SimpleNamespace(**alone, **how))
+    with torch.no_grad():
+        for slot, p in enumerate(bucket.parameters()):
+            backward.mark_ready(slot, p.grad)
+    return backward
 
 
 def test_a_bucket_holds_gradients_side_by_side():
@@ -172,11 +177,13 @@ def test_many_gradients_in_one_call_are_scaled_as_one_by_one(dtype):
                 assert torch.equal(view, grad / 3 if at_home else grad * (1 / 3)), shapes
 
 
-def test_a_sparse_gradient_is_divided():
+def test_a_sparse_gradient_is_let_go_of_once_it_is_on_its_way():
     (p,) = parameters_of((3, 2))
     bucket = GradientBucket([p], sparse=True)
     p.grad = torch.eye(3, 2).to_sparse(1)
-    copy_in(bucket, 2, as_view=False)
+    backward = copy_in(bucket, 2, as_view=False)
+    assert backward.complete
+    assert backward.waiting == [{}]
     assert bucket.buffer().to_dense().equal(torch.eye(3, 2) / 2)
 
 
