@@ -326,7 +326,14 @@ class TestRestarts:
     """By two torchruns with a rank each, as on two nodes."""
 
     @pytest.fixture
-    def start(self, tmp_path):
+    def said(self, tmp_path):
+        """The file of all that both print."""
+        file = tmp_path / "said"
+        file.touch()
+        return file
+
+    @pytest.fixture
+    def start(self, tmp_path, said):
         """Starts torchruns that restart their ranks; they are ended with the test."""
         started = []
 
@@ -341,18 +348,18 @@ class TestRestarts:
                 *("--epochs", 100_000, "--checkpoint", tmp_path / "kept.pt"),
             ]
             for _ in range(2):
-                process = subprocess.Popen(
-                    [sys.executable, *map(str, arguments)],
-                    env={
-                        **os.environ,
-                        "OMP_NUM_THREADS": "1",
-                        "PYTHON_EXEC": python(),
-                        **environment,
-                    },
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
+                with said.open("a") as output:
+                    process = subprocess.Popen(
+                        [sys.executable, *map(str, arguments)],
+                        env={
+                            **os.environ,
+                            "OMP_NUM_THREADS": "1",
+                            "PYTHON_EXEC": python(),
+                            **environment,
+                        },
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                    )
                 started.append(process)
             return started
 
@@ -361,9 +368,9 @@ class TestRestarts:
             for rank in psutil.Process(process.pid).children() if process.poll() is None else ():
                 rank.kill()
             process.kill()
-            process.communicate()
+            process.wait()
 
-    def test_a_rank_that_was_killed_begins_again(self, start, tmp_path):
+    def test_a_rank_that_was_killed_begins_again(self, start, said, tmp_path):
         def comes_to(epoch):
             end = time.monotonic() + 200
             while max((int(file.suffix[1:]) for file in whole()), default=0) < epoch:
@@ -381,15 +388,18 @@ class TestRestarts:
             process.terminate()
         for process in started:
             process.wait(timeout=60)
-        said = "".join(process.stdout.read() for process in started)
-        epochs = [int(epoch) for epoch, _, _ in LINE.findall(said)]
+        epochs = [int(epoch) for epoch, _, _ in LINE.findall(said.read_text())]
         assert sorted(set(epochs)) == list(range(len(set(epochs))))
         assert len(epochs) - len(set(epochs)) <= 1  # one more may have been said than was kept
         assert max(epochs) == max(int(file.suffix[1:]) for file in whole())
 
-    def test_several_torchruns_that_share_a_store_are_refused(self, start):
-        said = [process.communicate(timeout=100)[0] for process in start()]
-        assert "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in said[0] + said[1]
+    def test_several_torchruns_that_share_a_store_are_refused(self, start, said):
+        """A refused rank ends; its torchrun may wait minutes for the other torchrun."""
+        start()
+        end = time.monotonic() + 100
+        while "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" not in said.read_text():
+            assert time.monotonic() < end, said.read_text()
+            time.sleep(0.05)
 
 
 class TestSlurm:
