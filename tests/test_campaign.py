@@ -5,13 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from boxes import refusal
 
 
+@pytest.mark.timeout(500)  # a few jobs, one after the other
 def test_training_lives_through_faults():
     command = [sys.executable, "-u", str(Path(__file__).with_name("campaign.py")), "--short"]
     command += ["--faults", "5", "--seed", "1", *["--no-hosts"] * bool(refusal())]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=480)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("5 faults, 0 not right\n")
