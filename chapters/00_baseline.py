@@ -181,15 +181,16 @@ ratios = {name: parts["backward"] / parts["forward"] for name, parts in split.it
 small, middle, off = *list(ratios.values())[:2], ratios["batch 1024"] / (31 / 16) - 1
 said = (
     f"Backward takes {small:.2f} times as long as forward at batch 16, {middle:.2f} at 128 and "
-    f"{ratios['batch 1024']:.2f} at 1024. At 1024 that is"
+    f"{ratios['batch 1024']:.2f} at 1024, for the predicted 1.94 at each. At 1024 that is"
 )
+others = f"At 16 and 128 it is {small / (31 / 16) - 1:+.0%} and {middle / (31 / 16) - 1:+.0%}."
 why = "This page does not show why: the prediction counts matrix products only."
 find(
     comms,
     "backward",
-    as_predicted=(abs(off) <= 0.05, f"{said} as predicted, within 5%."),
-    more=(off > 0.05, f"{said} {off:.0%} more than the predicted 1.94. {why}"),
-    less=(off < -0.05, f"{said} {-off:.0%} less than the predicted 1.94. {why}"),
+    as_predicted=(abs(off) <= 0.05, f"{said} right within 5%. {others}"),
+    more=(off > 0.05, f"{said} {off:.0%} more. {others} {why}"),
+    less=(off < -0.05, f"{said} {-off:.0%} less. {others} {why}"),
 )
 
 # %% tags=["plumbing"]
@@ -207,7 +208,8 @@ find(comms, "optimizer", falls=(falls, said), stays=(not falls, said))
 """
 **Explain.** Where a small batch takes more time a sample than a large one, not all of a step grows
 in proportion to the batch. A layer's call takes time of its own, and its weights have to be read,
-for one sample as for many; what each of these takes, or something else, this page does not show.
+for one sample as for many; how much each of these takes, or something else, this page does not
+show. (Nor does it show why backward and forward have another ratio at each batch.)
 The optimizer does the same work at every batch.
 
 ## Throughput
@@ -216,7 +218,7 @@ The optimizer does the same work at every batch.
 
 **Predict.** Suppose a step costs a fixed start-up time plus a time for each sample. Then
 throughput rises almost as fast as the batch while start-up is nearly all of a step, and less and
-less the more of it is arithmetic.
+less the more of it is arithmetic: the times of a step lie on a line over the batch.
 
 **Measure.** The batch sizes take turns, so that a disturbance of the machine meets all of them.
 Beside the median stand the *quartiles*, between which half of all steps lie:
@@ -259,7 +261,7 @@ def of_a_sample(batch, less=0):
 low, middle, high = SIZES[-3:]
 four = compare(timings["1"], timings["4"]).say("A step of one sample", "one of four")
 gain = compare(of_a_sample(high), of_a_sample(middle))
-said = gain.say(f"A sample of a batch of {high}", f"one of {middle}")
+said = gain.say(f"A batch of {high}, sample for sample,", f"one of {middle}")
 said = f"{four}. {said}"
 find(
     comms,
@@ -277,31 +279,40 @@ low_cost, high_cost = (human_seconds(cost.median) for cost in costs)
 said = f"From {low} to {middle} a further sample costs {low_cost}, from {middle} to {high}"
 said = f"{said} {high_cost}"
 why = "the times do not lie on a line, and this page does not show why."
+single, start = timings["1"].median, timings[str(low)].median - low * costs[0].median
+below = f"By {low} and {middle} a step of one sample would take"
+below = f"{below} {human_seconds(start + costs[0].median)}; it took {human_seconds(single)}."
 find(
     comms,
     "line",
-    line=(straight, f"{said}: not told apart, as if these three lay on a line."),
-    bent=(rising and not straight, f"{said}: {why}"),
+    line=(straight, f"{said}: not told apart, as if these three lay on a line. {below}"),
+    bent=(rising and not straight, f"{said}: {why} {below}"),
     flat=(not rising, f"{said}: a step is not told to take longer with more samples."),
 )
+
+# %% tags=["plumbing"]
 beside = Prediction(sum(split["batch 1024"].values()), timings["1024"])
 said = f"The three phases of a step of 1024 added up to {human_seconds(beside.predicted)} above"
 said = f"{said}, where that batch ran by itself; here, in turns with the others, a step took"
-find(comms, "phases-and-step", **beside.sides(f"{said} {str(beside).replace('predicted ', '')}."))
+said = f"{said} {str(beside).replace('predicted ', '')}."
+said += "" if beside.held else " Why, this page does not show."
+find(comms, "phases-and-step", **beside.sides(said))
 
 # %% [markdown] index=["memory"]
 r"""
-**Explain.** The simplest model adds start-up and arithmetic up: a step of $b$ samples takes
+**Explain.** The simplest model adds up start-up and arithmetic: a step of $b$ samples takes
 $t_0 + c\,b$. On that line each further sample costs the same. The larger the batch, the smaller the
 share of $t_0$, and throughput comes nearer to $1/c$.
 
 ## Memory
 
 **Predict.** With $P$ parameters of 4 bytes, training holds $4P$ bytes of weights, $4P$ of
-gradients and, for momentum, $4P$ more. None of them depends on the batch. The *activations*,
-what layers compute on the way, do: every layer keeps its input until the backward pass has used it,
-and the loss keeps the output and the target. That makes 16 + 2 rows of 256 numbers a sample. ReLU
-adds nothing, because what it needs, its output, is the next layer's input.
+gradients and $4P$ of *momentum*, the sum of past gradients, older ones fading, that SGD
+steps along. None of them depends on the batch.
+The *activations*, what layers compute on the way, do: every layer keeps its
+input until the backward pass has used it, and the loss keeps the output and the target. That makes
+16 + 2 rows of 256 numbers a sample. ReLU adds nothing, because what it needs, its output, is the
+next layer's input.
 
 **Build.** Autograd calls a function of ours, a *hook*, with every tensor that it saves. Weights
 are among them, but they are counted already:
@@ -374,7 +385,8 @@ rows = [
 ]
 headers = ["devices", "1 epoch", "10 epochs", "100 epochs"]
 comms.print(
-    f"1M samples at {best:,.0f} samples/s on one device; on more, if they split it perfectly"
+    f"1M samples at {best:,.0f} samples/s on one device, as measured in turns; on more, if they "
+    "split it perfectly"
 )
 comms.print(table(rows, headers))
 

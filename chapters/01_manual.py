@@ -90,8 +90,8 @@ find(comms, "rounding", rounding=(most < 10, said))
 
 # %% [markdown]
 """
-**Explain.** What is left is the order in which each side sums and divides: it decides where numbers
-are rounded.
+**Explain.** What is left comes from the order in which each side sums and divides: it decides where
+numbers are rounded.
 
 ## Two replicas that stay together
 
@@ -187,8 +187,8 @@ figures.lines(
 r"""
 **Explain.** The averaged replicas are bitwise equal, and a distance of zero has no place on a
 logarithmic axis: the two lower curves are their distance from a single model. Every average is
-right to rounding, but roundings add up, and training may amplify them. (A weight that agrees to the
-bit adds nothing to the distance, so that can be below one rounding unit.)
+right to rounding, but roundings can add up, and training may amplify them. (A weight that agrees to
+the bit adds nothing to the distance, so a distance can be below one rounding unit.)
 """
 
 # %% tags=["plumbing"]
@@ -249,8 +249,8 @@ said = (
 find(
     comms,
     "mean-of-means",
-    more=(wrong[0] > 1, f"{said}, more than the gradient itself."),
-    less=(wrong[0] <= 1, f"{said}."),
+    more=(wrong[0] > 1, f"{said}'s norm: by more than the gradient itself."),
+    less=(wrong[0] <= 1, f"{said}'s norm."),
 )
 
 # %%
@@ -323,7 +323,8 @@ find(
     each=(
         sgd_sum > adam_sum and adam_mean > sgd_mean,
         f"Summed gradients: SGD misses by {sgd_sum:.2f} of a step, Adam by only {adam_sum:.4f}. "
-        f"Averaged weights: Adam misses by {adam_mean:.2f}, and SGD by {sgd_mean:.0e}, a rounding.",
+        f"Averaged weights: Adam misses by {adam_mean:.2f}, and SGD by {sgd_mean:.0e} of a step: "
+        "roundings of weights, which are larger than the step.",
     ),
 )
 
@@ -331,16 +332,17 @@ find(
 r"""
 Summed gradients make SGD's step twice as long, so it misses by the whole length of a step. Adam
 divides by the size of the gradient and hides the mistake, until something depends on that size: a
-limit for clipping that only the summed gradient exceeds, for example. Averaging weights is harmless
-with plain SGD, whose step is linear in the gradient, but for rounding. Adam's is not, and the
-result is another algorithm. A mistake that one optimizer hides is found by testing with another.
+limit for clipping that only the summed gradient exceeds, for example. Apart from rounding,
+averaging weights is harmless with plain SGD, whose step is linear in the gradient. Adam's is not,
+and the result is another algorithm. A mistake that one optimizer hides is found by testing with
+another.
 
 :::{admonition} On GPUs
 All of this holds there, with larger roundings. A matrix product may use TF32, with 11 significant
 bits, where PyTorch is told that it may (`torch.backends.cuda.matmul.fp32_precision`); bf16, which
-layers compute in where `torch.autocast` says so, has 8. A sum's order can also change from run to
-run, where a kernel adds atomically. So compare replicas with each other, to the bit, on GPUs, and
-with one device in `float64`, on a CPU.
+layers compute in where `torch.autocast` says so, has 8 of them. A sum's order can also change from
+run to run, where a kernel adds atomically. So compare replicas with each other, to the bit, on
+GPUs, and with one device in `float64`, on a CPU.
 :::
 
 ## What to take along

@@ -312,7 +312,8 @@ size, and $\beta$ seconds for each byte. A message of $m$ bytes then takes
 $$ t(m) = \alpha + \beta m . $$
 
 On the website this chapter runs on eight *hosts in a box*: one machine, in which each rank has a
-network of its own, with a *shaped* link: the kernel lets so many bits through a second and no more.
+network of its own, with a *shaped* link: the kernel lets so many bits through a second and, but for
+a first few after a pause, no more.
 The ranks share the machine's cores. Where what a rank waits for is its link, as with large
 messages, that is fair. Where ranks compute, it is not. ({doc}`/install` says what such hosts need.
 Without them, only as many ranks are timed as there are cores or GPUs; the others leave at
@@ -388,9 +389,9 @@ message_seconds = {nbytes: timing.median for nbytes, timing in messages.items()}
 # %% [markdown]
 """
 The line that fits these times with the least *relative* error gives alpha and beta. Where the
-links' speed is known, that is beta, here and in what follows, and alpha is what small messages take
-beyond their bytes. (A shaped link lets the first 68 KiB after a pause through at once. So a message
-may take less than its bytes would, by as much as 68 KiB take.)
+links' speed is known, beta is taken from it, here and in what follows, and alpha is what small
+messages take beyond their bytes. (A shaped link lets the first 68 KiB after a pause through at
+once. So a message may take less than its bytes would, by as much as 68 KiB take.)
 """
 
 # %% tags=["plumbing"]
@@ -413,7 +414,7 @@ said = (
 )
 find(timed, "alpha-beta", large=(worst == most, said), small=(worst < most, said))
 ways = compare(one_way, messages[most])
-said = ways.say(f"A message of {human_bytes(most)} one way", "one each way at once")
+said = ways.say(f"A message of {human_bytes(most)} one way", "two, one each way at once")
 said = f"{said}; the model says {human_seconds(alpha + beta * most)} for both."
 find(timed, "one-way", **ways.sides(said))
 
@@ -497,13 +498,14 @@ pairs = [
 failed = ", ".join(f"{a} ({rounds[a]} rounds) with {b} ({rounds[b]})" for a, b in pairs)
 said = f"At {human_bytes(small)} the way with fewer rounds"
 equal = compare(timings["naive"][small], timings["ring"][small])
-beside = equal.say("Naive", "the ring") + f", with {rounds['naive']} and {rounds['ring']} rounds."
+beside = equal.say("Naive", "the ring")
+beside = f"{beside}, where naive has {rounds['naive']} rounds and the ring {rounds['ring']}."
 if four > 1:
     find(
         timed,
         "rounds",
         all=(not pairs, f"{said} is the faster one in every pair of ours. {beside}"),
-        some=(bool(pairs), f"{said} is not the faster one in the pairs {failed}. {beside}"),
+        some=(bool(pairs), f"{said} is not the faster one in these pairs: {failed}. {beside}"),
     )
 
 # %% tags=["plumbing"]
@@ -546,12 +548,13 @@ carried in a second. It can be compared between algorithms and numbers of ranks.
 [nccl-tests'](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).)
 
 **Explain.** The model takes the rounds as if each began when the one before has ended. In the naive
-way neither the messages to rank 0 need wait for each other, nor those back. And of a small tensor
-most passes in the links' first 68 KiB, at once: such rows say little of these links, and of which
-way is best on links without such a start. In a row of rounds alpha may be another, too. How much of
-a row's error each of these is, this page does not show. gloo's own all-reduce is a ring [at every
-size](https://github.com/pytorch/gloo/blob/main/gloo/allreduce.cc), of $2(n-1)$ rounds, each in
-pieces.
+way neither the messages to rank 0 need wait for each other, nor those back: only their bytes pass
+one after the other, as predicted, and not their alphas. And of a small tensor most passes in the
+links' first 68 KiB, at once: the rows of small tensors say little of these links, and of which way
+is best on links that let nothing through at once. In a row of rounds alpha may be another, too. How
+much of a row's error each of these is, this page does not show. gloo's own all-reduce is a ring [at
+every size](https://github.com/pytorch/gloo/blob/main/gloo/allreduce.cc), of $2(n-1)$ rounds, each
+in pieces.
 
 Naive's bytes pass through rank 0's link one way, then the other: $2(n-1)S$. The ring sends and
 receives at once, each way $\frac{2(n-1)}{n}S$, which is $n$ times less. Between processes of one

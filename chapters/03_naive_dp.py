@@ -171,10 +171,10 @@ figures.lines(
 # %% [markdown]
 r"""
 **Explain.** The sums are formed in another order than on one device, so they are rounded otherwise.
-A rounding of `float32` is $2^{29}$ times as large as one of `float64`. The factor is larger if an
-input of a ReLU that is next to 0 comes out above it in one model and below it in the other, as
-happens to larger roundings first. Among the ranks no bit differs, since all get the same sums.
-Between them and one device:
+A rounding of `float32` is $2^{29}$ times as large as one of `float64`. The two distances may differ
+by more: where an input of a ReLU is next to 0, a rounding can bring it above 0 in one model and
+below in the other, and a larger rounding does so sooner. Among the ranks no bit differs, since all
+get the same sums. Between them and one device:
 """
 
 # %% tags=["plumbing"]
@@ -302,9 +302,9 @@ the book's *stage*.
 For how long should it sleep? What a step gains depends on a few numbers without units:
 
 - how many devices there are, and how many messages a step has;
-- $M/C$: the time $M$ of all gradients in one message, with nothing beside it, by the time $C$ of
-  all computing;
-- the *start* of a message, what it takes beyond its share of $M$, by $C$;
+- $M/C$: the time $M$ of all gradients in one message, with nothing beside it, divided by the time
+  $C$ of all computing;
+- the *start* of a message, what it takes beyond its share of $M$, divided by $C$;
 - the share of backward in $C$, here two thirds.
 
 A stage on which these are equal is a cluster *to scale*: of another speed, with the same ratios. So
@@ -348,8 +348,8 @@ $$ \frac{n\,C}{C + M} = \frac{n}{1 + M/C} $$
 
 times as fast as one, and less by what starts cost: a step has a message for each parameter, and
 here a layer has only one. (For the table's "start of a message" all layers' all-reduces are timed,
-one after another, and all gradients in one: the difference, by the number of layers. It may differ
-from chapter to chapter by more than its quartiles.)
+one after another, and all gradients in one; a start is the difference, divided by the number of
+layers. Timed again, it may differ by more than its quartiles.)
 
 **Measure.** First a look at a step: of three, the one of median length, on two of the devices.
 """
@@ -407,9 +407,11 @@ if stage.sides and n > 1:
         for seconds in (alone - here.compute, sent - with_starts, whole - alone - sent)
     )
     said = (
-        f"With the starts of {here.layers} messages counted, the naive step took {expected}. Of "
-        f"the difference {python} are what a device alone takes beyond C, {beyond} what the "
-        f"messages alone take beyond M and their starts, and {both} come only in a step of both."
+        f"With the starts of {here.layers} messages counted, the naive step took {expected}. The "
+        f"difference is of three: a device alone, less C, {python}; the messages alone, less M and "
+        f"their starts, {beyond}; and {both} that come only in a step of both, beside "
+        f"{1e3 * (alone + sent):.0f} ms for its two parts as measured. By these messages all "
+        f"starts are {(sent - here.messages) / here.compute:.0%} of C; by the table {share:.0%}."
     )
     find(comms, "naive-predicted", **expected.sides(said))
     speed_of = n * alone / expected.predicted
@@ -431,9 +433,9 @@ messages could travel together (chapter 05). Neither makes the bytes fewer.
 :::{admonition} On GPUs
 Where starts are short, what a naive step gains follows from $n$ and $M/C$. Here is $n / (1 + M/C)$
 for the same model and tokens on clusters that people have, from `microddp/plan/library.toml`, which
-has the source of each figure. Links are as fast as they are sold; how much of it TCP and PCIe reach
-is fitted in chapter 18. The last row is this chapter's cluster; what the stage took beyond $C + M$
-is not in it:
+has the source of each figure. Links have the speed that they are sold with; what share of it TCP
+and PCIe reach is fitted in chapter 18. The last row is this chapter's cluster; what the stage took
+beyond $C + M$ is not in it:
 :::
 """
 

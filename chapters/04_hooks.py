@@ -140,7 +140,8 @@ A larger dot is a larger gradient. The six hidden layers of equal size have the 
 done equally fast, their dots would lie on a straight line.
 
 A parameter that is used twice, as an embedding that is the output layer, too, is ready when both
-uses are done. One that is frozen takes no hook, and one that the loss does not need has no time.
+uses are done. One that is frozen takes no hook, and one that the loss does not need is never ready,
+so its row has no time.
 """
 
 # %% [markdown] index=["overlap"]
@@ -312,9 +313,10 @@ r"""
 **Predict.** The naive step takes $C + M$, and the starts of its messages. If messages need nothing
 that computing needs, one with hooks takes $\max(C, M)$ at least, because the longer hides the
 shorter. Nothing hides behind forward, in which there is no gradient yet. Forward takes a third of
-$C$, so no step can take less than the *limit*, $\max(C, \frac{1}{3} C + M)$. It is a bound. A guess
-of the step itself takes, in place of $M$, the time of its messages: all started at once, as a hook
-does not wait for them.
+$C$, so no step can take less than the *limit*, $\max(C, \frac{1}{3} C + M)$. It is a bound. For a
+guess of the step itself, put the measured time of a device alone in place of $C$, and in place of
+$M$ that of all messages: one after another for the naive step, all started at once for hooks, since
+a hook does not wait for its message.
 
 **Measure.** Both steps in turns, a device alone, and the messages alone, one after another and all
 at once:
@@ -364,10 +366,13 @@ if stage.sides and n > 1:
     said = f"{said}: {human_seconds(once)} and {human_seconds(turns)}."
     find(comms, "at-once", **at_once.sides(said))
     said = (
-        f"A device alone and the messages one after another make {human_seconds(device + turns)}; "
-        f"the naive step took {naively}. The limit of one with hooks is {human_seconds(least)}, "
+        f"C, M and the table's starts make "
+        f"{human_seconds(here.compute + here.messages + here.layers * here.start)}, a device alone "
+        f"and the messages one after another {human_seconds(device + turns)}: the naive step took "
+        f"{naively}. The limit of one with hooks is {human_seconds(least)}, "
         f"the guess {human_seconds(guess.predicted)}. It took {guess}. By the two guesses hooks "
-        f"would be {naively.predicted / guess.predicted:.2f} times as fast."
+        f"would be {naively.predicted / guess.predicted:.2f} times as fast; they were "
+        f"{gain.ratio:.2f} times."
     )
     find(comms, "hooks-guess", **guess.sides(said))
 
@@ -381,8 +386,8 @@ this page does not show why.) Sending fewer and larger messages is the next chap
 :::{admonition} On GPUs
 Where starts are short, the limit follows from $n$ and $M/C$. Here are both steps for the same model
 on clusters that people have, worked out from the figures of `microddp/plan/library.toml`. Two
-more things keep a GPU from it: NCCL's kernels take some of its processors while they send, and the
-CPU, which starts them, must stay ahead of the GPU.
+things keep a GPU from that limit: NCCL's kernels take some of its processors while they send, and
+the CPU, which starts them, must stay ahead of the GPU.
 :::
 """
 
@@ -531,7 +536,8 @@ The step that the optimizer took before they cannot notice. Chapter 06 builds a 
 does not: it copies a message from process to process itself, and cannot compute meanwhile. Then
 what is under way during backward makes backward longer, and hooks gain less.
 
-**Measure.** Two ranks, on links much faster than their copies, and a model that computes for real;
+**Measure.** Two ranks, on links of 30 Gbit/s, so that little of a message's time is the link's, and
+a model that computes for real;
 then the same gradients and messages with layers that only pause, each for its share of the time
 that a step of the cores took alone. (Such a step takes something beyond its pauses, too. Ranks
 without a core of their own leave here.)
@@ -587,7 +593,7 @@ said = (
     f"{longer:.2f} times as long as one of the cores. A naive step takes {beyond[0]} more than one "
     f"alone where cores compute, and {beyond[1]} more where devices do.) The gain is"
 )
-unseen = "How much longer backward is there, this page does not show."
+unseen = "Whether that is because backward is longer, this page does not show."
 find(
     timed,
     "who-carries",
@@ -599,15 +605,16 @@ find(
 
 # %% [markdown]
 r"""
-**Explain.** Overlap removes no work. It helps as far as messages leave backward what it needs. A
+**Explain.** Overlap removes no work. It helps as far as messages leave backward the cores, or the
+part of a GPU, that it needs. A
 network card that reads and writes memory by itself (RDMA) takes messages off the host. On a GPU the
 sums of NCCL take some of its processors, and slow backward down. A processor that copies the
 messages itself can hide them only in the time in which it would be idle.
 
 ## What to take along
 
-- Gradients are ready one after the other, those that are used last first, and in the same order on
-  ranks that run the same model.
+- Gradients are ready one after the other, first those of the layers that forward uses last, and in
+  the same order on ranks that run the same model.
 - A post-accumulate hook is given the parameter. What it should average is `parameter.grad`.
 - An asynchronous all-reduce in the hook moves communication into backward.
 - Between `backward()` and `finish()` the gradients belong to the backend.

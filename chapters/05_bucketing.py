@@ -154,7 +154,8 @@ guess = guesses[0] / guesses[1]
 said = (
     f"In one message the same bytes are {gain.than(f'in {P}')}; {guess:.1f} times was predicted, "
     f"and the median is {abs(gain.ratio / guess - 1):.0%} "
-    f"{'more' if gain.ratio > guess else 'less'}."
+    f"{'more' if gain.ratio > guess else 'less'}. Beside what was predicted, many took "
+    f"{many.median / guesses[0] - 1:+.0%}, and one {one.median / guesses[1] - 1:+.0%}."
 )
 find(comms, "together", **gain.sides(said))
 
@@ -413,11 +414,32 @@ comms.print(stage)
 
 # %% [markdown]
 r"""
-(The book has four prices of a message. Chapter 02's $\alpha$ is of one message between two ranks.
-The others are of an all-reduce, which has $2(n-1)$ rounds of them: $t_0$ is all that a small one
-takes; this chapter's $\alpha$ what one of 256 KiB or more takes beyond its bytes; the stage's
-*start* what one of all layers' takes beyond its share of a single one with all gradients. By the
-line the last two should be almost equal; each is measured by itself.)
+The book has four prices. Chapter 02's $\alpha$ is of one message between two ranks. The others are
+of a whole all-reduce, which has $2(n-1)$ rounds of messages: $t_0$ is all that a small one takes;
+this chapter's $\alpha$ is what one of 256 KiB or more takes beyond its bytes; and the stage's
+*start* is what one layer's all-reduce takes beyond its share of a single one of all gradients. By
+the line the last two should be almost equal, but each is measured by itself:
+"""
+
+# %% tags=["plumbing"]
+if stage.sides and n > 1:
+    here = stage.sides[1]
+    low, high = here.start_spread
+    by_line = alpha * (1 - 1 / here.layers)
+    said = (
+        f"By the line a start is {human_seconds(by_line)}; the stage measured "
+        f"{human_seconds(here.start)} ({human_seconds(low)} to {human_seconds(high)})"
+    )
+    find(
+        comms,
+        "two-starts",
+        equal=(low <= by_line <= high, f"{said}."),
+        apart=(not low <= by_line <= high, f"{said}. Why, this page does not show."),
+    )
+
+# %% [markdown]
+"""
+The step with buckets:
 """
 
 
@@ -552,8 +574,8 @@ r"""
 **Predict.** On a stage of another speed, with the same numbers without units, the speed-ups must be
 the same. Of these, $n$ and $M/C$ can be set. Start/C cannot: each stage measures its own. From all
 three, and from one device as measured, a naive step's speed-up is predicted, as in chapter 03: for
-the median of the start, and for its quartiles. Buckets have fewer starts, so they should differ
-less.
+the median of the start, and for its quartiles. Buckets have fewer starts, so their speed-ups on the
+two stages should differ less.
 
 **Measure.** The stage again, on links of 500 Mbit/s, beside what the first one gave:
 """
@@ -597,20 +619,22 @@ comms.print(table(rows, headers, floats=("", ".3f", "", "", "")))
 # %% tags=["plumbing"]
 ways = [
     way
-    for way, both in zip(("naively", "in buckets"), zip(*ranges, strict=True), strict=bool(rows))
+    for way, both in zip(("naive steps", "buckets"), zip(*ranges, strict=True), strict=bool(rows))
     if max(low for low, _ in both) > min(high for _, high in both)
 ]
 slower = [guesses[1][1] / guesses[0][1] - 1] if rows else []  # predicted, then measured
 slower += [other / one - 1 for one, other in zip(*medians, strict=True)] if rows else []
+missed = [got[0] / guess[1] - 1 for got, guess in zip(medians, guesses, strict=True)]
 said = rows and (
-    "On the slower links a naive step gains {1:+.0%} beside the other stage's ({0:+.0%} predicted "
-    "from start/C), and buckets {2:+.0%}.".format(*slower)
-    + f" A start was measured as {rows[0][1]:.2%} of C on this chapter's stage, as "
+    "On the slower links the speed-up of a naive step is {1:+.0%} beside the other stage's "
+    "({0:+.0%} predicted from start/C), and that of buckets {2:+.0%}.".format(*slower)
+    + f" The prediction misses by {missed[0]:+.0%} on the faster links, {missed[1]:+.0%} on the "
+    f"slower. A start was measured as {rows[0][1]:.2%} of C on this chapter's stage, as "
     f"{rows[1][1]:.2%} on the other, and is {there.start / there.compute:.2%} on the cluster."
 )
 
 # %% tags=["plumbing"]
-apart = f"The quartiles of the two stages' speed-ups lie apart {' and '.join(ways)}"
+apart = f"The two stages' speed-ups with {' and '.join(ways)} have quartiles that lie apart"
 find(
     comms,
     "similarity",
@@ -631,8 +655,9 @@ of them; what it says of the cluster holds only as far as starts weigh as much t
 
 :::{admonition} On GPUs
 A large all-reduce takes some 0.2 ms to start ($2(n-1)$ rounds of 14 us, NCCL's own figure for its
-large messages, for eight machines; small ones go by a quicker protocol, chapter 02), and 25 MiB
-take 0.9 ms on links of 400 Gbit/s: at PyTorch's default cap less than a fifth is start-up. A layer
+large messages, for eight machines; small ones go by a quicker protocol, chapter 02), and the bytes
+of 25 MiB take 0.9 ms more on links of 400 Gbit/s: at PyTorch's default cap about a fifth is
+start-up. A layer
 of this chapter's cluster has 28 MiB, so at that cap no bucket holds two whole ones. Some of
 PyTorch's developers call it too small for today's models, and one proposes 100 MB ([issue
 118421](https://github.com/pytorch/pytorch/issues/118421)). Try `bucket_cap_mb` of 5, 25 and 100 on
@@ -733,8 +758,8 @@ for hook in (EagerHooks, Hooks):
 # %% [markdown]
 r"""
 With more than one rank, the eager hooks added one branch's gradient to the other's: no error, no
-wait, only a wrong result, because the two buckets have the same size. Had their sizes differed,
-gloo would have ended the job, or waited until the time-out. (Here `MICRODDP_DEBUG=1` finds
+wait, only a wrong result, because the two buckets have the same size. (With other sizes gloo may
+end the job, or wait until the time-out; that is not run here. And here `MICRODDP_DEBUG=1` finds
 different sizes only, since these hooks do not say whose gradients they send.)
 
 ## What to take along
@@ -742,8 +767,8 @@ different sizes only, since these hooks do not say whose gradients they send.)
 - An all-reduce has a price, however small it is. Join messages whose bytes take no longer than
   that.
 - A plan needs three rules: reverse order, fill up to the cap, split no parameter.
-- The best cap depends on alpha, on beta and on how much of the communication the hardware hides.
-  Measure it where you train.
+- By the model the best cap depends on alpha, on beta and on the time of backward. Measure it where
+  you train.
 - Buckets are sent in one order on all ranks, and emptied after every step. A mistake in either may
   be no error, but a wrong average or a growing message.
 """

@@ -51,8 +51,8 @@ comms.print(comms.describe())
 """
 ## From hooks to a wrapper
 
-**Predict.** The first favour takes a broadcast in the constructor. The second takes the moment at
-which backward ends. A parameter's hook cannot know whether it is the last. Autograd can: during
+**Predict.** The first favour takes a broadcast in the constructor. For the second, the wrapper must
+know when backward ends. A parameter's hook cannot know whether it is the last. Autograd can: during
 backward you may queue a *callback* that runs when it ends. (The call is not documented; PyTorch's
 DDP uses it, too.) So the first gradient that comes queues one, and `finish()` can run there. Then
 the user's loop is that of one device, and its result should be too, up to rounding.
@@ -143,16 +143,17 @@ comms.print(table(rows, ["wrapper", "relative distance to one device"], floats="
 
 # %% [markdown]
 """
-**Explain.** Broadcast and callback are enough for a model whose every parameter gets a gradient in
-every backward. What follows is the rest.
+**Explain.** Broadcast and callback are enough where every parameter gets a gradient in every
+backward, no buffer changes, each step has one backward, and all ranks have as many batches. What
+follows is the rest.
 
 ## One iteration, call by call
 
 **Predict.** The first iteration knows no order of gradients yet, so all of them travel in one
 bucket. The second forward sends rank 0's order to all, and from then on there is one all-reduce
 for each bucket. Each forward here also broadcasts rank 0's *buffers*, the model's tensors that are
-not trained, all at once. A group numbers its collectives, so the count of a call is a difference of
-two:
+not trained, all at once. A group numbers its collectives, so a call's count is the difference of
+the numbers before it and after it:
 """
 
 
@@ -349,7 +350,7 @@ averages, and once a broadcast of the order. The right version averages in one b
 `no_sync()` around backward averages in each, and should still get the right result: the average
 of an average and new gradients is the average of all. An undivided loss makes gradients, and the
 first step, K times as long: after it the weights miss by K - 1 times the right step. After that the
-weights are others, and so are their gradients. The flag set too late averages only the first
+weights differ, and so do their gradients. The flag set too late averages only the first
 micro-batch of a step, and the ranks part. The loop that is off by one groups the micro-batches
 wrongly, in the same way on every rank.
 
@@ -390,8 +391,9 @@ assert n == 1 or min(rows[3][2:]) > 1e-3
 
 # %% [markdown] index=["find_unused_parameters", "unused parameters"]
 """
-**Explain.** Ranks that part are found by comparing replicas. The other wrong runs keep them equal,
-and only a comparison with one device tells.
+**Explain.** Ranks that part are found by comparing replicas. The undivided loss and the loop that
+is off by one keep them equal: only a comparison with one device tells. And `no_sync()` around
+backward alone changes no result: only the count of collectives tells.
 
 The flag set too late is a real mistake. In build-nanogpt, with four micro-batches a step, the
 validation loss after 1000 steps was 4.88, and 4.15 once the flag was set before forward ([pull
@@ -474,8 +476,9 @@ the same parameters, `static_graph=True` finds out once.
 ## Where it breaks: uneven inputs
 
 Suppose rank 0 has one batch fewer than the others. It leaves its loop; the others call an
-all-reduce, and wait for a rank that does not come, until the time-out: in the group below one
-second, usually minutes. (With NCCL a time-out ends the process, so there this cell does nothing.)
+all-reduce, and wait for a rank that does not come, until the time-out, which is set to one second
+here and usually is minutes. (With NCCL a time-out ends the process, so there this cell does
+nothing.)
 """
 
 # %%
@@ -623,7 +626,7 @@ from which every rank makes the same plan.
 **Predict.** On the stage of chapters 03 to 05, a step that averages naively takes $C + M$ and all
 starts. Hooks, buckets and both wrappers hide what they can, and nothing can take less than $\max(C,
 \frac{1}{3} C + M)$. ($C$ is the pauses alone; speed-ups count the whole step of one device.) The
-wrappers send what the buckets send.
+wrappers send what the buckets send, and should take as long.
 
 **Measure.** All ways, in turns, buckets with a cap of 1 MiB:
 """
@@ -720,8 +723,8 @@ find(comms, "wrappers", **wrappers.sides(said))
 # %% [markdown]
 """
 **Explain.** None of these can hide what takes longer than backward. (Where a step takes another
-time than was predicted, this page does not show why.) To send fewer bytes is the subject of
-chapters 10 and
+time than was predicted, or than another way that sends the same, this page does not show why.) To
+send fewer bytes is the subject of chapters 10 and
 11. And the processor time, the mean over the ranks? Where ranks share cores, a millisecond of each
 rank is several of a core:
 """
@@ -742,8 +745,9 @@ find(
         n > 1 and crowd > 1,
         f"{said}. All {comms.ranks_on_cores} ranks together keep the {comms.cores} cores busy for "
         f"{crowd * mine / ours:.0%} of a step with microddp.DDP, {crowd * theirs / pytorchs:.0%} "
-        f"with PyTorch's. Shared by the cores alone, the ranks' difference is "
-        f"{crowd * (mine - theirs):+.1f} ms; the steps differ by {ours - pytorchs:+.1f} ms.",
+        f"with PyTorch's. The difference in processor time, of all ranks by the cores, is "
+        f"{crowd * (mine - theirs):+.1f} ms a step, and the steps differ by "
+        f"{ours - pytorchs:+.1f} ms. Whether one is the cause of the other is not shown.",
     ),
     own=(n > 1 and crowd <= 1, f"{said}, and each rank has a core."),
     alone=(n == 1, "One rank waits for no other."),
@@ -763,14 +767,15 @@ find(
 | `no_sync()` | around forward *and* backward of all but the last | one average a step |
 
 :::{admonition} On GPUs
-What each way can gain at most follows from $n$, $M/C$ and the starts. What differs: the CPU only
-queues work, so Python costs nothing as long as the GPU has some left; and NCCL's kernels compute
-the sums on the GPU itself, and slow backward down meanwhile. Small models leave a GPU nothing: on
-an H100, NCCL with one rank, a step of `microddp.DDP` was 0.96 times as fast as one of PyTorch's
-(geometric mean of the twelve cases of `python -m microddp.bench ddp`, torch 2.11, the same on 26
-and on 28 November 2026). In the worst case, 16 buckets of 4 MiB, it was 0.79 times as fast on the
-first day, and 0.84 on the second. With $M/C$ below two thirds all can be hidden (chapter 04). Far
-below, as on 8 H100 of a node, there is little to hide, and the ways hardly differ.
+What each way can gain at most follows from $n$ and $M/C$, and where messages are many, from their
+starts. What differs from this stage: the CPU only queues work, so Python costs nothing as long as
+the GPU has some left; and NCCL's kernels compute the sums on the GPU itself, and slow backward down
+meanwhile. Small models leave a GPU nothing: on an H100, NCCL with one rank, a step of
+`microddp.DDP` was 0.96 times as fast as one of PyTorch's (geometric mean of the twelve cases of
+`python -m microddp.bench ddp`, torch 2.11, the same on 26 and on 28 November 2026). In the worst
+case, 16 buckets of 4 MiB, it was 0.79 times as fast on the first day, and 0.84 on the second. With
+$M/C$ below two thirds all can be hidden (chapter 04). Far below, as on 8 H100 of a node, there is
+little to hide, and the ways hardly differ.
 :::
 
 ## What to take along

@@ -54,7 +54,7 @@ comms.print(comms.describe())
 
 Nobody leaves a *barrier* before everybody has come to it. It is needed before something that is not
 a message: before a clock is read, or a file that another rank wrote. Before a collective you need
-none: who receives in it waits for the data, and who only sends has nothing to wait for.
+none: who receives in it waits for the data, and who sends may have to wait until it is taken.
 """
 
 # %% [markdown] index=["collectives", "all_gather", "reduce_scatter", "subgroup"]
@@ -113,8 +113,8 @@ figures.holdings(panels, title="One rank gives, one rank collects, or all do bot
 
 # %% [markdown] index=["device mesh"]
 """
-A square has the colour of the rank whose number it is; in a sum, each digit has. A reduce-scatter
-and then an all-gather make an all-reduce (chapter 02's ring).
+A square has the colour of the rank whose number it is; of a sum, each digit has its rank's. A
+reduce-scatter and then an all-gather make an all-reduce (chapter 02's ring).
 
 ## What they are for
 
@@ -218,9 +218,9 @@ busiest link: the most that a rank sends, or receives.
   each rank passes on a piece as soon as it has it. So nobody sends more than $S$.
 - In the others a rank sends, or receives, $n-1$ parts of $S/n$; in an all-reduce twice as many.
 
-`COST` has the bytes by $S$, over gloo and with NCCL's rings. (Except for broadcast, NCCL has other
-ways, too; it makes gather, scatter and all-to-all of single messages.) Ranks without a link, core
-or GPU of their own leave; `m` stay. Chapter 02's ring has a
+`COST` has the bytes in units of $S$, over gloo and with NCCL's rings. (Except for broadcast, NCCL
+has other ways, too; it makes gather, scatter and all-to-all of single messages.) A rank that has
+neither a link, nor a core, nor a GPU of its own leaves; `m` stay. Chapter 02's ring has a
 reduce-scatter, too:
 """
 
@@ -405,9 +405,10 @@ assert all((ending != "went on") == STUCK for ending in endings)
 
 # %% [markdown]
 """
-To wait is the lucky case. Two calls of one kind and shape fit, and add up what does not belong
-together. A loop over a `set` of names does that: Python hashes strings differently in every
-process. Another shape may fit, too. Below, the last rank expects one number more than rank 0 sends:
+All ranks wait until the time-out. That is the lucky case. Two calls of one kind and
+shape fit, and add up what does not belong together. A loop over a `set` of names does that: Python
+hashes strings differently in every process. Another shape may fit, too. Below, the last rank
+expects one number more than rank 0 sends:
 """
 
 
@@ -602,11 +603,12 @@ find(
 
 # %% [markdown] index=["watchdog"]
 """
-(In `early_continue` number 4 came back, and wrong: batch 3 of one rank was added to batch 2 of the
-others.) So look for ranks that are behind, and on them not for the recorded line but for where they
-are *now*: `py-spy dump --pid` shows the stack of a running process. If no rank is behind, compare
-the calls. (While a job hangs, the field `retired` says whether a call is over; gloo's `state` stays
-"scheduled".) {doc}`Chapter 13 <13_faults>` has a program that does all this on a job that hangs.
+(In `early_continue` number 4 came back, though batch 3 of one rank was added to batch 2 of the
+others: a sum of ones does not show it.) So look for ranks that are behind, and on them not for the
+recorded line but for where they are *now*: `py-spy dump --pid` shows the stack of a running
+process. If no rank is behind, compare the calls. (While a job hangs, the field `retired` says
+whether a call is over; gloo's `state` stays "scheduled".) {doc}`Chapter 13 <13_faults>` has a
+program that does all this on a job that hangs.
 
 ## With NCCL
 
@@ -638,8 +640,8 @@ that compares them.
 
 Meta found over 60 % of such time-outs to come from the CPU side, mostly from ranks that part ways
 ([PyTorch's blog][blog], March 2026): mistakes like those above. One more is of NCCL alone. There
-PyTorch makes a barrier of an all-reduce on a GPU, and a process that has not said which is its own
-may take another's. Pass `device_ids=[local_rank]` to `dist.barrier`, or `device_id` to
+PyTorch makes a barrier of an all-reduce on a GPU, and a process that has not said which GPU is its
+own may take another's. Pass `device_ids=[local_rank]` to `dist.barrier`, or `device_id` to
 `init_process_group`.
 
 [blog]:

@@ -41,8 +41,8 @@ A collective can be under way while the rank computes, or while the rank waits f
 computing for cores or memory.
 
 The stage is that of chapters 03 to 06, a scale model of eight machines with an A100 each, on links
-of 25 Gbit/s, that train 355 million parameters. A later section changes the speed of the links. A
-connection that opened on a slow link stays slow, so the ranks' connections open on the fastest:
+of 25 Gbit/s, that train 355 million parameters. A later section changes the speed of the links. The
+kernel sets a connection's pace when it opens, so the ranks' connections open on the fastest link:
 """
 
 # %%
@@ -209,14 +209,14 @@ find(
 # %% [markdown]
 r"""
 **Explain.** A span of communication lasts from its launch until it is complete. It may queue behind
-others, so "hidden" can be longer than the link needs. What hiding costs is in backward, where it
-goes on: it is free only if backward gets no longer.
+others, so "hidden" can be longer than the link needs. What hiding costs is in backward, beside what
+hooks and copies take there: it is free only if backward gets no longer.
 
 ## What to change first
 
-**Predict.** Of a step alone, a third is forward. Let buckets go one after the other, each when it
-is full and the one before it has arrived. Each takes the start of a message, and its share of $M$,
-the time of all bytes. So a step is a loop:
+**Predict.** Of a step without messages, a third is forward. Let buckets go one after the other,
+each when it is full and the one before it has arrived. Each takes the start of a message, and its
+share of $M$, the time of all bytes. So a step is a loop:
 """
 
 
@@ -543,9 +543,10 @@ if pair:
 
 # %% [markdown]
 """
-**Explain.** Starts of messages do not cancel: an all-reduce of two ranks has 2 rounds, and the
-stage's $C$ was scaled to one of $2(n-1)$. Nor does what Python takes of a step. A real device with
-few tokens reaches less of its peak.
+**Explain.** Three things do not cancel, and this page does not tell them apart. The stage's $C$ was
+scaled to an $M$ of $2(n-1)$ rounds, and an all-reduce of two ranks has 2: two ranks pay fewer
+starts than the scale allows for. What Python takes of a step is not scaled at all. And a real
+device with few tokens reaches less of its peak, which the stage's pauses do not know.
 
 {func}`~microddp.performance.worth.step_budget` does the same arithmetic, and adds the best case:
 all that fits into the last backward is hidden. As a form:
@@ -606,7 +607,7 @@ r"""
 Before you buy a network, in this order:
 
 1. Time the step without averaging (DDP's `no_sync()`), on as many ranks. What averaging adds is all
-   that can be won.
+   that a network can win.
 2. Look at every rank. The one that waits least is the one that the others wait for: what they wait
    beyond that is not the network's.
 3. Split communication into exposed and hidden. Exposed costs its time, hidden as much as it slows

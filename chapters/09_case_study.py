@@ -364,10 +364,10 @@ r"""
 How long a GPU computes follows from the two published times. A step of 8 pairs takes 55.1 ms, less
 the last bucket's message over NVLink (at the 368 GB/s measured on 8 H200, ring, [ML
 engineering](https://github.com/stas00/ml-engineering), August 2026). With the 75.1 ms of 16 pairs
-that makes two equations for a step of $b$ pairs, $t(b) = f + c\,b$. The part $f$ is the same for
-any number of pairs: starts of kernels, reading of weights, and the optimizer. (With two
-micro-batches the formula below counts $f$ twice, and so the optimizer, which runs once a step. How
-much of $f$ it is, was not published.)
+that makes two equations for a step of $b$ pairs, $t(b) = f + c\,b$. We take the part $f$ to be the
+same for any number of pairs, as starts of kernels, reading of weights, and the optimizer are. (With
+two micro-batches the formula below counts $f$ twice, and so the optimizer, which runs once a step.
+How much of $f$ it is, was not published. Nor do two times show that they lie on a line.)
 """
 
 
@@ -394,9 +394,9 @@ take
 $$ k\,t(b) + \max(l M, \; M - \tfrac{2}{3} t(b)) . $$
 
 The first rung is the split alone, in buckets of 25 MiB (DDP's default without its small first one).
-It is changed by a smaller cap, which helps where a step waits for the last bucket alone, and then
-gains the difference of $l\,M$; or by bf16, which halves $M$. On top of bf16, two micro-batches
-share one $M$; on top of both, more pairs a device share one $f$.
+It is changed by a smaller cap, which makes $l$ smaller, and so helps where a step waits for the
+last bucket alone; or by bf16, which halves $M$. On top of bf16, two micro-batches share one $M$; on
+top of both, more pairs a device share one $f$.
 """
 
 # %%
@@ -616,11 +616,11 @@ r"""
 **Explain.** In a node messages are short beside the computing, so by the formula no change to them
 gains much; each device pays $f$ in full, however few its pairs. In the published profile kernels
 run in a small part of a step, and the CPU, which starts them, works through most of it. So larger
-micro-batches, `torch.compile` or CUDA graphs come first. By the formula one GPU with 32 pairs takes
-$f/32 + c = 3.6$ ms a pair, hardly more than two with 8 pairs each, 3.4. So where the batch may
-grow, fill one GPU before you add another. Between machines bytes come first, at the same global
-batch: send half, if two devices are worth it at all (above). Where the batch may grow, more pairs a
-device share both $f$ and $M$.
+micro-batches, `torch.compile` or CUDA graphs are what to try first. By the formula one GPU with 32
+pairs takes $f/32 + c = 3.6$ ms a pair, hardly more than two with 8 pairs each, 3.4. So where the
+batch may grow, fill one GPU before you add another. Between machines bytes come first, at the same
+global batch: send half, if two devices are worth it at all (above). Where the batch may grow, more
+pairs a device share both $f$ and $M$.
 
 The formula leaves out the Python that runs between the pauses, of one device's step, too; the
 starts of messages, of which a smaller cap needs more (chapter 03 says what a start is); and the
@@ -629,10 +629,10 @@ these was slowed down with the stage as the computing was, and all only add time
 
 :::{admonition} On GPUs
 By the formula what rungs gain by their messages follows from $M/t$, and what they gain by more
-pairs from $f$ and $c$, all to scale on stage and cluster; the starts and the hook, which are dearer
-here, change it on the stage. NCCL's kernels take processors from backward while they send, so less
-is hidden than the formula says. Run it with `torchrun --nproc-per-node=2` on a GPU node. Here is
-the formula for 8 devices, with the same 16 pairs (on the top rung 16 for each device, twice):
+pairs from $f$ and $c$. All of these are to scale on the stage. The starts of messages, which are
+dearer here, are not. NCCL's kernels take processors from backward while they send, so less is
+hidden than the formula says. Run it with `torchrun --nproc-per-node=2` on a GPU node. Here is the
+formula for 8 devices, with the same 16 pairs (on the top rung 16 for each device, twice):
 :::
 """
 
@@ -693,7 +693,7 @@ padded to the longest pair of the global batch, so it cannot.
 
 DDP keeps everything on every rank: weights, gradients and AdamW's two moments, 16 bytes for each
 parameter in fp32, and 4 more in buckets if gradients are no views of them. Where that is too much,
-each rank keeps an n-th: {doc}`16_sharding`.
+each rank keeps an n-th ({doc}`chapter 16 <16_sharding>`).
 
 ## What to take along
 

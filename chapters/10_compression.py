@@ -125,8 +125,8 @@ figures.speed_ups(
 
 # %% [markdown]
 r"""
-$C$ and $M$ leave out the starts of messages (chapter 03) and what the hook does beside sending, of
-which *Where it pays* measures an example, on two ranks.
+$C$ and $M$ leave out the starts of messages (chapter 03), what a device alone takes beyond $C$, and
+what the hook does beside sending, of which *Where it pays* measures an example, on two ranks.
 
 PyTorch has this hook, too: `ddp.register_comm_hook(group, bf16_compress_hook)`.
 
@@ -205,7 +205,7 @@ find(comms, "dtype-of-a-sum", below=(below, said), above=(not below, said))
 
 # %% [markdown]
 r"""
-**Explain.** Rounding up and down mostly cancel, as long as a rank's share is larger than the sum's
+**Explain.** Roundings up and down can cancel, as long as a rank's share is larger than the sum's
 last bit. **Predict.** With 8 significant bits $256 + 1$ has no room for the 1. Equal shares stop
 counting at 256 ranks:
 """
@@ -415,7 +415,7 @@ def off(flat):
 in_bf16_twice = partial(two_phases, pack=torch.Tensor.bfloat16, unpack=torch.Tensor.float)
 for name, average in ("bf16", in_bf16), ("in two phases", in_bf16_twice), ("int8", two_phases):
     average(flat := shards[rank].clone(), own)
-    comms.print(f"{name}: {off(flat)} from the mean")
+    comms.print(f"our {name}: {off(flat)} from the mean")
     torch.testing.assert_close(flat, mean, rtol=0.1, atol=0.02 * mean.abs().max().item())
 
 # %% [markdown]
@@ -477,9 +477,9 @@ r"""
 [*PowerSGD*](https://arxiv.org/abs/1905.13727) (Vogels and others, 2019) sends a matrix $G$ as two
 thin ones, $P Q^T$, of $r$ columns each. A rank sends $G Q$, and then $G^T P$. Both are linear in
 $G$, so they add up on the way. To multiply by $G$ and $G^T$ in turn brings out the directions in
-which $G$ is largest; QR makes the columns of $P$ perpendicular and of length 1. The next step
-begins with this step's $Q$. **Predict.** If each rank has a column times a row, $n$ columns find
-their mean exactly:
+which $G$ is largest; the QR decomposition makes the columns of $P$ perpendicular and of length 1.
+The next step begins with this step's $Q$. **Predict.** If each rank has a column times a row, $n$
+columns find their mean exactly:
 """
 
 
@@ -506,11 +506,11 @@ r"""
 ## Momentum
 
 **Predict.** Error feedback makes gradients late. In a valley of curvature $L$ SGD with a rate of
-$\eta$ is stable while $\eta L < 2$; with gradients many steps old, $\tau$, only while $\eta L <
-\pi/2\tau$. Momentum of 0.9 is ten times the rate in the end. So where most waits, runs should
-diverge first. A rough measure of that is the norm of what ranks keep at the end without momentum
-(their mean), by that of the mean gradient above, which is of a younger model: so many gradients
-wait.
+$\eta$ is stable while $\eta L < 2$; with gradients that are $\tau$ steps old, for many steps, only
+while $\eta L < \pi/(2\tau)$. Momentum of 0.9 is ten times the rate in the end. So where most waits,
+runs should diverge first. A rough measure of how many gradients wait: the norm of what ranks keep
+at the end without momentum (their mean), divided by that of the mean gradient above, which is of a
+younger model.
 
 **Measure.** A rate of 0.1. A run *diverges* if its last epoch's loss is above its first:
 """
@@ -761,12 +761,12 @@ if LINKS and stage.sides:
     gain = compare(by_link[800]["int8"], by_link[800]["all-reduce"])
     ideal = in_two_buckets(C, M) / in_two_buckets(C, M / 4)
     said = f"Over 800 Mbit/s a step with int8 is {gain.than('one in fp32')}; by C and M alone it is"
-    find(comms, "fast-link", **gain.sides(f"{said} {ideal:.2f} times."))
+    find(comms, "fast-link", **gain.sides(f"{said} {ideal:.2f} times as fast."))
 
 # %% [markdown]
 r"""
-**Explain.** $C$ and $M$ leave out copies, of fewer bytes, too; starts (two phases have two); and
-$c$, overstated here, where all devices share a machine's cores; and what an all-to-all takes beside
+**Explain.** $C$ and $M$ leave out copies, of fewer bytes, too; starts (two phases have two); $c$,
+which devices that share a machine's cores may pay more dearly; and what an all-to-all takes beside
 its bytes (above). In a ring each link has one sender. And the digits do not tell how many more
 steps *your* model takes.
 
@@ -796,7 +796,8 @@ r"""
 
 - bf16 messages first: half the bytes, and no state, as PyTorch's hook does it. With hundreds of
   ranks, add up in fp32.
-- What is not sent has to be kept. It arrives late, and momentum repeats it: try a lower rate.
+- What is not sent has to be kept. It arrives late, and momentum repeats it: by the formula a lower
+  rate helps.
 - What is quantised travels in two phases, and is the same share of a plain all-reduce for any
   number of ranks. What has places of its own is gathered, and grows.
 - Compression pays below a bandwidth of $(S_0 - S_c)/c$, lower if backward hides messages. Compare

@@ -86,8 +86,8 @@ def local_sgd(every):
 
 # %% [markdown]
 """
-The ranks learn to continue Python's own help, one character after eight, each its own part. Their
-small model:
+The ranks learn to continue Python's own help: after eight characters, the next one. Each rank has a
+part of the text. Their small model:
 """
 
 # %%
@@ -117,7 +117,7 @@ def adamw(parameters, rate=0.01):
 
 # %% [markdown]
 """
-Judged on new text, by own weights and their mean:
+Each rank's weights, and the mean of all ranks' weights, judged on new text:
 """
 
 
@@ -221,7 +221,7 @@ others, 2018](https://arxiv.org/abs/1808.07217)) first averages gradients, then 
 ## Loss by steps, by bytes, by time
 
 Why not average gradients over $H$ batches (chapter 06)? That sends as little. As a batch $H$ times
-as large it gets a larger rate: $H$ times, as usual for SGD, or $\sqrt H$ times for Adam
+as large it gets a larger rate: $H$ times as large, as usual for SGD, or $\sqrt H$ times for Adam
 ([Malladi and others, 2022](https://arxiv.org/abs/2205.10287), who scale betas and epsilon, too: not
 here):
 """
@@ -269,7 +269,8 @@ r"""
 **Predict.** Ranks that *never* meet are the worst case, and DDP the best. The rarer meetings are,
 the nearer to the worst. Accumulation takes one step where local SGD takes $H$.
 
-**Measure.** The same batches, in three runs from other weights. Ranks that meet are judged by their
+**Measure.** Each way gets the same batches. Three runs begin with other weights, and have their
+batches in another order. Ranks that meet are judged by their
 mean weights, others by their own. One way is below another if it is so in all three:
 """
 
@@ -349,8 +350,8 @@ find(comms, "accumulate", **this.sides(other, sentence))
 r"""
 **Explain.** What $H = 1$ loses is no price of meeting rarely. With AdamW, DDP and $H = 1$ are not
 the same: each rank averages and divides by its own gradients, of fewer samples. The prediction
-looked at meetings only. Accumulation also takes fewer steps, better ones, but few in a run as short
-as this.
+looked at meetings only. Accumulation also takes fewer steps, which may be what it loses in a run as
+short as this.
 
 **Predict.** Let $c$ be a step of never, and $t_S$ a message of all weights. DDP hides what it can
 behind backward, two thirds of $c$. Meetings add $t_S/H$ to $c$; a late one hides behind a step:
@@ -509,7 +510,7 @@ find(
 
 # %% [markdown] index=["DiLoCo", "outer optimizer", "pseudo-gradient"]
 r"""
-**Explain.** The slower the link, the more steps a rare meeting may cost.
+**Explain.** The slower the link, the more steps a rare meeting may add and still be the faster way.
 
 ## DiLoCo
 
@@ -558,10 +559,10 @@ assert same
 
 # %% [markdown]
 r"""
-**Predict.** If all meetings agreed, rate $\eta$ and momentum $\mu$ would in the end go $\eta / (1 -
-\mu)$ times as far as the ranks: 7 times, or 1.4 with 0.5. But the inner rate falls, and what
-momentum carries on from early, larger steps goes too far later. So a small momentum should do
-better.
+**Predict.** If all meetings agreed, with rate $\eta$ and momentum $\mu$ the shared weights would in
+the end go $\eta / (1 - \mu)$ times as far as the ranks: 7 times, or 1.4 with $\mu = 0.5$. But the
+inner rate falls, and what momentum carries on from early, larger steps goes too far later. So a
+small momentum should do better.
 
 **Measure.**
 """
@@ -638,8 +639,8 @@ hides its messages, and rare meetings only lose steps. Measure your $c$ and $t_S
 :::
 
 Worked out, not measured, for 1B parameters in bf16 (fp32 weights double $t_S$) and 4096 tokens a
-device: DDP where its step is below $1.1\,c$, or else $10\,t_S/c$, beyond which a rarer meeting wins
-less than a tenth:
+device. Where a step of DDP is below $1.1\,c$, DDP; else $H = 10\,t_S/c$, beyond which meetings cost
+less than a tenth of $c$:
 """
 
 # %% tags=["plumbing"]

@@ -442,7 +442,7 @@ if reports:
         for scene in [*reports][1:3]
     }
     said = "; ".join(
-        f"with {scene} rank 0's wait for ranks changes by {a:+.1f} ms, and that for transfers by "
+        f"with {scene}, rank 0's wait for ranks changes by {a:+.1f} ms, and that for transfers by "
         f"{b:+.1f} ms"
         for scene, (a, b) in grown.items()
     )
@@ -492,16 +492,16 @@ if reports:
 # %% [markdown]
 r"""
 **Explain.** A rank that leaves one collective late arrives late at the next, so a part of a slow
-link's cost is a wait for ranks: look at both parts. (How far the other part changes, nothing here
-predicts.) Nor do transfers depend on links alone: processors carry them. So
+link's cost can be a wait for ranks: look at both parts. (How far the other part changes, nothing
+here predicts.) Nor do transfers depend on links alone: processors carry them. So
 {func}`~microddp.performance.stragglers.straggler_report` asks for more. It names a *rank* that
-works 15 % longer than the others in three steps of four, and without which the median step would be
-shorter by 4 %. It names a *link* if ranks wait for transfers for 4 % of the time, and test messages
-over it, and over no other link, are less than half as fast as over the rest. (It sends them itself;
-the cell above does, once for each network.) `python -m microddp.train --report` prints it. In its
-table, a rank *works* while it does not wait in a collective, *holds others up* by the time that a
-step would be shorter without it, and *comes last* to a share of the collectives, whether it is slow
-or its link is. Of the last scene:
+works at least 15 % longer than the others in three steps of four, if without this delay the median
+step would be shorter by 4 %. It names a *link* if ranks wait for transfers for 4 % of the time, and
+test messages over it, and over no other link, are less than half as fast as over the rest. (It
+sends them itself; the cell above does, once for each network.) `python -m microddp.train --report`
+prints it. In its table, a rank *works* while it does not wait in a collective, *holds others up* by
+the time that a step would be shorter without it, and *comes last* to a share of the collectives,
+whether it is slow or its link is. Of the last scene:
 """
 
 # %%
@@ -512,7 +512,7 @@ r"""
 ## How often is it wrong?
 
 **Predict.** With nothing planted no rank should meet either condition: these devices pause, so
-only what processors do besides can differ. That weighs most in short steps, as here. (Ranks that
+only what processors do besides can differ, which weighs most in short steps, as here. (Ranks that
 *compute* on a shared core work longer, so the report also asks who holds the others up.)
 
 **Measure.** Fifty reports on ranks, of eight short steps each, cut from one long record:
@@ -684,8 +684,8 @@ gain = compare(steps["by speed"], steps["equal"])
 predicted = (computing["equal"] + E) / (computing["by speed"] + E)
 alone = computing["equal"] / computing["by speed"]
 said = (
-    f"With shards by speed a step is {gain.than('with equal ones')}. Predicted are {predicted:.2f} "
-    f"times, with E of {human_seconds(E)}; computing alone would be {alone:.1f} times as fast."
+    f"With shards by speed a step is {gain.than('with equal ones')}. {predicted:.2f} times was "
+    f"predicted, with E of {human_seconds(E)}; computing alone would be {alone:.1f} times as fast."
 )
 find(comms, "less-work", **gain.sides(said if n > 1 else "One rank has all of the work."))
 
@@ -731,8 +731,8 @@ find(comms, "mean-of-means", several=(n > 1, said), alone=(n == 1, "One rank has
 
 # %% [markdown]
 r"""
-If samples are dealt at random, that only adds noise. If rank 1 has what others do not, the model
-gets a preference that nobody asked for. Batches counted in *tokens* are uneven: see chapter
+If samples are dealt at random, that should only add noise. If rank 1 has what others do not, the
+model gets a preference that nobody asked for. Batches counted in *tokens* are uneven: see chapter
 14.
 
 :::{admonition} On GPUs

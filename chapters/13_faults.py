@@ -401,12 +401,12 @@ A rank dies after $k$ steps, and the last checkpoint is of step $j$. Four ways t
 
 **Predict.** What a fault costs is counted from the death to the end of the next new step. $B$ is
 the time to meet and take a first step, $R$ that of imports and $B$, and $s$ a step's. Then the
-first way costs $R + ks$, a restart $R + (k - j)s$, a warm one $B + (k - j)s$: the first of the
-steps up to the new one is in $B$. They leave out noticing, the start of processes, and loading.
-Elastic repeats only the lost step. The survivors get an error within a step's time, pause for 50 ms
-as they drop the old group, and wait up to 20 ms until the server counts who has come; then there is
-$B$, in which the newcomer gets the state in one message. (If the dead process had the server, add
-the start of another.)
+first way costs $R + k \cdot s$, a restart $R + (k - j) \cdot s$, a warm one $B + (k - j) \cdot s$:
+the first of the steps up to the new one is in $B$. These predictions leave out noticing, the start
+of processes, and loading. Elastic repeats only the lost step. The survivors get an error within a
+step's time, pause for 50 ms as they drop the old group, and wait up to 20 ms until the server
+counts who has come; then there is $B$, in which the newcomer gets the state in one message. (If the
+dead process had the server, add the start of another.)
 
 **Measure.** The same training in each way, with a checkpoint after each epoch of 14 steps. Process
 1 dies after step 26, so $k = 26$ and $j = 14$. A step has a pause of 20 ms, in place of computing.
@@ -507,12 +507,14 @@ cores = f" One main thread ran for {ran:.2f} s of these, and waited for a core f
 said = (
     f"Imports took {R - B:.2f} s in the first life. After the death processes took "
     f"{restart['processes start']:.2f} s to start, and imports {restart['imports']:.2f} s. The "
-    f"warm restart recovered in {recovered:.2f} s, for a B of {B:.2f} s: "
-    f"{max(0.0, recovered - sum(parts)):.2f} s passed until it began to join, and "
-    f"{sum(parts):.2f} s from there on (in the restart's first life {sum(rows[0][1:4]):.2f} s; why "
-    f"the parts in the table differ is not shown).{cores * (ran > 0)} Elastic "
+    f"warm restart recovered in {recovered:.3f} s, for a B of {B:.2f} s: "
+    f"{max(0.0, recovered - sum(parts)):.3f} s passed until it began to join, and "
+    f"{sum(parts):.3f} s from there on. (In the restart's first life {sum(rows[0][1:4]):.3f} s: of "
+    "one process, which may have waited for the last one's imports, with which B begins.)"
+    f"{cores * (ran > 0)} Elastic "
     f"took {cost['elastic']:.2f} s, {cost['elastic'] - predicted['elastic']:+.2f} s beside its "
-    "prediction. (Where a quotient in the table is 1, differences may have cancelled.)"
+    f"prediction{', in which the start of a new server is left out' * new_server}. (Where a "
+    "quotient in the table is near 1, differences may have cancelled.)"
 )
 find(comms, "parts", measured=(True, said))
 
@@ -566,7 +568,7 @@ r"""
 [resiliency extension](https://github.com/NVIDIA/nvidia-resiliency-ext/releases/tag/v0.3.0) has warm
 spares for GPUs (March 2025).
 
-Elastic ranks wait for the fourth here. With one rank less sums would be rounded otherwise.
+Elastic ranks wait for the fourth here. With one rank fewer, sums would be rounded differently.
 
 Where nobody dies, a spare costs a machine; elastic, in each step, a message more, with the losses
 (chapter 02: $2(n-1)\,\alpha$), and a wait for it. Hold what a fault costs, times how often there is
@@ -587,7 +589,7 @@ $$ \text{lost} = \frac{c}{\tau} + \frac{\tau}{2M} + \frac{r}{M}, \qquad
 
 That is [Young's interval](https://doi.org/10.1145/361147.361115) (1974). Twice or half as long
 costs a quarter more of the first two terms. `Failures`, below, has Daly's formula (2006). It also
-counts faults during checkpoints and restarts, and checkpoints only of the time that is kept.
+counts faults during checkpoints and restarts, and no checkpoint for time that was lost.
 
 $$ \text{kept} = \frac{\tau}{M e^{r/M} (e^{(\tau + c)/M} - 1)}. $$
 
@@ -795,8 +797,8 @@ assert [step for *_, step in rows] == [20, 20, 30, 30]
 # %% [markdown]
 r"""
 The first `fsync` flushes the file, the second the folder with its new name; `unlink` removes the
-oldest. A killed process loses no bytes that it wrote. A machine without power can, and keep the new
-name: hence the flush before. Now the newest file loses its second half:
+oldest. A killed process loses no bytes that it wrote. A machine that loses power can lose them and
+still keep the new name: hence the flush before. Now the newest file loses its second half:
 """
 
 # %%
@@ -824,7 +826,8 @@ A program that is wrong at step 1000 is wrong again after a restart. So restarts
 `--max-restarts`. In microddp any error other than a lost connection ends that process at once, and
 a step that the same members have lost five times counts as the program's failure.
 
-A GPU that computes wrong numbers raises nothing at all.
+A GPU that computes wrong numbers raises nothing at all: here only a comparison of replicas or of
+losses can tell.
 
 :::{admonition} On GPUs
 The mistakes stay. But an NCCL call returns at once, so the host stands at a later line, where it

@@ -382,7 +382,7 @@ pair = compare(times[crowd], times[n, 0])
 parts = [rates[setup] / most[setup] for setup in setups[1:]]
 over = max(parts) > 1.005
 said = pair.say(
-    f"Loading on {n} rank{'s' * (n > 1)} with {crowd[1]} workers each", "loading without workers"
+    f"Loading on {n} rank{'s' * (n > 1)} with {crowd[1]} workers each", "on as many without"
 )
 reached = f"After the first, rows reach {min(parts):.0%} to {max(parts):.0%} of what was predicted"
 reached += "; above 100%, a sample cost less than in the first" * over
@@ -418,8 +418,8 @@ the batch makes it $\sqrt k$ times smaller, so each step goes $\sqrt k$ times as
 of $\beta$ and $\epsilon$).
 
 What matters is the batch, not who computes it. So each rank trains some configurations alone, all
-over as many samples. SGD's own rule is the linear one, AdamW's the root rule: of the three rules
-each one's own should hold longest:
+over the same number of samples. SGD's own rule is the linear one, AdamW's the root rule: of the
+three rules each one's own should hold longest:
 """
 
 # %%
@@ -479,7 +479,7 @@ def show_rules(kind):
 def where(kind, rule):
     k = breaks(kind, rule)
     times = median(kind, rule, k or 1) / median(kind, rule, 1)
-    near = ", barely" * (times < 2.1)
+    near = ", barely" * (times < 2.2)
     return f"at k = {k} ({times:.2f} times{near})" if k else "nowhere"
 
 
@@ -597,8 +597,9 @@ find(
 # %% [markdown]
 r"""
 **Explain.** In the paper the scale grows along a training, as $G$ shrinks and samples still
-disagree. So measure it more than once, with your optimizer (AdamW's weights go elsewhere than
-SGD's), and test a rule at each doubling of your batch.
+disagree. (Where the first half epoch here has a large one, this page does not show why.) So measure
+it more than once, with your optimizer (AdamW's weights go elsewhere than SGD's), and test a rule at
+each doubling of your batch.
 
 ### Clipping
 
@@ -671,7 +672,7 @@ said = (
 find(
     comms,
     "compile",
-    cut=(inside > 1, f"{said}. By this the order does not matter: inside is cut, too."),
+    cut=(inside > 1, f"{said}. Of the first two neither order is worse: inside is cut, too."),
     whole=(inside <= 1, f"{said}. As the note would have it, inside is not cut."),
 )
 
@@ -686,8 +687,8 @@ and saves the bare model: a compiled one's state has `_orig_mod.` before each na
 
 A `BatchNorm` layer normalises with mean and deviation of a rank's shard ([chapter
 06](06_ddp.py#buffers-whose-statistics)). Where a rank has few samples, that matters:
-`nn.SyncBatchNorm.convert_sync_batchnorm(model)` takes both over all ranks, on GPUs only, for two
-collectives a layer. `LayerNorm` and `GroupNorm` look at one sample, and need nothing.
+`nn.SyncBatchNorm.convert_sync_batchnorm(model)` takes mean and deviation over all ranks, on GPUs
+only, for two collectives a layer. `LayerNorm` and `GroupNorm` look at one sample, and need nothing.
 """
 
 # %% [markdown] index=["evaluation"]
@@ -749,7 +750,8 @@ r"""
 **Predict.** A sum in floating point depends on its order: $(a + b) + c$ is not $a + (b + c)$ to the
 last bit, while $a + b$ is $b + a$. So what keeps the order keeps the bits: the same run again, or
 resumed with buckets as before. What changes it changes them: another number of ranks, or a matrix
-product cut for other threads. In float64 the difference begins half a billion times smaller. One
+product cut for other threads. In float64 the difference begins half a billion ($2^{29}$) times
+smaller, as its roundings do. One
 training, with one change each time:
 """
 
@@ -827,7 +829,7 @@ find(
 
 # %% tags=["plumbing"]
 slow, quick = [*far.values()][-2:]
-said = f"After 100 steps {n} ranks and one process are {slow:.0e} apart"
+said = f"After 100 steps {n} ranks and one process are {slow:.0e} of how far they moved apart"
 said += f", and {quick:.0e} at 8 times the rate"
 grow = quick > 100 * slow
 find(
@@ -955,7 +957,7 @@ environment. These set them, and start the job again (pages read in November 202
     times](https://docs.ray.io/en/latest/train/user-guides/fault-tolerance.html)
 :::
 
-The script then goes on from its checkpoint. {doc}`/rebuild` has a job script for Slurm.
+The script then goes on from its checkpoint. A job script for Slurm is in {doc}`/rebuild`.
 
 :::{admonition} On GPUs
 The mistakes are the same: tokens, a stream's state, counts, an early clip. But NCCL chooses the

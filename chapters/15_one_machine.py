@@ -107,9 +107,9 @@ in ($2S$ bytes), copies the first rank's part ($2S/n$), adds the others' parts, 
 writing one each time ($3S\,(n-1)/n$), and copies the result out ($2S$). That is
 $(7 - 1/n)\,S$, or $\frac{7 - 1/n}{2}$ copies: 3.25 for two ranks. And twice the ranks wait for each
 other, at a *barrier*: nobody adds up before all have written, nobody reads before all have added
-up. Let a barrier take $b$, and the calls $p$: a sum of $16n$ numbers, without barriers. (A rank's
-part then has 64 bytes. In pieces of that size cores fetch memory; of one that two ranks write to,
-they would wait for each other.) Then
+up. Let a barrier take $b$, and Python's calls $p$: as long as a sum of $16n$ numbers without
+barriers. (A rank's part then has 64 bytes. In pieces of that size cores fetch memory. Two ranks
+that write to one such piece wait for each other.) Then
 
 $$ t(S) = 2b + p + \frac{7 - 1/n}{2}\,c(S) . $$
 
@@ -295,7 +295,7 @@ assert torch.equal(values, result)
 # %% [markdown]
 r"""
 A large tensor's copies can be spared if it is in shared memory already, as microddp's buckets can
-be. Added up *in place*, a rank reads the $n$ parts of its sum, $S$ bytes together, and writes the
+be. To add up *in place*, a rank reads the $n$ parts of its sum, $S$ bytes together, and writes the
 sum into all $n$ tensors, $S$ bytes again: as a copy does, if what is half added up stays in the
 cache. microddp's
 {func}`~microddp.shared.collectives.shared_all_reduce` does so; up to 1 MiB, all ranks' together, it
@@ -349,23 +349,28 @@ timed.print(table(rows, headers))
 # %% tags=["plumbing"]
 s, two, guess, bare, work = max(parts, key=lambda each: abs(math.log(each[1] / each[2])))
 miss = Prediction(guess, timings[s]["two barriers"])
+double = sum(not 1 / 2 <= each[1] / each[2] <= 2 for each in parts)
 said = (
     f"Farthest from its prediction is a sum of {human_bytes(s)}: it takes {miss}. Without "
-    f"barriers it takes {bare / work:.2g} times what was predicted for that."
+    f"barriers it takes {bare / work:.2g} times what was predicted for that. At {double} of "
+    f"{len(parts)} sizes the prediction is off by more than a factor of 2."
 )
 find(timed, "model", **miss.sides(said))
+
+# %% tags=["plumbing"]
 added = [two - bare for _, two, _, bare, _ in parts]
 more = sum(seconds > 2 * b for seconds in added)
 said = (
     f"From {human_bytes(SIZES[0])} on, two barriers add {', '.join(map(human_seconds, added))}. "
-    f"Predicted are {human_seconds(2 * b)} (two long ones: {human_seconds(2 * slow)})."
+    f"Predicted are {human_seconds(2 * b)} (two long ones: {human_seconds(2 * slow)}). At "
+    f"{more} of {len(added)} they add more than {human_seconds(2 * b)}."
 )
 if not ALONE:
     find(
         timed,
         "barriers-add",
-        more=(2 * more > len(added), f"{said} At {more} of {len(added)} they add more than that."),
-        less=(2 * more <= len(added), f"{said} At {more} of {len(added)} they add more than that."),
+        more=(2 * more > len(added), said),
+        less=(2 * more <= len(added), said),
     )
 
 # %% tags=["plumbing"]
@@ -409,12 +414,12 @@ if not ALONE:
 # %% [markdown] index=["hierarchical all-reduce", "topology"]
 r"""
 **Explain.** A barrier in a sum comes after work: who comes first waits for the others' rest of it,
-too, beside being woken. In a row of barriers alone there is none. And the model takes all bytes for
-equally far away. But a core has *caches*, small and fast memories. A copy that is made again and
-again can stay in its own core's, where a sum fetches what another core has just written; and where
-nothing fits any more, a copy may have to fetch what it overwrites. Which of these decides at which
-size, this page does not measure, nor why $p$ is another at each size, or why barriers can seem to
-take less than nothing.
+too, beside being woken. In a row of barriers alone there is no work. And the model takes all bytes
+for equally far away. But a core has *caches*, small and fast memories. A copy that is made again
+and again can stay in its own core's, where a sum fetches what another core has just written; and
+where nothing fits any more, a copy may have to fetch what it overwrites. Which of these decides at
+which size, this page does not measure, nor how much of a barrier is waiting for work, nor why $p$
+is another at each size.
 
 ## Several machines: each sum once
 
@@ -469,10 +474,11 @@ if across:
 r"""
 And a step? **Predict.** The stage (chapter 03) is a scale model of as many machines, each with as
 many A100 and with a link of 25 Gbit/s. Computing alone takes $C$, two thirds of it backward. Of
-three buckets the first leaves after a third of that. If all messages, the backend's $M$, take
-longer than backward's rest, a step takes $\frac{5}{9}C + M$. By machine $M$ shrinks as the bytes
-do. The hook calls {func}`~microddp.shared.hierarchical.hierarchical_all_reduce`. (Bytes are all
-that this counts: what the all-reduce alone takes beyond them, above, a step may take, too.)
+three buckets the first leaves after a third of that, $\frac{2}{9}C$, beside forward's
+$\frac{1}{3}C$. If all messages, the backend's $M$, take longer than what is left of backward, a
+step takes $\frac{5}{9}C + M$. By machine $M$ shrinks as the bytes do. The hook calls
+{func}`~microddp.shared.hierarchical.hierarchical_all_reduce`. (This counts bytes only: what the
+all-reduce alone takes beyond them, above, may come on top.)
 """
 
 # %%
@@ -516,8 +522,8 @@ each other's memory past the kernel, with *GPUDirect* straight from GPU to GPU. 
 card for each GPU; cards of one number in all machines may share a switch, a *rail*.
 
 **Which algorithm?** NCCL chooses for each size; with `NCCL_DEBUG_SUBSYS=INIT,TUNING` it prints
-that. Four nodes of 8 B200, with 400 Gbit/s a GPU, took trees up to 16 MiB, which send each
-machine's sum, and from 512 MiB rings ([Stas
+that. Four nodes of 8 B200, with 400 Gbit/s a GPU, took trees, which send each machine's sum, up to
+16 MiB, and rings from 512 MiB on ([Stas
 Bekman](https://github.com/stas00/ml-engineering/tree/master/network), NCCL 2.30.7, AWS's tuner,
 October 2026).
 

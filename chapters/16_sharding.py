@@ -240,9 +240,9 @@ try_out("stage 1", stage_1)
 
 In stage 1 all gradients are there when backward ends, but a rank has no use for the others'
 shards. **Build.** Make the groups smaller, one for each layer, and reduce-scatter a group as soon
-as backward has all of its gradients. Then they are freed. (Gradients are counted here: if a layer's
-bias got none, the next step would count the weight's again, and fail, reducing with one missing.
-microddp takes it as zero when backward ends.)
+as backward has all of its gradients. Then they are freed. (A layer's gradients are counted here. If
+its bias got none, the count would be wrong in the next step, which would then fail. microddp takes
+a missing gradient as zero when backward ends.)
 """
 
 
@@ -552,7 +552,8 @@ rows += [("all, on 8", "", "82.4"), ("less on 128", f"{state[8] - state[128]:.1f
 comms.print(table(rows, ["GiB a GPU, Llama 3.1 8B", "worked out", "published"]))
 explained = state[8] + list(acts.values())[1] / GiB
 comms.print(f"state, and activations as torchtitan keeps them: {explained:.1f} GiB of 82.4")
-comms.print(f"not worked out here: {82.4 - explained:.1f} GiB")
+comms.print(f"not worked out here: {82.4 - explained:.1f} GiB of 82.4, and of the 15.4 less on 128")
+comms.print(f"{15.4 - state[8] + state[128]:.1f}")
 
 # %% [markdown]
 r"""
@@ -623,11 +624,11 @@ would allow.
 gathers in the next forward, and can hide up to a third of $C$ behind it.
 
 Stage 3 prefetches one block. So as backward begins, the last layer computes for $\frac{2C}{3L}$,
-and the link has one gather to carry meanwhile; as it ends, the first layer does, beside one
-reduction. Each time the link waits for $\frac{2C}{3L} - \frac{M}{2L}$, if that is above 0. With
-both waits as its $w$, $T_0$ becomes $T_1$: what stage 3 should take. The two are equal up to
-$M = \frac{2}{3} C$, and from $M = \frac{4}{3} C$ on. There it should hide all that can be, and in
-between a little less.
+and the link has one gather to carry meanwhile; as backward ends, the first layer computes as long,
+beside one reduction. Each time the link waits for $\frac{2C}{3L} - \frac{M}{2L}$, if that is
+positive. With both waits as its $w$, $T_0$ becomes $T_1$: what stage 3 should take. The two are
+equal up to $M = \frac{2}{3} C$, and from $M = \frac{4}{3} C$ on. In both ranges stage 3 should hide
+all that can be hidden, and in between a little less.
 
 DDP starts $L$ all-reduces. Stage 3 starts $3L - 1$ gathers or reductions, each half an all-reduce.
 
@@ -943,6 +944,7 @@ said = quick and (
     f"On links of 1 Gbit/s stage 3 hid {in_words(quick)} of what can be hidden, at M/C "
     f"{ratio:.2f}, on those of {slow_link} Mbit/s {in_words(slow)}, at {label[last]}. DDP, which "
     f"gloo carries, hid {in_words(others)} and {in_words(shares[last]['ddp'])}"
+    + (" (above 1: C or M took longer apart than in the steps)" if others.median > 1 else "")
 )
 
 # %% tags=["plumbing"]
@@ -1014,7 +1016,8 @@ for name, found in by.items():
     tested &= M <= 2 / 3 * C
     ms = (C, found["ddp"].median, found["zero3"].median, longer, gather)
     rows.append((f"they {name}", f"{M / C:.2f}", *(f"{1e3 * seconds:.0f}" for seconds in ms)))
-headers = ["M/C", "C, ms", "DDP, ms", "stage 3, ms", "longer by, ms", "second gather alone, ms"]
+headers = ["M/C", "C, ms", "DDP, ms", "stage 3, ms", "longer by (rounds), ms"]
+headers.append("second gather alone, ms")
 timed.print(table(rows if n > 1 else [], ["", *headers]))
 
 # %% tags=["plumbing"]

@@ -5,7 +5,7 @@ r"""
 How is sharded training run? You care because stage 3 over all devices sends all parameters and
 gradients over the slowest links, too, and what helps (two levels, what to keep whole, precision,
 accumulation, the right optimizer) is easily set the wrong way, without an error. This chapter
-builds two of them small, tries the others, and counts what leaves a node.
+builds small versions of two of these, tries the others, and counts what leaves a node.
 """
 
 # %% tags=["imports"]
@@ -249,10 +249,11 @@ gradient:
 | stage 3 | $M/2$ | $M/2L$ | $M - M/2L$ | $M/2L$ | $0$ |
 | HSDP | $0$ | $0$ | $\frac{m-1}{m}\frac{n}{n-1} M$ | $b/L$ | $2C/3L$ |
 
-(In proportion to what leaves a node: of HSDP we neglect what stays inside.) It allows $n$ devices
-to be $nC/T_0$ times as fast as one. ($C$ and $M$ are those of the rounds below, where $M$ is $L$
-all-reduces. The stage's table has its own, of one all-reduce of all gradients. Both are timed apart
-from the steps, so a step may seem to take a little less than $T_0$.)
+(Times are taken in proportion to what leaves a node: what stays inside is neglected for HSDP.)
+$T_0$ allows $n$ devices to be $nC/T_0$ times as fast as one. ($C$ and $M$ are those of the rounds
+below, where $M$ is $L$ all-reduces. The stage's table has its own, of one all-reduce of all
+gradients. Both are timed apart from the steps, so a step may seem to take a little less than
+$T_0$.)
 
 **Measure.** These three and one device, in the same rounds as what later sections compare; a ratio
 is the median of the rounds' ratios:
@@ -350,7 +351,7 @@ find(
     "stage-3-waits",
     part=(
         known and 0 < waits <= over,
-        f"{said}. By T_1 {1e3 * waits:.0f} ms of it are those waits; it has no more.",
+        f"{said}. By T_1 {1e3 * waits:.0f} ms of it are those waits; it has no term for the rest.",
     ),
     less=(
         known and waits > max(0, over),
@@ -421,14 +422,17 @@ said = (
     f"keeps all is {every.than('one that keeps the last')}"
 )
 by_least, by_waits = (each / least["all blocks"] for each in (last_block, last_block + waits))
-said += f" ({by_least:.2f} times is what T_0 allows, {by_waits:.2f} times with the last one's T_1)."
+from_none = least["nothing"] / last_block
+said += f" (T_0 allows {from_none:.2f} times for the first and {by_least:.2f} for the second, "
+said += f"{by_waits:.2f} with T_1 for the last block)."
 find(comms, "what-to-keep", **last.sides(said if n > 1 else "One rank gathers nothing."))
 
 # %% [markdown]
 r"""
 By default PyTorch keeps only the outermost module's own parameters whole. For the last block set
 `reshard_after_forward=False`. Where more than 8 ranks share a block, `reshard_after_forward=8`
-keeps an eighth of it: more memory than to free it, but the second gather stays among 8 ranks.
+keeps an eighth of it on each rank. That takes more memory than freeing all of it, but the second
+gather stays among 8 ranks.
 
 ## Where it breaks: the norm over all ranks
 
@@ -517,6 +521,9 @@ said = (
     f"{'is not contradicted' if gain.alike else 'failed'}: with them HSDP's step is "
     f"{gain.than('one in fp32')}. With sums in bf16, too, it is {both.than('one in fp32')}."
 )
+if usual and n > 1:
+    halved = hsdp.least(C, M, LAYERS) / hsdp.least(C, M / 2, LAYERS)
+    said += f" T_0 allows {halved:.2f} times for that."
 find(comms, "precision-in-time", **both.sides(said if n > 1 else "One rank sends nothing."))
 
 # %% [markdown]
@@ -804,7 +811,8 @@ find(
     rounded=(
         difference > 0,
         f"In three steps OwnedMuon and OwnedOptimizer move the weights as one process does, "
-        f"within {difference:.1%}: more than two ranks add up in another order, and bf16 rounds.",
+        f"within {difference:.1%}. More than two ranks add up in another order, and bf16 rounds: "
+        "which of these it is, this page does not show.",
     ),
 )
 
@@ -813,8 +821,8 @@ r"""
 **Whose work?** A rank that owns more makes the others wait. With $s$ the smaller side of a matrix
 and $l$ the larger, Muon's three products take $2 s^2 l + s^3$ multiplications. **Predict.** The
 largest matrix first, each to the rank that has least so far
-({func}`~microddp.sharding.owned.owners`): here that is nearly even as long as a rank's share is
-more than the largest matrix; from there on the owner of one sets the time. The model is
+({func}`~microddp.sharding.owned.owners`): here that is nearly even as long as a rank's mean share
+is more than the largest matrix; with more ranks, that matrix's owner sets the time. The model is
 SmolLM2-360M (chapter 09) without embeddings, 224 matrices:
 """
 
@@ -986,15 +994,15 @@ sharded --ranks-per-node 8`, beside PyTorch's.
 
 - Two levels: reduce-scatter in the node, all-reduce between nodes. Count what leaves a node to
   find a swapped mesh.
-- Of what fits, time what sends least between nodes, and what sends little more: a link also waits
-  for gathers, so the least need not be the fastest. In one precision least is HSDP; then stage 3
+- Of what fits, time what sends least between nodes, and what sends little more, as the least need
+  not be the fastest. In one precision least is HSDP; then stage 3
   that keeps all (as much as DDP's one ring); then stage 3 that keeps the last block. With gathers
   in bf16 and sums in fp32 count again (exercise 1).
 - Sum the squares of a norm over the ranks of one node (the shard dimension), not over all.
 - Gather in bf16: whole blocks and gathers halve. Sum in fp32, keep masters in fp32.
 - Accumulate sharded, and average between nodes once.
-- Give an optimizer of whole matrices owners of whole ones; of DTensor slices it gathers a factor
-  for every product.
+- Give an optimizer of whole matrices owners of whole ones; on slices (DTensor) it gathers one of
+  two matrices for every product.
 
 ## Exercises
 

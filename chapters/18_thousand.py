@@ -4,8 +4,8 @@ r"""
 
 What will a training do on 8, 64 or 1024 devices, and how far can the answer be trusted? You care
 because a thousand GPUs are paid for before anybody can try them. This chapter builds a simulator in
-fifteen lines, and holds microddp's against hosts in a box and, beside a guess, against hundreds of
-published figures.
+fifteen lines, and compares microddp's simulator with hosts in a box and, next to a simple guess,
+with hundreds of published figures.
 """
 
 # %% tags=["imports"]
@@ -158,9 +158,10 @@ def step_of(way, model, timed):
 
 # %% [markdown]
 """
-**Measure.** *Fit* on two hosts: for gloo and for rings, a link's latency, its bandwidth being
-known, and the processor time of a message and of a byte; and the times of layers, optimizer and
-copying. Those of optimizer and copying are multiplied by ranks per core:
+**Measure.** The *fit* is made on two hosts. For gloo and for rings it finds a link's latency (its
+bandwidth is known) and the processor time of a message and of a byte. The times of layers,
+optimizer and copying are measured. Optimizer and copying are work of cores, so their times are
+multiplied by ranks per core:
 """
 
 
@@ -346,8 +347,7 @@ find(
 that of all cores for the round's messages. In truth a message first waits for a core, and then
 takes its link. That is left out, so where both times are long too much should be promised, other
 things equal: how much, this page does not measure. Errors below 0 have other causes, which it does
-not show. Which strategy is
-the fastest can still be right:
+not show. Is the strategy that is simulated as fastest the fastest?
 """
 
 
@@ -394,10 +394,11 @@ for messages is left out, and NCCL chooses how they go.
   known when these terms were chosen.)
 
 **Predict.** Model, tokens, devices, links, and the speed on the fewest devices go in. Out comes the
-share of that speed which each of more devices keeps. The guess: *all is kept*. *Skill* is 1 less
-the median error divided by the guess's: at 0 the simulator is worth no more than the guess, at 1 it
-is right. Shares below 0.95 are *hard*; for the others the guess is nearly right. (Bad luck makes a
-share hard, too, so with their signs hard ones lean to errors above zero, and the others below.)
+share of that speed which each of more devices keeps. The guess: *all is kept*. *Skill* is 1 minus
+the quotient of the median error and the guess's median error: at 0 the simulator is worth no more
+than the guess, at 1 it is right. Shares below 0.95 are *hard*; for the others the guess is nearly
+right. (Bad luck makes a share hard, too, so with their signs hard ones lean to errors above zero,
+and the others below.)
 """
 
 # %%
@@ -567,9 +568,9 @@ find(
 r"""
 **Explain.** Starts are this machine's. A stage lacks NCCL, and what the planner adds: slower
 computing, and waiting for the slowest. Stage and planner have the same $M/C$. Where that is wrong,
-both are: between the A100 all-reduces alone reached half of the specified bandwidth
-([2025](https://tomaslaz.github.io/scale-ops/net_1)), so with the 4 bytes a gradient that are
-assumed $M/C$ was twice the planner's.
+both are. Between the A100 all-reduces alone reached half of the specified bandwidth
+([2025](https://tomaslaz.github.io/scale-ops/net_1)): by that, and with the 4 bytes a gradient that
+are assumed, $M/C$ would be twice the planner's.
 """
 
 # %% [markdown]
@@ -731,11 +732,11 @@ few_1, many_1 = ends[2:]  # tokens, with one link
 gains = {
     "8 times the tokens": (ends[1] / ends[0], many_1 / few_1),
     "8 links for one": (ends[0] / few_1, ends[1] / many_1),
-    "16 devices instead": [values[1] / values[-1] for _, values in curves.values()],
+    "16 devices instead of them": [values[1] / values[-1] for _, values in curves.values()],
 }
 said = "; ".join(f"{end:.0%} ({name})" for name, end in zip(curves, ends, strict=True))
-first, *others = (f"{what} {min(x):.1f} to {max(x):.1f} times" for what, x in gains.items())
-said = f"Simulated efficiency of 1024 devices: {said}. It grows, with {first}; {'; '.join(others)}"
+first, *others = (f"{min(x):.1f} to {max(x):.1f} times with {what}" for what, x in gains.items())
+said = f"Simulated efficiency of 1024 devices: {said}. It grows {first}, {', '.join(others)}"
 tokens, rails, devices_ = gains.values()
 wide = min(*tokens, *rails) > max(devices_)
 find(
@@ -853,8 +854,8 @@ parallelism, and no experts.
 
 **Predict.** With links and devices five times as fast, everything takes a fifth of the time, except
 what cores do, and the starts of messages. The fit on links of 1 Gbit/s has that, but not how long
-one of eight ranks waits until it gets a core. So it should promise too much, if the rest of it is
-right:
+one of eight ranks waits until it gets a core. So it should promise more than on slow links, beside
+what is measured, if the rest of it is right:
 """
 
 # %%
@@ -903,6 +904,7 @@ words = (
     f"A ring's start was fitted as {slow_start} on slow links, and as {fast_start} on fast ones. "
     "They should be equal. With the starts of slow links, gloo's and the rings', simulated steps "
     f"on fast ones change by {min(changed, default=0):+.1%} to {max(changed, default=0):+.1%}"
+    + ("" if any(changed) else " (in no round is the link's time the longer one)")
 )
 find(
     comms,
@@ -926,7 +928,8 @@ by_carrier = " and ".join(
 )
 
 # %% tags=["plumbing"]
-by_carrier = f"By carriers the signed medians are, after those on slow links, {by_carrier}."
+by_carrier = f"By carriers the signed medians are, after those on slow links, {by_carrier}; why "
+by_carrier = f"{by_carrier}they differ, this page does not show."
 said = f"{fastest_of(checked_quick)[0]} {by_carrier} {said}"
 find(
     comms,

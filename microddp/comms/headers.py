@@ -37,7 +37,7 @@ def name_usual(values: Sequence[Any]) -> str:
     """Words for the value that :func:`odd_ranks` calls usual: on a tie, whose value was taken."""
     (usual, most), *others = Counter(values).most_common(2)
     if others and others[0][1] == most:
-        return f"rank {values.index(usual)}'s, of several equally frequent"
+        return f"rank {values.index(usual)}'s, as none is more frequent"
     return "the most frequent"
 
 

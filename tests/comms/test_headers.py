@@ -86,7 +86,7 @@ def test_of_two_ranks_neither_is_the_odd_one(comms):
         comms.agree(f"call of {comms.rank}")
     assert str(caught.value) == (
         f"rank {comms.rank}: the ranks disagree: rank 1 calls call of 1; "
-        "expected call of 0, rank 0's, of several equally frequent"
+        "expected call of 0, rank 0's, as none is more frequent"
     )
 
 
@@ -95,8 +95,8 @@ def test_of_two_ranks_neither_is_the_odd_one(comms):
     [
         ("aaa", [], "the most frequent"),
         ("aba", [1], "the most frequent"),
-        ("abcd", [1, 2, 3], "rank 0's, of several equally frequent"),
-        ("abbcc", [0, 3, 4], "rank 1's, of several equally frequent"),
+        ("abcd", [1, 2, 3], "rank 0's, as none is more frequent"),
+        ("abbcc", [0, 3, 4], "rank 1's, as none is more frequent"),
     ],
 )
 def test_who_is_odd_and_of_what(values, odd, usual):

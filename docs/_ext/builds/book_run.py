@@ -212,7 +212,8 @@ def measured_on(facts: dict[str, Any], script: Path) -> list[str]:
     lines.append(
         "A sentence with ◆ was not typed: the run chose it by its results. The numbers of "
         '"1.4 times as fast (1.3 to 1.5)" are the median and the quartiles of ratios, repetition '
-        "by repetition: the ratio of two medians may be another."
+        "by repetition: the ratio of two medians may be another. Where 1 lies between such "
+        "quartiles, the run does not tell the two apart."
     )
     return [":::{div} measured-on\n" + "\n".join(lines) + "\n:::"]
 
