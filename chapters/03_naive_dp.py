@@ -409,8 +409,8 @@ if stage.sides and n > 1:
     said = (
         f"With the starts of {here.layers} messages counted, the naive step took {expected}. The "
         f"difference is of three: a device alone, less C, {python}; the messages alone, less M and "
-        f"their starts, {beyond}; and {both} that come only in a step of both, beside "
-        f"{1e3 * (alone + sent):.0f} ms for its two parts as measured. By these messages all "
+        f"their starts, {beyond}; and {both} that come only in a step of both. (Its two parts, as "
+        f"measured, make {1e3 * (alone + sent):.0f} ms.) By these messages all "
         f"starts are {(sent - here.messages) / here.compute:.0%} of C; by the table {share:.0%}."
     )
     find(comms, "naive-predicted", **expected.sides(said))

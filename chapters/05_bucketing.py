@@ -154,7 +154,7 @@ guess = guesses[0] / guesses[1]
 said = (
     f"In one message the same bytes are {gain.than(f'in {P}')}; {guess:.1f} times was predicted, "
     f"and the median is {abs(gain.ratio / guess - 1):.0%} "
-    f"{'more' if gain.ratio > guess else 'less'}. Beside what was predicted, many took "
+    f"{'more' if gain.ratio > guess else 'less'}. Beside its prediction, sending many took "
     f"{many.median / guesses[0] - 1:+.0%}, and one {one.median / guesses[1] - 1:+.0%}."
 )
 find(comms, "together", **gain.sides(said))
@@ -641,8 +641,8 @@ find(
     alike=(bool(rows) and not ways, f"No speed-up of the two stages is told apart. {said}"),
     apart=(
         bool(ways),
-        f"{apart}: n and M/C are not all that counts. {said} Why they differ by another share than "
-        "was predicted, this page does not show.",
+        f"{apart}: n and M/C are not all that counts. {said} What the prediction misses, this page "
+        "does not show.",
     ),
     left_out=(not rows, "Left out: it takes links whose speed can be set."),
 )

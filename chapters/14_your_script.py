@@ -829,8 +829,8 @@ find(
 
 # %% tags=["plumbing"]
 slow, quick = [*far.values()][-2:]
-said = f"After 100 steps {n} ranks and one process are {slow:.0e} of how far they moved apart"
-said += f", and {quick:.0e} at 8 times the rate"
+said = f"After 100 steps {n} ranks and one process are apart by {slow:.0e} of how far they moved"
+said += f", and by {quick:.0e} at 8 times the rate"
 grow = quick > 100 * slow
 find(
     comms,
