@@ -178,12 +178,13 @@ figures.stacked_bars(split, title="A step's phases, by batch", xlabel="time of o
 
 # %% tags=["plumbing"]
 ratios = {name: parts["backward"] / parts["forward"] for name, parts in split.items()}
-small, middle, off = *list(ratios.values())[:2], ratios["batch 1024"] / (31 / 16) - 1
+small, middle, large = ratios.values()
+off_small, off_middle, off = (ratio / (31 / 16) - 1 for ratio in ratios.values())
 said = (
     f"Backward takes {small:.2f} times as long as forward at batch 16, {middle:.2f} at 128 and "
-    f"{ratios['batch 1024']:.2f} at 1024, for the predicted 1.94 at each. At 1024 that is"
+    f"{large:.2f} at 1024, for the predicted 1.94 at each. At 1024 that is"
 )
-others = f"At 16 and 128 it is {small / (31 / 16) - 1:+.0%} and {middle / (31 / 16) - 1:+.0%}."
+others = f"At 16 and 128 it is {off_small:+.0%} and {off_middle:+.0%}."
 why = "This page does not show why: the prediction counts matrix products only."
 find(
     comms,
@@ -307,12 +308,11 @@ share of $t_0$, and throughput comes nearer to $1/c$.
 ## Memory
 
 **Predict.** With $P$ parameters of 4 bytes, training holds $4P$ bytes of weights, $4P$ of
-gradients and $4P$ of *momentum*, the sum of past gradients, older ones fading, that SGD
-steps along. None of them depends on the batch.
-The *activations*, what layers compute on the way, do: every layer keeps its
-input until the backward pass has used it, and the loss keeps the output and the target. That makes
-16 + 2 rows of 256 numbers a sample. ReLU adds nothing, because what it needs, its output, is the
-next layer's input.
+gradients and $4P$ of *momentum*, the sum of past gradients, older ones fading, that SGD steps
+along. None of them depends on the batch. The *activations*, what layers compute on the way, do:
+every layer keeps its input until the backward pass has used it, and the loss keeps the output and
+the target. That makes 16 + 2 rows of 256 numbers a sample. ReLU adds nothing, because what it
+needs, its output, is the next layer's input.
 
 **Build.** Autograd calls a function of ours, a *hook*, with every tensor that it saves. Weights
 are among them, but they are counted already:

@@ -349,10 +349,10 @@ timed.print(table(rows, headers))
 # %% tags=["plumbing"]
 s, two, guess, bare, work = max(parts, key=lambda each: abs(math.log(each[1] / each[2])))
 miss = Prediction(guess, timings[s]["two barriers"])
-double = sum(not 1 / 2 <= each[1] / each[2] <= 2 for each in parts)
+missed = sum(not 1 / 2 <= each[1] / each[2] <= 2 for each in parts)
 said = (
     f"Farthest from its prediction is a sum of {human_bytes(s)}: it takes {miss}. Without "
-    f"barriers it takes {bare / work:.2g} times what was predicted for that. At {double} of "
+    f"barriers it takes {bare / work:.2g} times what was predicted for that. At {missed} of "
     f"{len(parts)} sizes the prediction is off by more than a factor of 2."
 )
 find(timed, "model", **miss.sides(said))

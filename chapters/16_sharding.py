@@ -552,8 +552,8 @@ rows += [("all, on 8", "", "82.4"), ("less on 128", f"{state[8] - state[128]:.1f
 comms.print(table(rows, ["GiB a GPU, Llama 3.1 8B", "worked out", "published"]))
 explained = state[8] + list(acts.values())[1] / GiB
 comms.print(f"state, and activations as torchtitan keeps them: {explained:.1f} GiB of 82.4")
-comms.print(f"not worked out here: {82.4 - explained:.1f} GiB of 82.4, and of the 15.4 less on 128")
-comms.print(f"{15.4 - state[8] + state[128]:.1f}")
+comms.print(f"not worked out here: {82.4 - explained:.1f} GiB")
+comms.print(f"nor, of the 15.4 less on 128: {15.4 - state[8] + state[128]:.1f} GiB")
 
 # %% [markdown]
 r"""

@@ -904,7 +904,7 @@ words = (
     f"A ring's start was fitted as {slow_start} on slow links, and as {fast_start} on fast ones. "
     "They should be equal. With the starts of slow links, gloo's and the rings', simulated steps "
     f"on fast ones change by {min(changed, default=0):+.1%} to {max(changed, default=0):+.1%}"
-    + ("" if any(changed) else " (in no round is the link's time the longer one)")
+    + ("" if any(changed) else " (it counts only where it is waited for)")
 )
 find(
     comms,

@@ -359,7 +359,7 @@ def dies_in_the_middle(comms, when):
 @pytest.mark.parametrize("when", [0, 3])
 def test_a_rank_that_dies_is_an_error_on_the_others_at_once(when):
     took = run(dies_in_the_middle, 3, when, dies=[1])
-    assert max(took[0], took[2]) < 10  # of a time-out of 30
+    assert max(took[0], took[2]) < 2
     assert not [entry for entry in os.listdir("/dev/shm") if "microddp" in entry]
 
 
@@ -383,21 +383,21 @@ def raises_in_the_middle(comms):
 
 
 def test_a_rank_that_raises_in_the_middle_is_an_error_on_the_others():
-    assert run(raises_in_the_middle, 2)[1] < 10  # of a time-out of 30
+    assert run(raises_in_the_middle, 2)[1] < 2
 
 
 @on_ranks(2, environment={"MICRODDP_TIMEOUT": "1"})
 def test_a_rank_that_does_not_come_is_an_error_after_the_time_out(comms):
     shared_all_reduce(torch.ones(3), comms)
     if comms.rank == 0:
-        time.sleep(6)
+        time.sleep(3)
         return
     began = time.monotonic()
     with pytest.raises(
         RuntimeError, match=r"expected rank 0 at a barrier .* within 1 s, got nobod"
     ):
         shared_all_reduce(torch.ones(3), comms)
-    assert 0.9 < time.monotonic() - began < 5
+    assert 0.9 < time.monotonic() - began < 2.5
 
 
 def jobs_one_after_the_other(_):

@@ -495,14 +495,14 @@ def ask(tmp_path, function):
 
     def job():
         try:
-            run(function, 2, str(tmp_path), environment=environment, timeout=90)
+            run(function, 2, str(tmp_path), environment=environment, timeout=20)
         except BaseException as error:
             errors.append(error)
 
     thread = threading.Thread(target=job)
     thread.start()
     try:
-        told, end = "", time.monotonic() + 25  # of a time-out of 30
+        told, end = "", time.monotonic() + 15
         while "has not come" not in told and time.monotonic() < end:
             time.sleep(0.05)
             told = report(tmp_path) if (tmp_path / "away").exists() else ""

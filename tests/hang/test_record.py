@@ -400,12 +400,12 @@ def ask_one_that_waits(comms, folder):
         time.sleep(0.01)
     os.kill(pid, signal.SIGUSR1)
     stack = Path(folder, "rank0.stack")
-    end = time.monotonic() + 20
+    end = time.monotonic() + 5
     while not stack.exists() and time.monotonic() < end:
         time.sleep(0.01)
     waited = calls(folder)[-1].state == "waiting"
     comms.barrier()
-    time.sleep(0.5)  # it prints after it has written
+    time.sleep(0.2)  # it prints after it has written
     comms.barrier()
     return waited, stack.read_text(), Path(folder, "rank0.torch.json").exists()
 
@@ -433,7 +433,7 @@ def answer_without_stderr(comms, folder):
         pass
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGUSR1)
-        end = time.monotonic() + 60
+        end = time.monotonic() + 10
         while not stack.exists() and time.monotonic() < end:
             time.sleep(0.01)
         stack.unlink()

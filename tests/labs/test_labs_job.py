@@ -206,10 +206,10 @@ def test_nothing_is_left_of_a_checker_that_is_stopped(number, folders, tmp_path)
     ranks = psutil.Process(process.pid).children(recursive=True)
     assert len(ranks) >= 3, process.communicate()  # the server, and two ranks
     process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=20)
     assert process.returncode != 0
     assert "Traceback" not in errors
-    _, alive = psutil.wait_procs(ranks, timeout=30)
+    _, alive = psutil.wait_procs(ranks, timeout=10)
     assert alive == []
     if number != signal.SIGKILL:
         assert not list(folders.glob("microddp-lab-*"))

@@ -123,15 +123,15 @@ def test_calls_take_turns_and_are_prepared_before_each_and_reported_after_each_r
 
 @on_ranks(1)
 def test_warm_up_and_preparation_are_not_counted(comms):
-    pauses = iter([LATE, LATE, 0, 0])
+    pauses = iter([SLOW, SLOW, 0, 0])
     timing = measure(
         {"first two slow": lambda: time.sleep(next(pauses))},
         comms,
         warmup=2,
         repeat=2,
-        prepare=lambda: time.sleep(LATE),
+        prepare=lambda: time.sleep(SLOW),
     )["first two slow"]
-    assert max(timing.seconds) < LATE / 2
+    assert max(timing.seconds) < SLOW / 2
 
 
 @on_ranks(1, environment={"MICRODDP_ROUNDS": "2"})
