@@ -42,6 +42,10 @@ FAULTS = {
             dist.all_reduce(total)
         finally:
             dist.destroy_process_group()
+            if rank == 0:
+                open("noticed", "w").close()
+            while not os.path.exists("noticed"):
+                time.sleep(0.05)
             time.sleep(0.5 if rank == 1 else 0)
         """,
         ["Rank 1 failed first", "ValueError: boom inside", "Rank 0 failed, too: RuntimeError"],
