@@ -166,6 +166,7 @@ class TestFaults:
         assert ("rounds [1, 1]" in made.page("then")) == (not boxed)
         ranks = 4 if boxed else 2
         assert f"hosts 2 of {ranks} ranks" in made.page("then_of_two")
+        assert build.output.count("measured / link") == boxed, "once for all chapters"
 
 
 @needs_hosts
@@ -220,6 +221,7 @@ def test_hosts_that_are_allowed_but_fail_are_no_reason_for_loopback(
         raise error("not measured")
 
     monkeypatch.setattr("builds.book_run.calibration_table", fail)
+    monkeypatch.setattr(HostsInABox, "measured", set())
     with pytest.raises(JobFailed, match="which this machine allows: not measured"):
         HostsInABox("2 x 1gbit").__enter__()
 

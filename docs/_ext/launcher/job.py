@@ -218,7 +218,7 @@ def _wait(programs: Sequence[_Program], folder: Path, deadline: float) -> list[i
             break
         if last == deadline and any(statuses):
             last = min(deadline, time.monotonic() + _SECONDS_FOR_OTHER_AGENTS)
-        time.sleep(0.02)
+        time.sleep(0.1)  # rarely, as what it looks at takes a core that ranks may need
     statuses = _statuses(programs, folder)
     ended = [status for status in statuses if status is not None]
     return ended if len(ended) == len(statuses) or any(ended) else None
