@@ -313,7 +313,8 @@ start of a message: the table's last row says what one start weighs on the clust
 
 The cluster is one of machines with an A100 each, and 25 Gbit/s between them. They train a
 transformer of 355 million parameters in 24 layers (GPT-2's second size) on 24,576 tokens a device
-and step, and sum gradients in bf16. (In fp32, as autocast leaves them, $M/C$ is twice as much.)
+and step, and sum gradients in bf16. (In fp32, as autocast, of chapter 09, leaves them, $M/C$ is
+twice as much.)
 """
 
 # %%

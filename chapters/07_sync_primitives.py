@@ -119,7 +119,7 @@ reduce-scatter and then an all-gather make an all-reduce (chapter 02's ring).
 ## What they are for
 
 Large jobs arrange ranks in a grid, a *device mesh*, with a group for each row and column
-({func}`microddp.register_mesh`); chapter 16 uses one. Three uses of collectives have a trap.
+({func}`microddp.register_mesh`); chapter 17 uses one. Three uses of collectives have a trap.
 
 **Stop together: the maximum of flags.** Each rank looks at the loss on *its* images to decide
 whether to stop. One that stopped alone would leave the others waiting. So each says 0 or 1, and the

@@ -92,8 +92,8 @@ def take_apart(spans):
 # %% [markdown]
 """
 **Measure.** A *strategy* is a way to average gradients: one by one after backward (naive), one by
-one by hooks, in buckets by hooks, or by microddp's DDP. The steps of all strategies, and of all
-changes that later sections ask about, take turns in one measurement, and each is recorded:
+one by hooks, in buckets by hooks, or by microddp's DDP. Their steps, and those of most changes that
+later sections ask about, take turns in one measurement, and each is recorded:
 """
 
 # %%
@@ -543,8 +543,8 @@ if pair:
 
 # %% [markdown]
 """
-**Explain.** Three things do not cancel, and this page does not tell them apart. The stage's $C$ was
-scaled to an $M$ of $2(n-1)$ rounds, and an all-reduce of two ranks has 2: two ranks pay fewer
+**Explain.** Three things do not cancel; what each weighs, this page does not show. The stage's $C$
+was scaled to an $M$ of $2(n-1)$ rounds, and an all-reduce of two ranks has 2: two ranks pay fewer
 starts than the scale allows for. What Python takes of a step is not scaled at all. And a real
 device with few tokens reaches less of its peak, which the stage's pauses do not know.
 

@@ -547,7 +547,8 @@ if pair:
         f"{' and '.join(lost[0.0]) or 'none'}; of {len(waiting)} each. The most that waited where "
         f"momentum did not diverge: {most:.2g} gradients ({held})."
     )
-    near = f"{said} Where it did, it was at least {least:.2g}: too near to give a threshold."
+    order = "not in the predicted order, but " if least < most else ""
+    near = f"{said} Where it did, it was at least {least:.2g}: {order}too near to give a threshold."
     mixed = f"{said} Where it did, it was {least:.2g} and more: the estimate gives no order."
 
 # %% tags=["plumbing"]

@@ -320,11 +320,19 @@ draw(lambda _: 1, f"By steps: DDP ends at {drawn['DDP'][-1]:.2f}, {last}", "step
 ALONE = n == 1, "One rank has nobody to meet."
 gap = (drawn["never"][-1] - drawn["DDP"][-1]) or 1
 lost = ", ".join(f"{k} loses {(drawn[k][-1] - drawn['DDP'][-1]) / gap:.0%}" for k in [*WAYS][1:5])
-above = [k for k in runs if runs[k].beside(runs["never"]) == "above"]
+no_worse = [
+    f"{k} than {more}"
+    for more, k in itertools.pairwise([*WAYS][1:5])
+    if runs[k].beside(runs[more]) != "above"
+]
+rarer = f"not told to be worse: {' and '.join(no_worse)}" if no_worse else "as predicted"
 sentence = (
     f"Never ends at {runs['never']}, its mean at {both['never'][1]}, DDP at {runs['DDP']}. Of the "
-    f"gap to DDP {lost}."
+    f"gap to DDP {lost}. The rarer, the worse: {rarer}."
 )
+
+# %% tags=["plumbing"]
+above = [k for k in runs if runs[k].beside(runs["never"]) == "above"]
 worse = f"{' and '.join(f'{k} at {runs[k]}' for k in above)}"
 worst = n > 1 and all(runs["never"].beside(runs[k]) == "above" for k in [*WAYS][:5])
 find(
@@ -431,7 +439,9 @@ find(
 this, other = runs["H = 4 (late)"], runs["H = 4"]
 gain = compare(steps["H = 4 (late)"], steps["H = 4"]).than("those of meetings in time")
 sentence = f"Late meetings end at {this}, {this.beside(other)} those in time, at {other}."
-find(comms, "late", **this.sides(other, f"{sentence} Their steps are {gain}."))
+guess, in_time = (human_seconds(guesses[k].predicted) for k in ("H = 4 (late)", "H = 4"))
+sentence += f" Their steps, predicted as {guess} beside {in_time}, are {gain}."
+find(comms, "late", **this.sides(other, sentence))
 
 # %% [markdown]
 r"""

@@ -123,7 +123,7 @@ r"""
 **Explain.** A ring sends as much over every host's link, so the slowest sets its least time. A
 shared uplink counts as often as the ring crosses it, so number the ranks rack by rack. `torchrun`
 keeps a machine's together. With `--node-rank` the order of machines is yours; where they meet on
-their own, by the `c10d` rendezvous (chapter 13), it is that of their names as text, `node10` before
+their own, by `torchrun`'s `c10d` rendezvous, it is that of their names as text, `node10` before
 `node2` ([torch
 2.13](https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/elastic/rendezvous/dynamic_rendezvous.py)).
 
@@ -740,8 +740,9 @@ model gets a preference that nobody asked for. Batches counted in *tokens* are u
   events](https://docs.pytorch.org/docs/stable/generated/torch.cuda.Event.html) on the stream, at
   the step's begin and in the hook. With
   [`TORCH_NCCL_ENABLE_TIMING=1`](https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html)
-  PyTorch also records when each collective starts on the GPU. An NCCL kernel waits inside for the
-  other ranks, so in a profile the slow rank's are the *shortest*.
+  PyTorch also records when each collective starts on the GPU; that can end the overlap of what it
+  measures ([pytorch 143890](https://github.com/pytorch/pytorch/issues/143890)). An NCCL kernel
+  waits inside for the other ranks, so in a profile the slow rank's are the *shortest*.
 - *The order of machines.* NCCL finds the links inside a machine. Between machines it does not look:
   its rings take them in the order of the ranks (issues
   [1340](https://github.com/NVIDIA/nccl/issues/1340) and
