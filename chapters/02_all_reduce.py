@@ -589,11 +589,12 @@ if counts:  # with one rank there is none
         curves[f"{name}, predicted"] = counts, [s * 1e3 for s in predicted]
         off = {c: s / t[name].median for c, t, s in zip(counts, by_count, predicted, strict=True)}
         worst = max(off, key=lambda c, off=off: abs(off[c] - 1))
+        spread = dict.fromkeys(f"{f(off.values()):.2f}" for f in (min, max))  # one, if alike
         said = (
             f"{'The naive all-reduce' if name == 'naive' else 'The ring'} was "
-            f"{min(off.values()):.2f} to {max(off.values()):.2f} times as fast as predicted "
-            f"(farthest off: {worst} ranks)."
+            f"{' to '.join(spread)} times as fast as predicted"
         )
+        said += f" (farthest off: {worst} ranks)." if len(spread) > 1 else "."
         find(
             timed,
             f"by-ranks-{name}",

@@ -313,7 +313,7 @@ start of a message: the table's last row says what one start weighs on the clust
 
 The cluster is one of machines with an A100 each, and 25 Gbit/s between them. They train a
 transformer of 355 million parameters in 24 layers (GPT-2's second size) on 24,576 tokens a device
-and step, and sum gradients in bf16. (In fp32, as autocast, of chapter 09, leaves them, $M/C$ is
+and step, and sum gradients in bf16. (In fp32, as autocast (chapter 09) leaves them, $M/C$ is
 twice as much.)
 """
 
@@ -328,7 +328,8 @@ if stage.sides and n > 1:
     all_starts, here = there.layers * there.start / there.compute, stage.sides[1]
     share = here.layers * here.start / here.compute
     said = (
-        f"All {here.layers} starts are {share:.0%} of C on this stage, and {all_starts:.0%} on the"
+        f"By the table, all {here.layers} starts are {share:.0%} of C on this stage, and "
+        f"{all_starts:.0%} on the"
     )
     worse = "ways with many messages look worse here than they would be there"
     find(
@@ -434,9 +435,9 @@ messages could travel together (chapter 05). Neither makes the bytes fewer.
 :::{admonition} On GPUs
 Where starts are short, what a naive step gains follows from $n$ and $M/C$. Here is $n / (1 + M/C)$
 for the same model and tokens on clusters that people have, from `microddp/plan/library.toml`, which
-has the source of each figure. Links have the speed that they are sold with; what share of it TCP
-and PCIe reach is fitted in chapter 18. The last row is this chapter's cluster; what the stage took
-beyond $C + M$ is not in it:
+has the source of each figure. Links have the speed of a measured ring where there is one, else the
+one that they are sold with; what share of that TCP and PCIe reach is fitted in chapter 18. The last
+row is this chapter's cluster; what the stage took beyond $C + M$ is not in it:
 :::
 """
 

@@ -717,7 +717,8 @@ find(comms, "buckets", **buckets.sides(said))
 wrappers = compare(steps["microddp.DDP"], steps["PyTorch's DDP"])
 said = wrappers.say("A step of microddp.DDP", "one of PyTorch's DDP")
 alike = compare(steps["microddp.DDP"], steps["buckets (05)"])
-said = f"{said}. {alike.say('One of microddp.DDP', 'one of the buckets, which send the same')}."
+said = f"{said}. {alike.say('One of microddp.DDP', 'one of the buckets, which send the same')}"
+said += "." if alike.alike else ": against the prediction."
 find(comms, "wrappers", **wrappers.sides(said))
 
 # %% [markdown]
@@ -843,7 +844,8 @@ $ python -m microddp.labs start 06
    The sum has one backward. Each hook is called once, with the sum of both gradients, and that is
    averaged. With two backwards, only the first is: the second adds each rank's own gradient to the
    average. There is no error, and the ranks part at the next step. PyTorch's wrapper does the same.
-   (With buffers, a second forward before backward is an error there: it overwrites them.)
+   (With buffers that backward needs, a second forward before it is an error there: it overwrites
+   them.)
    Add the losses, or finish one backward before the next forward.
 
    </details>

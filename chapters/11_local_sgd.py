@@ -321,14 +321,14 @@ ALONE = n == 1, "One rank has nobody to meet."
 gap = (drawn["never"][-1] - drawn["DDP"][-1]) or 1
 lost = ", ".join(f"{k} loses {(drawn[k][-1] - drawn['DDP'][-1]) / gap:.0%}" for k in [*WAYS][1:5])
 no_worse = [
-    f"{k} than {more}"
+    f"{k}, not above {more}"
     for more, k in itertools.pairwise([*WAYS][1:5])
     if runs[k].beside(runs[more]) != "above"
 ]
-rarer = f"not told to be worse: {' and '.join(no_worse)}" if no_worse else "as predicted"
+rarer = f"but for {' and '.join(no_worse)}" if no_worse else "as predicted"
 sentence = (
     f"Never ends at {runs['never']}, its mean at {both['never'][1]}, DDP at {runs['DDP']}. Of the "
-    f"gap to DDP {lost}. The rarer, the worse: {rarer}."
+    f"gap to DDP {lost}. The rarer, the worse, {rarer}."
 )
 
 # %% tags=["plumbing"]

@@ -93,8 +93,8 @@ def cluster(
 ) -> Side:
     """Compute a cluster's side, for a transformer whose gradients are summed around a ring.
 
-    Links have the speed that they are sold with: what is reached of it, planner and
-    :func:`published_cluster` count.
+    Links have the speed that ``library.toml`` gives, a measured ring's or the one that they are
+    sold with: what is reached of the latter, planner and :func:`published_cluster` count.
 
     Args:
         device: key of ``library.toml``, as is ``link``, the one between nodes.
