@@ -1037,7 +1037,7 @@ find(
         tested and min(real_part, paused_part) >= 0.5,
         f"{said}: it shows there, too, which was not predicted.",
     ),
-    hidden=(tested and real_part < 0.5, f"{said}: most was hidden: not as predicted."),
+    hidden=(tested and real_part < 0.5, f"{said}; predicted: half or more, and less than half."),
     beyond=(n > 1 and not tested, "In these rounds M was above two thirds of C: no test."),
     alone=(n == 1, "One rank passes on nothing."),
 )

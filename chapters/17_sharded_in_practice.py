@@ -516,9 +516,9 @@ rows = [(*row, time) for row, time in zip(moved.items(), times, strict=True)]
 rows = [(name, *map(human_bytes, bytes_), time) for name, bytes_, time in rows]
 comms.print(table(rows, ["gathered, summed in", "sent inside a node", "between", "a step"]))
 gain, both = (compare(steps[sums], steps["HSDP"]) for sums in (fp32, bf16))
+verdict = "failed" if gain.faster else "is not contradicted"
 said = (
-    "The prediction that gathers in bf16 gain nothing "
-    f"{'is not contradicted' if gain.alike else 'failed'}: with them HSDP's step is "
+    f"The prediction that gathers in bf16 gain nothing {verdict}: with them HSDP's step is "
     f"{gain.than('one in fp32')}. With sums in bf16, too, it is {both.than('one in fp32')}."
 )
 if usual and n > 1:
