@@ -654,13 +654,12 @@ difference of two times. Chapter 06 compares ways on one stage, where the speed 
 of them; what it says of the cluster holds only as far as starts weigh as much there.
 
 :::{admonition} On GPUs
-By the estimate of chapter 02, an all-reduce of 25 MiB, PyTorch's default cap, takes eight machines
-8 % longer than its bytes do on links of 100 Gbit/s (3.95 ms for 3.67), and 16 % longer on links of
-400 (1.07 ms for 0.92). A layer of this chapter's cluster has 28 MiB, so at that cap no bucket holds
-two whole ones. Some of PyTorch's developers call it too small for today's models, and one proposes
-100 MB ([issue 118421](https://github.com/pytorch/pytorch/issues/118421)). Try `bucket_cap_mb` of 5,
-25 and 100 on your job. (One that you give holds for the first bucket, too, which is of 1 MiB
-otherwise.)
+By the table of chapter 02, an all-reduce of 25 MiB, PyTorch's default cap, takes eight machines
+with links of 100 Gbit/s 8 % longer than its bytes do; the faster the links, the more starts weigh.
+A layer of this chapter's cluster has 28 MiB, so at that cap no bucket holds two whole ones. Some of
+PyTorch's developers call it too small for today's models, and one proposes 100 MB ([issue
+118421](https://github.com/pytorch/pytorch/issues/118421)). Try `bucket_cap_mb` of 5, 25 and 100 on
+your job. (One that you give holds for the first bucket, too, which is of 1 MiB otherwise.)
 :::
 
 ## Where it breaks: a bucket that is never emptied

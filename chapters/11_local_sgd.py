@@ -333,7 +333,7 @@ sentence = (
 
 # %% tags=["plumbing"]
 above = [k for k in runs if runs[k].beside(runs["never"]) == "above"]
-worse = f"{' and '.join(f'{k} at {runs[k]}' for k in above)}"
+worse = " and ".join(f"{k} at {runs[k]}" for k in above)
 worst = n > 1 and all(runs["never"].beside(runs[k]) == "above" for k in [*WAYS][:5])
 find(
     comms,
