@@ -107,7 +107,8 @@ def draw(count: int, *, hosts: bool, short: bool, seed: int) -> Iterator[Fault]:
     Args:
         count: how many.
         hosts: whether to cut links of hosts in a box, too.
-        short: leave out what takes long: a stopped rank, to which torchrun gives half a minute.
+        short: leave out what takes long: a stopped rank, to which torchrun gives half a minute; and
+            all modes as often.
         seed: of all that is random.
     """
     choose = random.Random(seed)
@@ -120,7 +121,7 @@ def draw(count: int, *, hosts: bool, short: bool, seed: int) -> Iterator[Fault]:
             deck += [(k, m) for k in TO_A_RANK for m in MOMENTS if k != left_out]
         choose.shuffle(deck)
         decks[mode] = itertools.cycle(deck)
-    order = ["restart", "elastic"] * 4 + ["on hosts"] * hosts
+    order = ["restart", "elastic"] * (1 if short else 4) + ["on hosts"] * hosts
     for mode in itertools.islice(itertools.cycle(order), count):
         kind, moment = next(decks[mode])
         ranks = HOSTS if mode == "on hosts" else choose.choice((2, 3, 4))

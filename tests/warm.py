@@ -29,6 +29,8 @@ import warnings
 from importlib import import_module
 from pathlib import Path
 
+from huge_pages import collapse
+
 MOST_FILES = 250  # that Linux hands over in one message
 FOLDER = "WARM_PYTHON"  # the variable that says where the executable is
 OFFSPRING = "WARM_OFFSPRING"  # the variable by which a fork's sys.executable makes forks, too
@@ -138,6 +140,7 @@ def serve(listening: socket.socket, alive: int) -> None:
             import_module(name)
     gc.collect()
     gc.freeze()
+    collapse()
     forks: dict[int, socket.socket] = {}
     wake, wakes = os.pipe()
     os.set_blocking(wakes, False)

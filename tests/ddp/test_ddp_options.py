@@ -67,7 +67,7 @@ def used_before_the_last_micro_batch(comms):
     return body
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 3)
 def test_finding_unused_parameters_is_equal(comms):
     everyone = range(comms.world_size)
     wishes = {
@@ -76,22 +76,16 @@ def test_finding_unused_parameters_is_equal(comms):
         "some ranks": lambda step: (0,) if step % 2 else everyone[1:],
         "now and then": lambda step: everyone if step % 2 else (),
     }
-    for view in VIEWS:
-        for cap in CAPS:
-            options = {"find_unused_parameters": True, **view, **cap}
-            for name, who in wishes.items():
-                for extra in (
-                    {},
-                    {"set_to_none": False},
-                    {"fill": 3.0},
-                    {"only_left": True},
-                ):
-                    body = leaving_out(comms, who, **extra)
-                    pair = Pair(comms, Branches, **options)
-                    # The gradients that this fills in stay as they are where nobody has others.
-                    pair.train(body, what=(name, extra, options), alike="fill" not in extra)
-            for body in (accumulating, used_before_the_last_micro_batch):
-                Pair(comms, Branches, **options).train(body(comms), what=(body, options))
+    for view, cap in zip(VIEWS, CAPS, strict=True):
+        options = {"find_unused_parameters": True, **view, **cap}
+        for name, who in wishes.items():
+            for extra in ({}, {"set_to_none": False}, {"fill": 3.0}, {"only_left": True}):
+                body = leaving_out(comms, who, **extra)
+                pair = Pair(comms, Branches, **options)
+                # The gradients that this fills in stay as they are where nobody has others.
+                pair.train(body, what=(name, extra, options), alike="fill" not in extra)
+        for body in (accumulating, used_before_the_last_micro_batch):
+            Pair(comms, Branches, **options).train(body(comms), what=(body, options))
 
 
 @on_ranks(2, 3)
@@ -133,7 +127,7 @@ def test_a_loss_that_needs_no_parameter_is_a_step_too(comms):
         assert torch.equal(everyone[0], everyone[1])
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_a_static_graph_is_equal(comms):
     for view in VIEWS:
         for cap in CAPS:
@@ -179,7 +173,7 @@ def test_a_static_graph_may_begin_with_accumulation(comms):
 # ---- sparse gradients
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_sparse_gradients_are_equal(comms):
     class Bag(nn.Module):
         def __init__(self):
@@ -205,7 +199,7 @@ def test_sparse_gradients_are_equal(comms):
 # ---- hooks
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_pytorchs_own_hooks_are_equal(comms):
     hooks = (
         (None, default_hooks.allreduce_hook),
@@ -248,7 +242,7 @@ def test_hooks_get_the_same_buckets_and_gradients_as_pytorchs(comms):
             assert torch.equal(mine[3], other[3])
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(3, 4)
 def test_every_algorithm_of_this_book_can_carry_the_gradients(comms):
     for name, algorithm in ALL_REDUCES.items():
         for cap in CAPS:
@@ -310,7 +304,7 @@ def batches(comms, kind):
     }[kind]
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 3)
 def test_uneven_inputs_are_equal(comms):
     options = (
         {},

@@ -1,6 +1,7 @@
 """The scripts of chapter 14, to download: the same training on any number of ranks, and resumed."""
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -15,6 +16,7 @@ import time
 import types
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -24,6 +26,7 @@ from torch.distributed.run import get_args_parser
 from torch.utils.data import DistributedSampler
 from warm import python
 
+import microddp
 from microddp.launch import JobFailed
 
 FOLDER = Path(__file__).parents[2] / "docs/_downloads"
@@ -32,9 +35,21 @@ EPOCHS = 4
 LINE = re.compile(r"epoch (\d+): loss ([\d.]+), ([\d.]+)% read right")
 
 
+def be_a_rank_of_it(*arguments):
+    """As torchrun has it, but with microddp's digits: scikit-learn takes a second to import.
+
+    They are the same, as a test of the data finds. The commands below run the script as it is.
+    """
+    torch.set_num_threads(1)
+    sys.argv = [str(SCRIPT), *map(str, arguments)]
+    table = np.loadtxt(Path(microddp.__file__).with_name("digits.csv.gz"), delimiter=",")
+    digits = types.SimpleNamespace(data=table[:, :-1], target=table[:, -1].astype(int))
+    sys.modules["sklearn.datasets"] = types.SimpleNamespace(load_digits=lambda: digits)
+
+
 def be_the_script(dies_at, *arguments):
     """Run the script as a rank that torchrun has started; the last rank may die before an epoch."""
-    torch.set_num_threads(1)  # as torchrun has it
+    be_a_rank_of_it(*arguments)
     set_epoch = DistributedSampler.set_epoch
 
     def dying(sampler, epoch):
@@ -43,7 +58,6 @@ def be_the_script(dies_at, *arguments):
         set_epoch(sampler, epoch)
 
     DistributedSampler.set_epoch = dying
-    sys.argv = [str(SCRIPT), *map(str, arguments)]
     # A partner that has died closes its connections, and the others fail.
     fails = contextlib.suppress(RuntimeError) if dies_at is not None else contextlib.nullcontext()
     with contextlib.redirect_stdout(io.StringIO()) as said, fails:
@@ -63,43 +77,58 @@ def losses(said):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The runs that nobody disturbs, by their number of ranks: what was said, what was kept."""
+    """Gives what was said and kept in a run that nobody disturbs, of a number of ranks."""
     folder = tmp_path_factory.mktemp("whole")
-    runs = {}
-    for ranks in (1, 2, 4):
+
+    @functools.cache
+    def of(ranks):
         kept = folder / f"{ranks}.pt"
-        runs[ranks] = train(ranks, "--epochs", EPOCHS, "--checkpoint", kept), kept
-    return runs
+        return train(ranks, "--epochs", EPOCHS, "--checkpoint", kept), kept
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """Gives what is left of a run of a number of ranks, the last of which was killed in epoch 2."""
+    folder = tmp_path_factory.mktemp("killed")
+
+    @functools.cache
+    def of(ranks):
+        kept = folder / f"{ranks}" / "killed.pt"
+        kept.parent.mkdir()
+        train(ranks, "--epochs", EPOCHS, "--checkpoint", kept, dies_at=2)
+        return kept.parent
+
+    return of
 
 
 class TestTheSameTraining:
     def test_losses_do_not_depend_on_the_number_of_ranks(self, whole):
-        (alone,), _ = whole[1]
+        (alone,), _ = whole(1)
         assert [int(epoch) for epoch, _, _ in LINE.findall(alone)] == list(range(EPOCHS))
         assert losses(alone)[-1] < 0.5 * losses(alone)[0]
         for ranks in (2, 4):
-            (first, *others), _ = whole[ranks]
+            (first, *others), _ = whole(ranks)
             assert losses(first) == pytest.approx(losses(alone), abs=1e-3)
             assert others == [""] * (ranks - 1)  # rank 0 speaks for all
 
     @pytest.mark.parametrize("ranks", [1, 2, 4])
-    def test_a_run_that_was_killed_goes_on_to_the_same_bits(self, ranks, whole, tmp_path):
-        options = ("--epochs", EPOCHS, "--checkpoint", tmp_path / "killed.pt")
-        train(ranks, *options, dies_at=2)
+    def test_a_run_that_was_killed_goes_on_to_the_same_bits(self, ranks, whole, killed, tmp_path):
+        shutil.copytree(killed(ranks), tmp_path, dirs_exist_ok=True)
         assert sorted(os.listdir(tmp_path)) == ["killed.pt.0", "killed.pt.1"]
-        (said, *_) = train(ranks, *options)
-        (undisturbed, *_), kept = whole[ranks]
+        (said, *_) = train(ranks, "--epochs", EPOCHS, "--checkpoint", tmp_path / "killed.pt")
+        (undisturbed, *_), kept = whole(ranks)
         assert losses(said) == losses(undisturbed)[2:]
         assert sorted(os.listdir(tmp_path)) == ["killed.pt.2", "killed.pt.3"]
         for epoch in (2, 3):
             assert same_bits(load(tmp_path / "killed.pt", epoch), load(kept, epoch))
 
     @pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 2)])
-    def test_another_number_of_ranks_goes_on(self, before, after, whole, tmp_path):
-        options = ("--epochs", EPOCHS, "--checkpoint", tmp_path / "killed.pt")
-        train(before, *options, dies_at=2)
-        (said, *_) = train(after, *options)
-        assert losses(said) == pytest.approx(losses(whole[1][0][0])[2:], abs=2e-3)
+    def test_another_number_of_ranks_goes_on(self, before, after, whole, killed, tmp_path):
+        shutil.copytree(killed(before), tmp_path, dirs_exist_ok=True)
+        (said, *_) = train(after, "--epochs", EPOCHS, "--checkpoint", tmp_path / "killed.pt")
+        assert losses(said) == pytest.approx(losses(whole(1)[0][0])[2:], abs=2e-3)
 
 
 class TestCheckpoints:
@@ -107,7 +136,7 @@ class TestCheckpoints:
 
     @pytest.fixture
     def kept(self, whole, tmp_path):
-        _, kept = whole[2]
+        _, kept = whole(2)
         for epoch in (2, 3):
             shutil.copy(f"{kept}.{epoch}", tmp_path / f"kept.pt.{epoch}")
         return tmp_path / "kept.pt"
@@ -121,9 +150,9 @@ class TestCheckpoints:
         newest.write_bytes(data[: ends[damage]])
         (said, other) = train(2, "--epochs", EPOCHS, "--checkpoint", kept)
         assert f"kept.pt.{EPOCHS - 1} cannot be read: " in said
-        assert LINE.findall(said) == LINE.findall(whole[2][0][0])[-1:]
+        assert LINE.findall(said) == LINE.findall(whole(2)[0][0])[-1:]
         assert other == ""
-        assert same_bits(load(kept, EPOCHS - 1), load(whole[2][1], EPOCHS - 1))
+        assert same_bits(load(kept, EPOCHS - 1), load(whole(2)[1], EPOCHS - 1))
 
     def test_if_none_can_be_read_nothing_is_begun_anew(self, kept):
         for epoch in (2, 3):
@@ -135,23 +164,17 @@ class TestCheckpoints:
     def test_whenever_rank_0_is_killed_a_whole_one_is_left(self, kept):
         """Before and after each call of `save` that changes the disk."""
         calls = ("open", "fsync", "replace", "fsync", "remove")
-        for number in range(2 * len(calls)):
-            died = run(die_in_save, 1, kept, number, join=False, dies=[0], timeout=100)
-            assert died == [-signal.SIGKILL]
-            epoch, _, states = runpy.run_path(str(SCRIPT))["read"](kept)
-            assert epoch >= EPOCHS - 1
-            assert len(states) == 3
-        run(die_in_save, 1, kept, None, join=False, timeout=100)
+        run(die_in_saves, 1, kept, 2 * len(calls), join=False, timeout=100)
         assert sorted(os.listdir(kept.parent)) == ["kept.pt.3", "kept.pt.4"]
 
     def test_sigterm_ends_all_ranks_after_the_epoch(self, whole, tmp_path):
         options = ("--epochs", EPOCHS, "--checkpoint", tmp_path / "told.pt")
         (said, code), (_, other) = run(told_to_stop, 2, *options, join=False, timeout=100)
-        assert losses(said) == losses(whole[2][0][0])[:2]
+        assert losses(said) == losses(whole(2)[0][0])[:2]
         assert code == other == 128 + signal.SIGTERM
         (said, _) = train(2, *options)
-        assert losses(said) == losses(whole[2][0][0])[2:]
-        assert same_bits(load(tmp_path / "told.pt", 3), load(whole[2][1], 3))
+        assert losses(said) == losses(whole(2)[0][0])[2:]
+        assert same_bits(load(tmp_path / "told.pt", 3), load(whole(2)[1], 3))
 
 
 def load(path, epoch):
@@ -161,10 +184,28 @@ def load(path, epoch):
     return rest
 
 
-def die_in_save(kept, number):
-    """Save one more checkpoint, and die before or after a call: number 0 is before the first."""
+def die_in_saves(kept, deaths):
+    """Save one more checkpoint: in processes that die, each at a moment, then in one that lives."""
+    be_a_rank_of_it()
     script = runpy.run_path(str(SCRIPT))
     script["join"]()
+    for number in (*range(deaths), None):
+        if (process := os.fork()) == 0:
+            try:
+                die_in_save(script, kept, number)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(process, 0)
+        assert os.waitstatus_to_exitcode(status) == (0 if number is None else -signal.SIGKILL)
+        epoch, _, states = script["read"](kept)
+        assert epoch >= EPOCHS - 1
+        assert len(states) == 3
+    dist.destroy_process_group()
+
+
+def die_in_save(script, kept, number):
+    """Save, and die before or after a call: number 0 is before the first."""
     steps = iter(range(100))
 
     def step():
@@ -186,12 +227,11 @@ def die_in_save(kept, number):
     for name in ("fsync", "replace", "remove"):
         setattr(os, name, dying(getattr(os, name)))
     script["save"](kept, EPOCHS, settings, parts)
-    dist.destroy_process_group()
 
 
 def told_to_stop(*arguments):
     """Be the script, whose last rank gets a SIGTERM in its second epoch; its exit status, too."""
-    torch.set_num_threads(1)  # as torchrun has it
+    be_a_rank_of_it(*arguments)
     set_epoch = DistributedSampler.set_epoch
 
     def told(sampler, epoch):
@@ -201,7 +241,6 @@ def told_to_stop(*arguments):
 
     DistributedSampler.set_epoch = told
     said = io.StringIO()
-    sys.argv = [str(SCRIPT), *map(str, arguments)]
     with contextlib.redirect_stdout(said), pytest.raises(SystemExit) as ended:
         runpy.run_path(str(SCRIPT), run_name="__main__")
     return said.getvalue(), ended.value.code
@@ -513,7 +552,7 @@ def test_the_chapters_listing_shards_the_script(whole, tmp_path):
     assert rest.returncode == 0, rest.stderr
     said = first.stdout + rest.stdout
     assert [int(epoch) for epoch, _, _ in LINE.findall(said)] == list(range(EPOCHS))
-    assert losses(said) == pytest.approx(losses(whole[2][0][0]), abs=1.01e-4)
+    assert losses(said) == pytest.approx(losses(whole(2)[0][0]), abs=1.01e-4)
     assert len(list(Path(f"{kept}.1.shards").glob("*.distcp"))) == 2
 
 
