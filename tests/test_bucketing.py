@@ -263,7 +263,7 @@ def train(comms, steps, cap, as_view, average=None, dtype=torch.float64):
     return replica, hooks
 
 
-@on_ranks(1, 3)
+@on_ranks(1, 2, 3)
 def test_bucketed_hooks_train_as_one_process_and_as_averaging_one_by_one(comms):
     def average(replica):
         for p in replica.parameters():

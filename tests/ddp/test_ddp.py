@@ -67,7 +67,7 @@ def test_the_wrong_scale_or_another_order_of_addition_would_be_noticed(comms):
         pair.train(plain_step(comms), steps=3)
 
 
-@on_ranks(3)
+@on_ranks(2, 3)
 def test_all_reduces_are_as_many_and_as_large_as_pytorchs_and_broadcasts_fewer(comms):
     def of_a_step(pair, which, body, step):
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:

@@ -173,7 +173,7 @@ def test_a_static_graph_may_begin_with_accumulation(comms):
 # ---- sparse gradients
 
 
-@on_ranks(3)
+@on_ranks(2, 3)
 def test_sparse_gradients_are_equal(comms):
     class Bag(nn.Module):
         def __init__(self):
@@ -304,7 +304,7 @@ def batches(comms, kind):
     }[kind]
 
 
-@on_ranks(1, 3)
+@on_ranks(1, 2, 3)
 def test_uneven_inputs_are_equal(comms):
     options = (
         {},

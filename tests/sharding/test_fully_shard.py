@@ -50,7 +50,7 @@ def layers(comms, count=4, width=64, **options):
     return model, fully_shard(model, comms, **options)
 
 
-@on_ranks(1, 3)
+@on_ranks(1, 2, 3)
 def test_trains_as_ddp_does(comms):
     for kind in OPTIMIZERS:
         right = by_ddp(comms, kind)
@@ -89,7 +89,7 @@ def train_transformer(model, comms, kind, steps=20):
         optimizer.step()
 
 
-@on_ranks(1, 3)
+@on_ranks(2, 3)
 def test_trains_as_pytorchs_own_does(comms):
     with warnings.catch_warnings(action="ignore"):  # PyTorch's own, of its jit
         from torch.distributed.device_mesh import init_device_mesh

@@ -59,7 +59,7 @@ def of_one_process(ranks, kind, steps, **options):
     return [p.detach() for p in model.parameters()]
 
 
-@on_ranks(1, 3)
+@on_ranks(1, 2, 3)
 def test_trains_as_one_process_does(comms):
     n = comms.world_size
     for kind, options in ((torch.optim.Muon, {"lr": 0.02}), (torch.optim.AdamW, {"lr": 1e-3})):

@@ -29,7 +29,7 @@ def by_stage(comms, kind, steps=20, clip=None, **options):
     return weights(model)
 
 
-@on_ranks(1, 3)
+@on_ranks(1, 2, 3)
 def test_each_stage_trains_as_ddp_does(comms):
     for kind in OPTIMIZERS:
         right = by_ddp(comms, kind)
