@@ -93,7 +93,7 @@ def take_apart(spans):
 """
 **Measure.** A *strategy* is a way to average gradients: one by one after backward (naive), one by
 one by hooks, in buckets by hooks, or by microddp's DDP. Their steps, and those of most changes that
-later sections ask about, take turns in one measurement, and each is recorded:
+later sections ask about, take turns in one long measurement, and each is recorded:
 """
 
 # %%

@@ -489,9 +489,10 @@ def on_gpus():
 """
 ## The ladder
 
-**Measure.** All rungs in turns, for each kind of link, at the stage's speed. Times are divided by
-how much slower the stage is. Ratios are taken round by round; two rungs are told apart if both
-quartiles of their ratio, with two decimals, are on one side of 1.00:
+**Measure.** All rungs in turns, for each kind of link, at the stage's speed: slow steps, so this
+takes a while. Times are divided by how much slower the stage is. Ratios are taken round by round;
+two rungs are told apart if both quartiles of their ratio, with two decimals, are on one side of
+1.00:
 """
 
 

@@ -636,7 +636,8 @@ compressed hidden, to $(S_0 - S_c)/(c + b)$.
 Fewer bytes gain most where $M$ is most of it; once $M$ is below $\frac{2}{3}C$, half of $M$ at
 best. And what leaves out much may need more steps: what counts is steps, times a step.
 
-**Measure.** The stage's devices, with this chapter's own hooks, on links from 100 Mbit/s to 800:
+**Measure.** The stage's devices, with this chapter's own hooks, on links from 100 Mbit/s to 800.
+Steps over the slowest are long, and so is this measurement:
 """
 
 

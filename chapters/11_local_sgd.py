@@ -269,9 +269,10 @@ r"""
 **Predict.** Ranks that *never* meet are the worst case, and DDP the best. The rarer meetings are,
 the nearer to the worst. Accumulation takes one step where local SGD takes $H$.
 
-**Measure.** Each way gets the same batches. Three runs begin with other weights, and have their
-batches in another order. Ranks that meet are judged by their
-mean weights, others by their own. One way is below another if it is so in all three:
+**Measure.** Each way gets the same batches. Of each there are three runs, which together take a
+while; they begin with other weights, and have their batches in another order. Ranks that meet are
+judged by their mean weights, others by their own. One way is below another if it is so in all
+three:
 """
 
 

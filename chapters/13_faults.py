@@ -408,11 +408,11 @@ step's time, pause for 50 ms as they drop the old group, and wait up to 20 ms un
 counts who has come; then there is $B$, in which the newcomer gets the state in one message. (If the
 dead process had the server, add the start of another.)
 
-**Measure.** The same training in each way, with a checkpoint after each epoch of 14 steps. Process
-1 dies after step 26, so $k = 26$ and $j = 14$. A step has a pause of 20 ms, in place of computing.
-(Beginning again is not measured: it is the restart, with all steps to repeat. In a restart each
-life imports PyTorch anew.) The restart's first life, which finds no checkpoint, gives $R$, $B$ and
-$s$:
+**Measure.** The same training in each way, with a checkpoint after each epoch of 14 steps. (One
+whole job runs after the other, so this takes a while.) Process 1 dies after step 26, so $k = 26$
+and $j = 14$. A step has a pause of 20 ms, in place of computing. (Beginning again is not measured:
+it is the restart, with all steps to repeat. In a restart each life imports PyTorch anew.) The
+restart's first life, which finds no checkpoint, gives $R$, $B$ and $s$:
 """
 
 

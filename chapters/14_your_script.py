@@ -864,7 +864,7 @@ before they are renamed (chapter 13). It reads, too, and sends the others what i
 **Predict.** The batch is that of all ranks, the order depends on seed and epoch, and this model
 draws no noise. So another number of ranks should go on with the same training, up to rounding. Of
 two processes one is killed when the first epoch is printed; then one goes on. Another run is not
-disturbed:
+disturbed. Each process imports PyTorch anew, so this takes a while:
 """
 
 # %% tags=["plumbing"]

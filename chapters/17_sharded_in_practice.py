@@ -255,8 +255,8 @@ below, where $M$ is $L$ all-reduces. The stage's table has its own, of one all-r
 gradients. Both are timed apart from the steps, so a step may seem to take a little less than
 $T_0$.)
 
-**Measure.** These three and one device, in the same rounds as what later sections compare; a ratio
-is the median of the rounds' ratios:
+**Measure.** These three and one device, in the same rounds as what later sections compare, which
+therefore take a while; a ratio is the median of the rounds' ratios:
 """
 
 # %%

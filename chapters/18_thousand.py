@@ -217,7 +217,8 @@ def cores_of(calls, n, processor):
 
 # %% [markdown]
 """
-*Ask* for four and eight hosts. Nothing is fitted again:
+*Ask* for four and eight hosts. (Each step is really taken, at the stage's speed, so this takes a
+while.) Nothing is fitted again:
 """
 
 
