@@ -691,9 +691,9 @@ find(
 # %% [markdown]
 """
 In each round each strategy takes a step, and a device alone, and $M$ is timed. At the middle scale
-stages 1 and 2 take steps, too, and PyTorch's `fully_shard`. So many steps take a while. $M$ and DDP
-go by gloo, stages 1 to 3 by microddp's rings. $M/C$ is of the medians. A share hidden is the median
-of the rounds' shares, so it may differ a little from what the medians in its row give:
+stages 1 and 2 take steps, too, and PyTorch's `fully_shard`, so this takes a while. $M$ and DDP go
+by gloo, stages 1 to 3 by microddp's rings. $M/C$ is of the medians. A share hidden is the rounds'
+median, and may differ a little from what its row's medians give:
 """
 
 
