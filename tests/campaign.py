@@ -107,8 +107,8 @@ def draw(count: int, *, hosts: bool, short: bool, seed: int) -> Iterator[Fault]:
     Args:
         count: how many.
         hosts: whether to cut links of hosts in a box, too.
-        short: leave out what takes long: a stopped rank, to which torchrun gives half a minute; and
-            all modes as often.
+        short: take each mode as often as another, and leave out what takes long: a stopped rank, to
+            which torchrun gives half a minute.
         seed: of all that is random.
     """
     choose = random.Random(seed)

@@ -85,8 +85,11 @@ PREPARE = """() => {
     for (const entry of document.querySelectorAll(again)) entry.remove();
     const seen = {};
     for (const word of document.querySelectorAll('.highlight span[class]')) {
-        seen[word.className] = (seen[word.className] ?? 0) + 1;
-        if (seen[word.className] > 3) word.replaceWith(...word.childNodes);
+        // The kind of listing and what the word stands in decide what is behind it.
+        const behind = [word.closest('[class*=highlight-]'), word.parentElement];
+        const kind = [word, ...behind].map(each => each?.className).join(' in ');
+        seen[kind] = (seen[kind] ?? 0) + 1;
+        if (seen[kind] > 3) word.replaceWith(...word.childNodes);
     }
     for (const moving of document.getAnimations()) moving.cancel();
 }"""
