@@ -1,5 +1,6 @@
 """Sphinx configuration of the book. Build it with: sphinx-build -c . docs _site"""
 
+import atexit
 import gc
 import os
 import sys
@@ -10,8 +11,9 @@ from microddp.figures.style import GREY, ROLES
 
 sys.path.insert(0, str(Path(__file__).parent / "docs" / "_ext"))
 # A full collection takes most of a second, as it goes through all of PyTorch, and a build makes
-# many: 40 of its seconds. Less often, they cost a build 250 MB.
+# many: 40 of its seconds. Less often, they cost a build 250 MB. At its end Python makes some more.
 gc.set_threshold(100_000, 50, 50)
+atexit.register(gc.freeze)
 
 project = "microddp"
 author = "The microddp authors"

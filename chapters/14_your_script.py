@@ -263,7 +263,7 @@ find(
 r"""
 **Explain.** The rows are the history of one project: 34191 counted on each rank, 34242 asked for
 all (both October 2024). A loop that sums its tokens' losses has gradients $T/n$ times too large, as
-DDP and FSDP divide by $n$ only: 9 times in a test of [miles
+DDP and FSDP (chapter 16) divide by $n$ only: 9 times in a test of [miles
 3231](https://github.com/radixark/miles/pull/3231) (September 2026).
 """
 

@@ -47,9 +47,9 @@ def _imports(
     source: str, package: Path, programs: Path | None, within: Sequence[str] = ()
 ) -> Iterator[Path]:
     """Yield what a source imports; `within` is the package that its relative imports begin at."""
-    tree = ast.parse(source)
-    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    nodes = [*ast.walk(ast.parse(source))]
+    alone = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.level <= len(within):
             base = within[: len(within) - node.level + 1] if node.level else ()
             for alias in node.names:

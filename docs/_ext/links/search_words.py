@@ -9,12 +9,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jupytext
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import ENV_PICKLE_FILENAME, Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.transforms import SphinxTransform
+
+from pages.markdown import read_cells
 
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
@@ -22,7 +23,7 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 def words_of(script: Path) -> dict[str, list[str]]:
     """Return a chapter's words for the index, by titles of sections."""
     found = {}
-    for cell in jupytext.read(script).cells:
+    for cell in read_cells(script.read_text(encoding="utf-8")):
         if words := cell.metadata.get("index"):
             title = HEADING.search(cell.source)
             found[title[1] if title else ""] = list(words)

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jupytext
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from microddp.hosts import Box
-from pages.markdown import FOLDED
+from pages.markdown import FOLDED, read_cells
 
 CHAPTERS = Path(__file__).parents[3] / "chapters"
 WORDS_A_MINUTE, LINES_A_MINUTE = 200, 20
@@ -44,22 +43,23 @@ def read_chapter(path: Path) -> Chapter:
     Raises `ValueError` if it does not say what it builds, opens without a question, or has a title
     without its number.
     """
-    builds = BUILDS.search(path.read_text(encoding="utf-8"))
+    script = path.read_text(encoding="utf-8")
+    builds = BUILDS.search(script)
     if builds is None:
         raise ValueError(f"expected {path.name} to say what it builds: sphinx_gallery_builds")
-    cells = jupytext.read(path).cells
+    cells = read_cells(script)
     title, _, text = cells[0].source.partition("\n")
     question = re.search(r"[^.?]*\?", " ".join(text.split()))
     if question is None:
         raise ValueError(f"expected {path.name} to open with a question")
     words = lines = 0
     for cell in cells:
-        if cell.cell_type == "markdown":
+        if cell.kind == "markdown":
             text, *optional = OPTIONAL.split(cell.source)
             words += len(text.split())
             if optional:
                 break
-        elif FOLDED.keys().isdisjoint(cell.metadata.get("tags", ())):
+        elif FOLDED.keys().isdisjoint(cell.tags):
             lines += len(SETTING.sub("", cell.source).splitlines())
     minutes = math.ceil(words / WORDS_A_MINUTE + lines / LINES_A_MINUTE)
     name = title.removeprefix("# ").strip()

@@ -25,6 +25,8 @@ job of the launcher.
 import itertools
 import os
 import re
+from collections.abc import Mapping
+from functools import cache
 from glob import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,10 +60,17 @@ class Cell(NamedTuple):
     source: str  # as in a notebook
     script: str  # the script's lines, without the cell marker
     lineno: int  # of the first of these lines, counted from 1
-    tags: tuple[str, ...] = ()
+    metadata: Mapping[str, Any]  # as in a notebook
+
+    @property
+    def tags(self) -> list[str]:
+        """Its tags, of which there may be none."""
+        tags: list[str] = self.metadata.get("tags", [])
+        return tags
 
 
-def read_cells(text: str) -> list[Cell]:
+@cache  # four ask for a chapter's, and jupytext takes a tenth of a second
+def read_cells(text: str) -> tuple[Cell, ...]:
     """Split a percent script into the cells that jupytext sees, with their line numbers."""
     lines = text.removesuffix("\n").split("\n")
     *_, position = header_to_metadata_and_cell(lines, "#", "", ".py")
@@ -72,10 +81,10 @@ def read_cells(text: str) -> list[Cell]:
         first = lines[position]
         marked = reader.start_code_re.match(first) or reader.alternative_start_code_re.match(first)
         lineno = position + (2 if marked else 1)
-        script, tags = "\n".join(reader.org_content), tuple(cell.metadata.get("tags", ()))
-        cells.append(Cell(cell.cell_type, cell.source, script, lineno, tags))
+        script = "\n".join(reader.org_content)
+        cells.append(Cell(cell.cell_type, cell.source, script, lineno, cell.metadata))
         position += length
-    return cells
+    return tuple(cells)
 
 
 def split_script(source_file: str | Path, return_node: bool = False) -> tuple[Any, ...]:
