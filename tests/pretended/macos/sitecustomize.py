@@ -8,6 +8,7 @@ psutil run as they are.
 What is not pretended: how macOS starts, schedules and signals processes, its files and sockets.
 """
 
+import atexit
 import builtins
 import ctypes
 import gc
@@ -119,3 +120,4 @@ def install() -> None:
 
 install()
 gc.set_threshold(100_000)  # as all Pythons of tests; see rare_collections
+atexit.register(gc.freeze)
