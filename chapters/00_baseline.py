@@ -209,17 +209,17 @@ find(comms, "optimizer", falls=(falls, said), stays=(not falls, said))
 """
 **Explain.** Where a small batch takes more time a sample than a large one, not all of a step grows
 in proportion to the batch. A layer's call takes time of its own, and its weights have to be read,
-for one sample as for many; how much each of these takes, or something else, this page does not
-show. (Nor does it show why backward and forward have another ratio at each batch.)
-The optimizer does the same work at every batch.
+for one sample as for many. How much of a step each of these is, and whether something else plays a
+part, this page does not show. (Nor does it show why backward and forward have another ratio at each
+batch.) The optimizer does the same work at every batch.
 
 ## Throughput
 
 *Throughput* is the number of samples that are trained on in a second.
 
-**Predict.** Suppose a step costs a fixed start-up time plus a time for each sample. Then
-throughput rises almost as fast as the batch while start-up is nearly all of a step, and less and
-less the more of it is arithmetic: the times of a step lie on a line over the batch.
+**Predict.** Suppose a step costs a fixed start-up time plus a time for each sample. Then the times
+of a step lie on a line over the batch. Throughput rises almost as fast as the batch while start-up
+is nearly all of a step, and less and less the more of it is arithmetic.
 
 **Measure.** The batch sizes take turns, so that a disturbance of the machine meets all of them.
 Beside the median stand the *quartiles*, between which half of all steps lie:
@@ -278,7 +278,7 @@ rising = all(cost.spread[0] > 0 for cost in costs)
 straight = rising and compare(costs[1], costs[0]).alike
 low_cost, high_cost = (human_seconds(cost.median) for cost in costs)
 said = f"From {low} to {middle} a further sample costs {low_cost}, from {middle} to {high}"
-said = f"{said} {high_cost}"
+said = f"{said} {high_cost} (medians of differences within a round)"
 why = "the times do not lie on a line, and this page does not show why."
 single, start = timings["1"].median, timings[str(low)].median - low * costs[0].median
 below = f"By {low} and {middle} a step of one sample would take"

@@ -410,8 +410,9 @@ if stage.sides and n > 1:
     )
     said = (
         f"With the starts of {here.layers} messages counted, the naive step took {expected}. The "
-        f"difference is of three: a device alone, less C, {python}; the messages alone, less M and "
-        f"their starts, {beyond}; and {both} that come only in a step of both. (Its two parts, as "
+        f"difference is the sum of three: {python} by a device alone, beyond C; {beyond} by the "
+        f"messages alone, beyond M and their starts; and {both} only in a step of both. Where the "
+        f"last come from, this page does not show. (The two parts, as "
         f"measured, make {1e3 * (alone + sent):.0f} ms.) By these messages all "
         f"starts are {(sent - here.messages) / here.compute:.0%} of C; by the table {share:.0%}."
     )

@@ -378,7 +378,7 @@ if stage.sides and n > 1:
 
 # %% [markdown]
 r"""
-**Explain.** What is longer than backward, two thirds of $C$, cannot hide behind it. Nothing is sent
+**Explain.** Backward is two thirds of $C$, and more than that it cannot hide. Nothing is sent
 until the first gradient is there, and the last one is ready when backward ends. Every gradient
 still travels on its own, and pays for its start. (Where either step takes longer than was guessed,
 this page does not show why.) Sending fewer and larger messages is the next chapter.

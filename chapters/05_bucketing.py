@@ -154,8 +154,8 @@ guess = guesses[0] / guesses[1]
 said = (
     f"In one message the same bytes are {gain.than(f'in {P}')}; {guess:.1f} times was predicted, "
     f"and the median is {abs(gain.ratio / guess - 1):.0%} "
-    f"{'more' if gain.ratio > guess else 'less'}. Beside its prediction, sending many took "
-    f"{many.median / guesses[0] - 1:+.0%}, and one {one.median / guesses[1] - 1:+.0%}."
+    f"{'more' if gain.ratio > guess else 'less'}. Of what was predicted for them, many took "
+    f"{many.median / guesses[0]:.0%}, and one {one.median / guesses[1]:.0%}."
 )
 find(comms, "together", **gain.sides(said))
 
@@ -606,7 +606,7 @@ def with_starts(side, alone, start):
 rows, ranges, medians, guesses = [], [], [], []
 for speed, (of, got) in stages.items():
     here, alone = of.sides[1], got["alone"].median
-    low, high = here.start_spread
+    low, high = (max(0.0, start) for start in here.start_spread)  # none is negative
     guesses.append([with_starts(here, alone, start) for start in (low, here.start, high)])
     gains = [of.speed_up(got[name], got["alone"]).times for name in ("naive", "1 MiB")]
     ranges.append([gain.spread for gain in gains])

@@ -716,9 +716,11 @@ said += ", so it shows nothing of what chapter 05 measures." if buckets.alike el
 find(comms, "buckets", **buckets.sides(said))
 wrappers = compare(steps["microddp.DDP"], steps["PyTorch's DDP"])
 said = wrappers.say("A step of microddp.DDP", "one of PyTorch's DDP")
-as_long = compare(steps["microddp.DDP"], steps["buckets (05)"])
-said = f"{said}. {as_long.say('One of microddp.DDP', 'one of the buckets, which send the same')}"
-said += "." if as_long.alike else ": against the prediction."
+for name in spent:
+    as_long = compare(steps[name], steps["buckets (05)"])
+    said += f". {as_long.say(f'One of {name}', 'one of the buckets, which send the same')}"
+    said += "" if as_long.alike else ": against the prediction"
+said += "."
 find(comms, "wrappers", **wrappers.sides(said))
 
 # %% [markdown]

@@ -282,6 +282,11 @@ if here:
     best = " and ".join(repr(name) for name in ranked if ms[name] == min(ms.values()))
     said += f" The prediction names {'it too' if named == first else repr(named)}; for the cluster "
     said += f"it names {best}."
+    turned = [
+        repr(name) for name in ranked if (far[name] < far["ddp"]) != (guess[name] < guess["ddp"])
+    ]
+    if turned:
+        said += f" Whether {' and '.join(turned)} saves, the two predict differently."
 won = compare(taken[first], base)
 find(
     comms,
@@ -548,8 +553,9 @@ was scaled to an $M$ of $2(n-1)$ rounds, and an all-reduce of two ranks has 2: t
 starts than the scale allows for. What Python takes of a step is not scaled at all. And a real
 device with few tokens reaches less of its peak, which the stage's pauses do not know.
 
-{func}`~microddp.performance.worth.step_budget` does the same arithmetic, and adds the best case:
-all that fits into the last backward is hidden. As a form:
+{func}`~microddp.performance.worth.step_budget` does the same arithmetic, counts the start of each
+of the $2(n-1)$ rounds, here 14 us, and adds the best case: all that fits into the last backward is
+hidden. As a form:
 """
 
 # %% tags=["plumbing"]

@@ -521,7 +521,8 @@ find(
 
 # %% [markdown] index=["DiLoCo", "outer optimizer", "pseudo-gradient"]
 r"""
-**Explain.** The slower the link, the more steps a rare meeting may add and still be the faster way.
+**Explain.** Rare meetings save the same messages on every link, and a message is the dearer, the
+slower the link: so the more steps may they add and still be the faster way.
 
 ## DiLoCo
 

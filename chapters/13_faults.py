@@ -554,7 +554,9 @@ assert off < 1e-3
 
 # %% tags=["plumbing"]
 said = "The losses of the steps that a restart repeats are bitwise what they were before the death"
-said = f"{said}; after it, the plain and the warm restart's are bitwise equal to step {len(calm)}"
+said = (
+    f"{said}; after it, up to step {len(calm)}, the plain and the warm restart's are bitwise equal"
+)
 find(
     comms,
     "losses",
@@ -867,9 +869,9 @@ $ python -m microddp.labs start 13
    <details class="solution"><summary>Solution</summary>
 
    Restarts take $600/11124 = 5.4$ %, so 4.6 % are left for the first two terms. At Young's interval
-   they are equal, together $\sqrt{2c/M}$. So $c = 0.046^2 \cdot 11124 / 2 = 12$ s at most. Writing
-   takes $405 \cdot 10^9 \cdot 14 / (2 \cdot 10^{12}) = 2.8$ s, which is less. A minute would be
-   too much: $\sqrt{120/11124}$ alone is 10 %.
+   they are equal, together $\sqrt{2c/M}$. So $c = 0.046^2 \cdot 11124 / 2 = 11.7$ s at most.
+   Writing takes $405 \cdot 10^9 \cdot 14 / (2 \cdot 10^{12}) = 2.8$ s, which is less. A minute
+   would be too much: $\sqrt{120/11124}$ alone is 10 %.
 
    </details>
 

@@ -931,7 +931,7 @@ apart: there, `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` gives a new store each time
 ### Who sets the rank?
 
 `init_process_group()` reads `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` from the
-environment. These set them, and start the job again (pages read in November 2026):
+environment. Who sets them, and who starts a job again (pages read in November 2026):
 
 :::{list-table}
 :header-rows: 1
@@ -977,7 +977,7 @@ Ask in this order, and take the first yes; the numbers are chapters:
 # %% tags=["plumbing"]
 QUESTIONS = {
     "It is slow": [
-        ("Is one device alone as slow?", "where its time goes (00, 08); torch.profiler (09)"),
+        ("Is one device alone as slow?", "where its time goes (00, 08); a profile (09)"),
         ("Do the devices wait for data?", "time the loader alone; workers, pinned memory (14)"),
         ("Does one rank hold up the others?", "straggler report: slow rank or link (12)"),
         ("Is communication exposed?", "buckets (05), accumulation (06, 09); send less (10, 11)"),

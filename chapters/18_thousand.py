@@ -743,8 +743,8 @@ wide = min(*tokens, *rails) > max(devices_)
 find(
     comms,
     "tokens",
-    always=(wide, f"{said}: the least of tokens or links is above the most of devices."),
-    mixed=(not wide, f"{said}: the least of tokens or links is no more than the most of devices."),
+    always=(wide, f"{said}: tokens and links count for more than devices in every case."),
+    mixed=(not wide, f"{said}: not in every case do tokens and links count for more than devices."),
 )
 
 # %% [markdown]

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import signal
 
 import pytest
 from hypothesis import settings
@@ -30,6 +31,9 @@ for name in [name for name in os.environ if name.startswith("MICRODDP_")]:
     del os.environ[name]
 os.environ["MICRODDP_SECRET"] = secrets.token_hex(32)  # none is made in the home of who runs them
 share()  # the workers inherit it
+# A shell that starts the tests in the background makes them, and what they start, deaf to Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class ClassesStayTogether(LoadScopeScheduling):

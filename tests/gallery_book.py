@@ -1,7 +1,6 @@
 """Small books in temporary folders, built by a real sphinx-build."""
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -179,10 +178,6 @@ class Book:
         """Start sphinx-build, from a folder that is not the book's, with `inside` before it."""
         marker = uuid.uuid4().hex
         folders: list[str | Path] = ["-c", self.root, self.root / "docs", self.root / "_site"]
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-            # A shell that starts the tests in the background makes them, and what they start,
-            # deaf to Ctrl-C.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
         executable = sys.executable if inside else python()  # whose server is outside
         process = subprocess.Popen(
             [*inside, executable, "-u", "-m", "sphinx", *arguments, *folders],

@@ -164,7 +164,9 @@ class StragglerReport:
     def _about_links(self) -> str:
         if not self.collectives:
             return "Nothing was exchanged."
-        waits = f"For {self.waiting:.0%} of the time ranks wait though all have arrived"
+        waits = (
+            f"For {self.waiting:.0%} of the time of all steps ranks wait though all have arrived"
+        )
         if self.bytes_per_second:
             sends = _speed(self.bytes_per_second)
             waits += f"; from then until the last is done a rank sends {sends}"

@@ -55,7 +55,7 @@ def test_the_rank_that_works_longer_is_named():
     assert report.transfer == pytest.approx(0.75)
     assert report.verdict == (
         "Rank 2 is slow: it works 2.60 times as long as the others, and holds them up for 50% of "
-        "a step (medians). For 19% of the time ranks wait though all have arrived; no "
+        "a step (medians). For 19% of the time of all steps ranks wait though all have arrived; no "
         "link is much slower than the others."
     )
     assert "<table>" in report._repr_html_()
@@ -122,7 +122,7 @@ def test_the_slow_link_is_named():
     assert report.bytes_per_second == pytest.approx(30e6)
     assert (
         "The link of rank 0 is slow: it sends 10 MB/s and receives 30 MB/s, the others 100 MB/s "
-        "and 100 MB/s. For 44% of the time ranks wait though all have arrived; "
+        "and 100 MB/s. For 44% of the time of all steps ranks wait though all have arrived; "
         "from then until the last is done a rank sends 30 MB/s."
     ) in report.verdict
 
