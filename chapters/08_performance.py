@@ -282,11 +282,9 @@ if here:
     best = " and ".join(repr(name) for name in ranked if ms[name] == min(ms.values()))
     said += f" The prediction names {'it too' if named == first else repr(named)}; for the cluster "
     said += f"it names {best}."
-    turned = [
-        repr(name) for name in ranked if (far[name] < far["ddp"]) != (guess[name] < guess["ddp"])
-    ]
+    turned = [name for name in ranked if (far[name] < far["ddp"]) != (guess[name] < guess["ddp"])]
     if turned:
-        said += f" Whether {' and '.join(turned)} saves, the two predict differently."
+        said += f" Whether {' and '.join(map(repr, turned))} saves, the two predict differently."
 won = compare(taken[first], base)
 find(
     comms,
