@@ -219,7 +219,7 @@ batch.) The optimizer does the same work at every batch.
 
 **Predict.** Suppose a step costs a fixed start-up time plus a time for each sample. Then the times
 of a step lie on a line over the batch. Throughput rises almost as fast as the batch while start-up
-is nearly all of a step, and less and less the more of it is arithmetic.
+is nearly all of a step, and the less, the more of a step is for samples.
 
 **Measure.** The batch sizes take turns, so that a disturbance of the machine meets all of them.
 Beside the median stand the *quartiles*, between which half of all steps lie:
@@ -278,7 +278,7 @@ rising = all(cost.spread[0] > 0 for cost in costs)
 straight = rising and compare(costs[1], costs[0]).alike
 low_cost, high_cost = (human_seconds(cost.median) for cost in costs)
 said = f"From {low} to {middle} a further sample costs {low_cost}, from {middle} to {high}"
-said = f"{said} {high_cost} (medians of differences within a round)"
+said = f"{said} {high_cost} (medians over repetitions)"
 why = "the times do not lie on a line, and this page does not show why."
 single, start = timings["1"].median, timings[str(low)].median - low * costs[0].median
 below = f"By {low} and {middle} a step of one sample would take"

@@ -324,7 +324,7 @@ find(
         sgd_sum > adam_sum and adam_mean > sgd_mean,
         f"Summed gradients: SGD misses by {sgd_sum:.2f} of a step, Adam by only {adam_sum:.4f}. "
         f"Averaged weights: Adam misses by {adam_mean:.2f}, and SGD by {sgd_mean:.0e} of a step: "
-        "roundings of the weights, as these are larger than a step.",
+        "roundings, since weights are much larger than their steps.",
     ),
 )
 

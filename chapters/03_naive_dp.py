@@ -411,9 +411,8 @@ if stage.sides and n > 1:
     said = (
         f"With the starts of {here.layers} messages counted, the naive step took {expected}. The "
         f"difference is the sum of three: {python} by a device alone, beyond C; {beyond} by the "
-        f"messages alone, beyond M and their starts; and {both} only in a step of both. Where the "
-        f"last come from, this page does not show. (The two parts, as "
-        f"measured, make {1e3 * (alone + sent):.0f} ms.) By these messages all "
+        f"messages alone, beyond M and their starts; and {both} only in a step of both. (Device "
+        f"and messages, each alone, make {1e3 * (alone + sent):.0f} ms.) By these messages all "
         f"starts are {(sent - here.messages) / here.compute:.0%} of C; by the table {share:.0%}."
     )
     find(comms, "naive-predicted", **expected.sides(said))

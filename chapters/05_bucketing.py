@@ -154,8 +154,9 @@ guess = guesses[0] / guesses[1]
 said = (
     f"In one message the same bytes are {gain.than(f'in {P}')}; {guess:.1f} times was predicted, "
     f"and the median is {abs(gain.ratio / guess - 1):.0%} "
-    f"{'more' if gain.ratio > guess else 'less'}. Of what was predicted for them, many took "
-    f"{many.median / guesses[0]:.0%}, and one {one.median / guesses[1]:.0%}."
+    f"{'more' if gain.ratio > guess else 'less'}. The {P} took "
+    f"{many.median / guesses[0]:.0%} of their predicted time, the one "
+    f"{one.median / guesses[1]:.0%}."
 )
 find(comms, "together", **gain.sides(said))
 

@@ -534,7 +534,7 @@ find(
     "mistakes",
     made=(
         STUCK,
-        f"Of the {len(FARED)} mistakes made so far {len(late)} hang until an error ends them, and "
+        f"Of these {len(FARED)} mistakes in calls {len(late)} hang until an error ends them, and "
         f"{len(silent)} end in wrong numbers and no error: {' and '.join(silent)}.",
     ),
     not_made=(not STUCK, "Left out: mistakes that hang take two ranks, and gloo."),
@@ -545,11 +545,11 @@ r"""
 ## The flight recorder
 
 **Predict.** The time-out did not name who did not come. A list of each rank's calls can: a group
-numbers its collectives (number 1 is PyTorch's own, when it makes the group), so a rank that is
-behind has a smaller last number. (For ranks that stay away, gloo also has `dist.monitored_barrier`,
-which with `wait_all_ranks=True` names them all.) PyTorch keeps such a list, the *flight recorder*,
-for NCCL and for gloo: the last collectives of each process, as many as `TORCH_FR_BUFFER_SIZE` says,
-with number, sizes and stack.
+numbers its collectives (here number 1 is the barrier with which `subgroup` makes a group), so a
+rank that is behind has a smaller last number. (For ranks that stay away, gloo also has
+`dist.monitored_barrier`, which with `wait_all_ranks=True` names them all.) PyTorch keeps such a
+list, the *flight recorder*, for NCCL and for gloo: the last collectives of each process, as many as
+`TORCH_FR_BUFFER_SIZE` says, with number, sizes and stack.
 
 **Measure.** An early `continue` on one rank, and the two orders of above, which are still in the
 record. `torch_calls` reads it, by a private call of PyTorch's

@@ -284,7 +284,7 @@ if here:
     said += f"it names {best}."
     turned = [name for name in ranked if (far[name] < far["ddp"]) != (guess[name] < guess["ddp"])]
     if turned:
-        said += f" Whether {' and '.join(map(repr, turned))} saves, the two predict differently."
+        said += f" Whether {' and '.join(map(repr, turned))} saves, the two predictions disagree."
 won = compare(taken[first], base)
 find(
     comms,
@@ -551,8 +551,8 @@ was scaled to an $M$ of $2(n-1)$ rounds, and an all-reduce of two ranks has 2: t
 starts than the scale allows for. What Python takes of a step is not scaled at all. And a real
 device with few tokens reaches less of its peak, which the stage's pauses do not know.
 
-{func}`~microddp.performance.worth.step_budget` does the same arithmetic, counts the start of each
-of the $2(n-1)$ rounds, here 14 us, and adds the best case: all that fits into the last backward is
+{func}`~microddp.performance.worth.step_budget` does the same arithmetic, counts a start for each
+of the $2(n-1)$ rounds, 14 us here, and adds the best case: all that fits into the last backward is
 hidden. As a form:
 """
 

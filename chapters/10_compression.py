@@ -228,8 +228,8 @@ as below, with 16.
 
 *fp16* has 11 significant bits, but less room than bf16: its largest value is 65504, its smallest
 0.00000006, and what is below half of that becomes 0. **Predict.** The sum of two values of 60000
-does not fit. Divided before the sum it does, though the sums on the way are rounded to 11 bits; but
-then small values vanish:
+does not fit. Divided before the sum it does, with sums on the way rounded to 11 bits; but small
+values vanish:
 """
 
 # %%
@@ -768,7 +768,7 @@ if LINKS and stage.sides:
 
 # %% [markdown]
 r"""
-**Explain.** $C$ and $M$ leave out several things: copies, which int8 makes of fewer bytes, too;
+**Explain.** $C$ and $M$ leave out several things: copies, which int8 shortens, too;
 starts, of which two phases have two; $c$, which devices that share a machine's cores may pay more
 dearly; and what an all-to-all takes beside its bytes (above). In a ring each link has one sender.
 And the digits do not tell how many more steps *your* model takes.

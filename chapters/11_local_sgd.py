@@ -521,8 +521,8 @@ find(
 
 # %% [markdown] index=["DiLoCo", "outer optimizer", "pseudo-gradient"]
 r"""
-**Explain.** Rare meetings save the same messages on every link, and a message is the dearer, the
-slower the link: so the more steps may they add and still be the faster way.
+**Explain.** The slower a link, the more time the same saved messages would take there, and the more
+steps rare meetings may add and still be the faster way.
 
 ## DiLoCo
 

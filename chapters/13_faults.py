@@ -869,7 +869,7 @@ $ python -m microddp.labs start 13
    <details class="solution"><summary>Solution</summary>
 
    Restarts take $600/11124 = 5.4$ %, so 4.6 % are left for the first two terms. At Young's interval
-   they are equal, together $\sqrt{2c/M}$. So $c = 0.046^2 \cdot 11124 / 2 = 11.7$ s at most.
+   they are equal, together $\sqrt{2c/M}$. So $c = 0.046^2 \cdot 11124 / 2 = 11.8$ s at most.
    Writing takes $405 \cdot 10^9 \cdot 14 / (2 \cdot 10^{12}) = 2.8$ s, which is less. A minute
    would be too much: $\sqrt{120/11124}$ alone is 10 %.
 

@@ -931,7 +931,7 @@ apart: there, `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` gives a new store each time
 ### Who sets the rank?
 
 `init_process_group()` reads `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` from the
-environment. Who sets them, and who starts a job again (pages read in November 2026):
+environment. Who sets them and starts a job again (manuals read in November 2026):
 
 :::{list-table}
 :header-rows: 1
