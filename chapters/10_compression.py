@@ -768,10 +768,10 @@ if LINKS and stage.sides:
 
 # %% [markdown]
 r"""
-**Explain.** $C$ and $M$ leave out several things: copies, which int8 shortens, too;
-starts, of which two phases have two; $c$, which devices that share a machine's cores may pay more
-dearly; and what an all-to-all takes beside its bytes (above). In a ring each link has one sender.
-And the digits do not tell how many more steps *your* model takes.
+**Explain.** $C$ and $M$ leave out several things: copies, which int8 shortens, too; starts, of
+which two phases have two; $c$, which devices that share a machine's cores may pay more dearly; and
+what an all-to-all takes beside its bytes (above). In a ring each link has one sender. And the
+digits do not tell how many more steps *your* model takes.
 
 Of more than 200 set-ups on GPUs in data centres, compression beat a well-tuned synchronous training
 in 6 ([Agarwal and others](https://arxiv.org/abs/2103.00543), MLSys 2022): there links are fast,

@@ -524,7 +524,7 @@ said = (
 if usual and n > 1:
     halved = hsdp.least(C, M, LAYERS) / hsdp.least(C, M / 2, LAYERS)
     said += f" T_0 allows {halved:.2f} times for that"
-    said += "." if both.ratio >= 0.98 * halved else ", and why less came, the run does not show."
+    said += "." if halved <= both.times.spread[1] else ", and why less came, the run does not show."
 find(comms, "precision-in-time", **both.sides(said if n > 1 else "One rank sends nothing."))
 
 # %% [markdown]

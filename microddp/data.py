@@ -1,4 +1,4 @@
-"""How the ranks divide data: a batch into shards, an epoch into batches."""
+"""Division of data between ranks: a batch into shards, an epoch into batches."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ COLUMNS = 88  # of a terminal
 
 @dataclass(frozen=True)
 class Comparison:
-    """How many times as fast one thing is as another of the same run.
+    """A ratio of speeds: of one thing beside another of the same run.
 
     Attributes:
         times: the other's time divided by this one's, round by round: above 1 is faster.

@@ -90,7 +90,7 @@ class Work:
 
     @property
     def values(self) -> int:
-        """How many values all parameters have together."""
+        """Number of values of all parameters together."""
         return sum(sum(layer.tensors) for layer in self.layers)
 
 

@@ -138,7 +138,7 @@ def check_replicas(module: nn.Module, comms: Comms) -> None:
 
 
 def in_words(tensor: torch.Tensor) -> str:
-    """What :func:`check_structure` compares of a tensor."""
+    """Describe a tensor, as far as :func:`check_structure` compares it."""
     if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
         return "not initialised"
     return describe(tensor) + ("" if tensor.requires_grad else ", no gradient")

@@ -1,4 +1,4 @@
-"""What can be sharded: elements that compute one after the other, dense gradients, equal ranks."""
+"""Conditions for sharding: elements that compute in order, dense gradients, equal ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Our DDP against PyTorch's, bit for bit: unused parameters, hooks, uneven inputs, groups."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -76,7 +78,7 @@ def test_finding_unused_parameters_is_equal(comms):
         "some ranks": lambda step: (0,) if step % 2 else everyone[1:],
         "now and then": lambda step: everyone if step % 2 else (),
     }
-    for view, cap in zip(VIEWS, CAPS, strict=True):
+    for view, cap in itertools.product(VIEWS, CAPS):
         options = {"find_unused_parameters": True, **view, **cap}
         for name, who in wishes.items():
             for extra in ({}, {"set_to_none": False}, {"fill": 3.0}, {"only_left": True}):
